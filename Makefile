@@ -1,0 +1,33 @@
+# demo   train, sweep, serve and ask a small MBD-LM on a local Ray cluster
+# test   the whole test suite
+# check  formatting, lint, types and import contracts
+# serve  the shipped model behind an OpenAI-compatible endpoint on http://127.0.0.1:8000
+# Each makes .venv and installs what it needs.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test check serve
+
+demo: $(VENV)/.installed
+	$(BIN)/python jobs/demo.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/pre-commit run --all-files
+
+serve: $(VENV)/.installed
+	$(BIN)/python jobs/serve.py --model tiny-mbd
+
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,37 @@
+"""A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.decoding.config import DecodingConfig, decoding_config
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.config import ModelConfig
+from mbd_core.models.loader import load_generation_defaults, load_model, load_tokenizer
+from mbd_core.trace import TraceRecorder
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`."""
+
+    name: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    config: ModelConfig
+    defaults: dict[str, Any]
+
+    def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
+        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        return decoding_config(self.defaults, overrides, block_size=self.config.block_size)
+
+
+def load_engine(folder: Path, config: EngineConfig, *, trace: TraceRecorder | None = None) -> LoadedModel:
+    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder."""
+    model = load_model(folder)
+    tokenizer = load_tokenizer(folder, model.config)
+    engine = Engine(model, config, trace=trace, vocab_limit=len(tokenizer))
+    return LoadedModel(folder.name, engine, tokenizer, model.config, load_generation_defaults(folder))

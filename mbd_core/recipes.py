@@ -1,0 +1,66 @@
+"""Runs by name: the tiny models' own recipes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mbd_core.models.config import ModelConfig
+from mbd_core.multitf.data import TinyData
+from mbd_core.multitf.sample import StateConfig
+from mbd_core.multitf.trainer import TrainConfig
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+TINY_VOCAB = 640
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """A training run. `base` is the checkpoint it starts from; without one the model is drawn fresh from `model`."""
+
+    name: str
+    base: str | None
+    model: ModelConfig | None
+    data: TinyData
+    states: StateConfig
+    train: TrainConfig
+    max_length: int
+    generation: dict[str, Any]
+
+
+TINY_MODEL = ModelConfig(
+    architecture="SDARForCausalLM",
+    vocab_size=TINY_VOCAB,
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=48,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-6,
+    max_positions=1024,
+    tie_word_embeddings=True,
+    mask_token_id=0,
+    eos_token_ids=(1,),
+    block_size=8,
+)
+
+TINY_BD = TrainingRecipe(
+    name="tiny-bd",
+    base=None,
+    model=TINY_MODEL,
+    data=TinyData(per_task=60_000),
+    states=StateConfig(
+        block_size=8,
+        max_group=1,
+        num_layouts=2,
+        span="response",
+        schedule="independent_uniform",
+        rounding="ceil",
+    ),
+    train=TrainConfig(steps=3500, batch_size=48, lr=3e-3),
+    max_length=160,
+    generation={"buffer_size": 1, "tau_m2t": 0.9},
+)
+
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD,)}

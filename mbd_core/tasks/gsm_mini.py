@@ -1,0 +1,113 @@
+"""gsm-mini: worded multi-step arithmetic with reasoning, in GSM8K's columns (`question`, `answer` ending in `#### N`).
+
+A problem is a short chain of steps over one running count. Its *key* (the verbs and numbers, without the names and
+things) decides the split, so a test problem's arithmetic never occurs in training under another person's name.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mbd_core.tasks.split import Split, split_of
+
+NAMES = ("Tom", "Mia", "Sam", "Ana", "Leo", "Zoe", "Max", "Eva", "Ben", "Lily", "Omar", "Nina")
+THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "marbles", "cups", "stones")
+CONTAINERS = ("bags", "boxes", "packs")
+MAX_COUNT = 99
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One change of the running count: the sentence that tells it and the sentence that works it out."""
+
+    verb: str
+    numbers: tuple[int, ...]
+    told: str
+    worked: str
+    result: int
+
+
+def _gain(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+    high = min(40, MAX_COUNT - count)
+    if high < 2:
+        return None
+    verb = rng.choice(("buys", "finds", "gets"))
+    n = rng.randint(2, high)
+    return Step(
+        verb=verb,
+        numbers=(n,),
+        told=f"{name} {verb} {n} more {thing}.",
+        worked=f"{name} {verb} {n}, so there are {count} + {n} = {count + n} {thing}.",
+        result=count + n,
+    )
+
+
+def _loss(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+    if count < 4:
+        return None
+    verb = rng.choice(("loses", "sells", "gives away"))
+    n = rng.randint(2, min(40, count - 1))
+    return Step(
+        verb=verb,
+        numbers=(n,),
+        told=f"{name} {verb} {n} {thing}.",
+        worked=f"{name} {verb} {n}, so there are {count} - {n} = {count - n} {thing}.",
+        result=count - n,
+    )
+
+
+def _packs(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+    n, each = rng.randint(2, 6), rng.randint(2, 6)
+    if count + n * each > MAX_COUNT:
+        return None
+    box = rng.choice(CONTAINERS)
+    total = n * each
+    return Step(
+        verb=box,
+        numbers=(n, each),
+        told=f"{name} buys {n} {box} with {each} {thing} each.",
+        worked=f"The {box} hold {n} * {each} = {total}, so there are {count} + {total} = {count + total} {thing}.",
+        result=count + total,
+    )
+
+
+def _double(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
+    if not 2 <= count <= MAX_COUNT // 2:
+        return None
+    return Step(
+        verb="doubles",
+        numbers=(),
+        told=f"{name} doubles the number of {thing}.",
+        worked=f"{name} doubles them, so there are {count} * 2 = {count * 2} {thing}.",
+        result=count * 2,
+    )
+
+
+STEPS = (_gain, _loss, _packs, _gain, _loss, _double)
+
+
+def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    start = count = rng.randint(3, 40)
+    steps: list[Step] = []
+    wanted = rng.randint(2, 3)
+    while len(steps) < wanted:
+        step = rng.choice(STEPS)(rng, count, name, thing)
+        if step is not None:
+            steps.append(step)
+            count = step.result
+    key = f"gsm {start} " + " ".join(f"{s.verb}{s.numbers}" for s in steps)
+    question = " ".join(
+        [f"{name} has {start} {thing}."] + [s.told for s in steps] + [f"How many {thing} does {name} have now?"]
+    )
+    answer = "\n".join([s.worked for s in steps] + [f"#### {count}"])
+    return key, {"question": question, "answer": answer}
+
+
+def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
+    """An endless stream of `{"question", "answer"}` rows of one split; the same seed gives the same rows."""
+    rng = random.Random(f"gsm-mini/{split}/{seed}")
+    while True:
+        key, row = _problem(rng)
+        if split_of(key) == split:
+            yield row

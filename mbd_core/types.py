@@ -1,0 +1,75 @@
+"""The nouns that cross rooms: what goes into the engine, what comes out, and what a step leaves behind."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mbd_core.decoding.config import DecodingConfig
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to be continued by at most `max_tokens` tokens; EOS ends it unless `ignore_eos`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    decoding: DecodingConfig
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """A request's raw counts, of which every rate is computed.
+
+    num_forwards          NFE: forwards its blocks took part in, store-only ones included
+    num_store_forwards    those of them in which no block of it was being decoded (SingleBD's bubble)
+    num_prefill_forwards  forwards that carried only its prompt, not in NFE
+    num_tokens            useful tokens: generated before EOS, at most max_tokens
+    decode_seconds        wall time of the steps counted in num_forwards
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    num_forwards: int
+    num_store_forwards: int
+    num_prefill_forwards: int
+    decode_seconds: float
+
+    @property
+    def tpf(self) -> float:
+        """Useful tokens per forward."""
+        return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A finished request: its useful tokens (EOS excluded), why it ended, its counts."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    counts: Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one step committed for one request: the new useful tokens, and the whole output if that was the last."""
+
+    request_id: str
+    new_tokens: tuple[int, ...]
+    output: Output | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One slot in one step, before and after its forward. `state` is the one the forward saw."""
+
+    request_id: str
+    step: int
+    slot: int
+    block: int
+    state: str
+    mask_ratio: float
+    accepted: int
