@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mbd_core.tasks.split import Split, split_of
+from mbd_core.tasks.split import Split, distinct
 
 FUNCTION_NAMES = ("solve", "process", "compute", "work", "calc", "run_list", "total_up", "pipeline")
 
@@ -114,11 +114,7 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """An endless stream of HumanEval-shaped rows of one split; the same seed gives the same rows."""
+    """A stream of HumanEval-shaped rows of one split without repeated problems; a seed always gives the same."""
     rng = random.Random(f"code-mini/{split}/{seed}")
-    number = 0
-    while True:
-        key, row = _problem(rng)
-        if split_of(key) == split:
-            yield {"task_id": f"code-mini/{split}/{seed}/{number}", **row}
-            number += 1
+    for number, row in distinct(lambda: _problem(rng), split):
+        yield {"task_id": f"code-mini/{split}/{seed}/{number}", **row}

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mbd_core.tasks.split import Split, split_of
+from mbd_core.tasks.split import Split, distinct
 
 NAMES = ("Tom", "Mia", "Sam", "Ana", "Leo", "Zoe", "Max", "Eva", "Ben", "Lily", "Omar", "Nina")
 THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "marbles", "cups", "stones")
@@ -105,9 +105,7 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """An endless stream of `{"question", "answer"}` rows of one split; the same seed gives the same rows."""
+    """A stream of `{"question", "answer"}` rows of one split without repeated problems; a seed always gives the same."""
     rng = random.Random(f"gsm-mini/{split}/{seed}")
-    while True:
-        key, row = _problem(rng)
-        if split_of(key) == split:
-            yield row
+    for _, row in distinct(lambda: _problem(rng), split):
+        yield row

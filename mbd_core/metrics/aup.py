@@ -1,0 +1,66 @@
+"""AUP, accuracy under parallelism, in both definitions in use. A point is (TPF, accuracy in percent).
+
+Neither number means anything without its points, so keep them beside it. They differ much: one point scores 0 under
+Eq. 4.1 and TPF times accuracy under d3LLM's.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedAup:
+    """d3LLM's AUP, the points it was computed from and those left out for losing too much accuracy."""
+
+    value: float
+    points: tuple[Point, ...]
+    dropped: tuple[Point, ...]
+    y_max: float
+    alpha: float
+
+
+def aup_eq41(points: Iterable[Point]) -> float:
+    """The area of the trapezoids between neighbouring points sorted by TPF (MBD-LMs paper Eq. 4.1)."""
+    kept = _sorted(points)
+    return sum((y0 + y1) / 2 * (p1 - p0) for (p0, y0), (p1, y1) in pairwise(kept))
+
+
+def aup_d3llm(points: Iterable[Point], *, y_max: float, alpha: float = 3.0, y_min_offset: float = 5.0) -> WeightedAup:
+    """d3LLM's AUP: the rectangle up to the first point, then trapezoids of accuracies weighted by W.
+
+    `W(y) = min(exp(-alpha * (1 - y / y_max)), 1)`, `y_max` the best accuracy of any method on the task. Points more
+    than `y_min_offset` below the slowest one's accuracy are left out and returned as `dropped`; the released code
+    raises instead where the fastest point is one of them. Raises `ValueError` for no points or a `y_max` that is not
+    above 0 although an accuracy is.
+    """
+    given = _sorted(points)
+    floor = given[0][1] - y_min_offset
+    kept = [point for point in given if point[1] >= floor]
+    if y_max <= 0 and any(y > 0 for _, y in kept):
+        raise ValueError(f"y_max={y_max} must be the best accuracy of the task, in percent")
+
+    def weighted(y: float) -> float:
+        return y * min(math.exp(-alpha * (1 - y / y_max)), 1.0) if y > 0 else 0.0
+
+    area = kept[0][0] * kept[0][1]
+    for (p0, y0), (p1, y1) in pairwise(kept):
+        area += (p1 - p0) * (weighted(y1) + weighted(y0)) / 2
+    return WeightedAup(
+        value=area,
+        points=tuple(kept),
+        dropped=tuple(point for point in given if point[1] < floor),
+        y_max=y_max,
+        alpha=alpha,
+    )
+
+
+def _sorted(points: Iterable[Point]) -> list[Point]:
+    """By TPF; of two with the same TPF the more accurate first, so that the order given does not matter."""
+    ordered = sorted(((float(p), float(y)) for p, y in points), key=lambda point: (point[0], -point[1]))
+    if not ordered:
+        raise ValueError("AUP needs at least one (TPF, accuracy) point")
+    return ordered

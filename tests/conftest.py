@@ -1,0 +1,205 @@
+"""What the tests share: one Ray cluster a session, Serve on it, a random tiny model, the folder of golden fixtures."""
+
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from mbd_core.recipes import TrainingRecipe
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Ray reads these once, when it is imported, and its processes inherit them; a job's runtime_env would come too late
+# and would keep workers from being started ahead.
+os.environ.update(
+    {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+        "RAY_TRAIN_METRICS_ENABLED": "0",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--fixtures DIR` (with a space). Pytest lists its fixtures under that name; here only `--funcargs` does."""
+    group = parser.getgroup("mbd")
+    group._arggroup.conflict_handler = "resolve"
+    group.addoption(
+        "--fixtures",
+        dest="golden_fixtures",
+        type=Path,
+        metavar="DIR",
+        default=ROOT.parent / "shared" / "golden",
+        help="folder of golden fixtures; the tests that read it are skipped where it is absent",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, skipped without one")
+    config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir(request: pytest.FixtureRequest) -> Path:
+    """The folder given by `--fixtures`."""
+    folder = request.config.getoption("golden_fixtures").resolve()
+    if not folder.is_dir():
+        pytest.skip(f"no golden fixtures at {folder}; give their folder with --fixtures DIR")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with random weights: 2 layers, hidden size 64, block size 4, the tasks' own tokenizer."""
+    from mbd_core.models.config import ModelConfig
+    from mbd_core.models.decoder import Decoder, init_weights
+    from mbd_core.models.loader import save_model
+    from mbd_core.multitf.data import TinyData, conversations
+    from mbd_core.tasks.tokenizer import train_tokenizer
+
+    config = ModelConfig(
+        architecture="SDARForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+        max_positions=512,
+        tie_word_embeddings=True,
+        mask_token_id=0,
+        eos_token_ids=(1,),
+        block_size=4,
+    )
+    model = Decoder(config)
+    init_weights(model, seed=0, std=0.2)
+    texts = itertools.chain.from_iterable(conversations(TinyData(per_task=200)))
+    tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+    folder = tmp_path_factory.mktemp("models") / "tiny-random"
+    save_model(folder, model, tokenizer=tokenizer, generation={"buffer_size": 4, "tau_m2t": 0.9})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
+    """A training run of seconds from `tiny_model_dir`: 12 updates of 8 samples, in float32."""
+    from mbd_core.multitf.data import TinyData
+    from mbd_core.multitf.sample import StateConfig
+    from mbd_core.multitf.trainer import TrainConfig
+    from mbd_core.recipes import TrainingRecipe
+
+    return TrainingRecipe(
+        name="tiny-random",
+        base=str(tiny_model_dir),
+        model=None,
+        data=TinyData(per_task=24),
+        states=StateConfig(block_size=4, max_group=2, num_layouts=2, span="response", rounding="ceil"),
+        train=TrainConfig(steps=12, batch_size=8, lr=2e-3, warmup=1, precision="float32"),
+        max_length=400,
+        generation={"buffer_size": 2, "tau_m2t": 0.9},
+    )
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The `ray` module, connected to a cluster of 8 logical CPUs with a dashboard, for the whole session."""
+    import ray
+
+    # Ray's socket paths must stay under 107 bytes, which pytest's own temporary folders do not leave room for.
+    folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
+    ray.init(
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=free_port(),
+        object_store_memory=256 * 2**20,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level="error",
+        namespace="tests",
+    )
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def dashboard_url(ray_cluster: Any) -> str:
+    """Where jobs are submitted to: the cluster's dashboard, as `http://host:port`."""
+    from ray._private.worker import get_dashboard_url
+
+    return f"http://{get_dashboard_url()}"
+
+
+@pytest.fixture(scope="session")
+def ray_address(ray_cluster: Any) -> str:
+    """The cluster's GCS address (`host:port`), for a `RAY_ADDRESS` given to a child process."""
+    return ray_cluster.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="session")
+def serve_instance(ray_cluster: Any) -> Iterator[str]:
+    """Ray Serve on a free local port; the base URL."""
+    from ray import serve
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+@pytest.fixture
+def serve_app(serve_instance: str) -> Iterator[Callable[..., str]]:
+    """`serve_app(app, name=..., route="/")` runs an application until the test ends and returns its base URL."""
+    from ray import serve
+
+    names: list[str] = []
+
+    def run(app: Any, *, name: str = "app", route: str = "/") -> str:
+        names.append(name)
+        serve.run(app, name=name, route_prefix=route)
+        return serve_instance + route.rstrip("/")
+
+    yield run
+    for name in names:
+        serve.delete(name)

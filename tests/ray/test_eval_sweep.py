@@ -1,0 +1,162 @@
+"""The sweep job: every sample comes back graded and counted, and what cannot be run is refused in one sentence."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.evaluation import ASKED, COUNTS, Decode, grade_table
+from jobs.eval_sweep import main
+from mbd_core.decoding.config import DecodingConfig
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.types import Output, Request
+
+
+def asked(folder: Path, *, prompts: list[str], buffer_sizes: list[int]) -> pa.Table:
+    """A table of every prompt under every buffer size, for the model in `folder`."""
+    rows = [
+        {
+            "model": folder.name,
+            "method": "m",
+            "task": "gsm-mini",
+            "problem_id": f"p{number}",
+            "prompt": prompt,
+            "reference": "4",
+            "entry_point": "",
+            "config": json.dumps({"block_size": 4, "buffer_size": size, "tau_m2t": 0.05}),
+            "max_tokens": 12,
+            "seed": 0,
+        }
+        for number, prompt in enumerate(prompts)
+        for size in buffer_sizes
+    ]
+    return pa.Table.from_pylist([{"sample": i, **row} for i, row in enumerate(rows)], schema=ASKED)
+
+
+def decoder(folder: Path) -> Decode:
+    return Decode({folder.name: str(folder)}, EngineConfig(max_rows=4, buffer_size=4))
+
+
+def test_configurations_mixed_in_a_batch_decode_as_each_alone(tiny_model_dir: Path) -> None:
+    table = asked(tiny_model_dir, prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 2, 4])
+    together = decoder(tiny_model_dir)(table).to_pylist()
+    one_at_a_time = decoder(tiny_model_dir)
+    for number, row in enumerate(together):
+        (alone,) = one_at_a_time(table.slice(number, 1)).to_pylist()
+        assert alone["text"] == row["text"]
+        assert [alone[name] for name in COUNTS] == [row[name] for name in COUNTS]
+    assert len({row["num_forwards"] for row in together}) > 1, "the configurations should differ in forwards"
+
+
+def test_a_request_that_cannot_be_served_keeps_its_row(tiny_model_dir: Path) -> None:
+    table = asked(tiny_model_dir, prompts=["How many?", "word " * 600], buffer_sizes=[1])
+    short, overlong = grade_table(decoder(tiny_model_dir)(table)).to_pylist()
+    assert short["error"] is None
+    assert short["num_forwards"] > 0
+    assert "exceed the model's 512 positions" in overlong["error"]
+    assert (overlong["correct"], overlong["reason"], overlong["text"]) == (False, "undecoded", None)
+
+
+def test_an_engine_s_failure_is_the_row_s_that_caused_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = Engine.generate
+
+    def failing(self: Engine, requests: list[Request]) -> list[Output]:
+        if any(request.request_id == "1" for request in requests):
+            raise RuntimeError("broken on purpose")
+        return generate(self, requests)
+
+    table = asked(tiny_model_dir, prompts=["a", "b", "c"], buffer_sizes=[2])
+    undisturbed = [row["text"] for row in decoder(tiny_model_dir)(table).to_pylist()]
+    monkeypatch.setattr(Engine, "generate", failing)
+    rows = decoder(tiny_model_dir)(table).to_pylist()
+    assert [row["error"] for row in rows] == [None, "RuntimeError: broken on purpose", None]
+    assert [rows[0]["text"], rows[2]["text"]] == [undisturbed[0], undisturbed[2]]
+
+
+def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    for name, trained_with in (("random-bd", "teacher_forcing"), ("random-mbd", "multitf")):
+        shutil.copytree(tiny_model_dir, tmp_path / name)
+        generation = tmp_path / name / "generation_config.json"
+        generation.write_text(json.dumps({**json.loads(generation.read_text()), "trained_with": trained_with}))
+    rows = [{"question": "2 + 2?", "answer": "#### 4"}, {"question": "word " * 600, "answer": "#### 5"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    command = ["--models", f"{tmp_path / 'random-bd'},{tmp_path / 'random-mbd'}", "--tasks", "gsm8k,code-mini"]
+    command += ["--data", f"gsm8k={data}", "--limit", "2", "--max-tokens", "12", "--batch", "4", "--seed", "5"]
+    command += ["--grid", "tau_m2t=0.0,0.9;buffer_size=2", "--out", str(out)]
+
+    assert main(command) == 0
+
+    samples = pq.read_table(out / "samples").to_pylist()
+    keys = Counter((s["model"], s["method"], s["task"], s["problem_id"], s["config"]) for s in samples)
+    assert set(keys.values()) == {1}
+    assert len(keys) == 2 * 2 * 2 * 4
+    assert {s["seed"] for s in samples} == {5}
+    report = json.loads((out / "report.json").read_text())
+    methods = {(row["model"], row["method"]) for row in report["rows"]}
+    assert methods == {
+        ("random-bd", "SingleBD"),
+        ("random-bd", "MultiBD (training-free)"),
+        ("random-mbd", "SingleBD"),
+        ("random-mbd", "MBD"),
+    }
+    assert len(report["rows"]) == 2 * 2 * 4
+    for row in report["rows"]:
+        of = [
+            s
+            for s in samples
+            if (s["model"], s["method"], s["task"], json.loads(s["config"]))
+            == (row["model"], row["method"], row["task"], row["config"])
+        ]
+        decoded = [s for s in of if s["error"] is None]
+        assert row["n"] == len(of) == 2
+        assert row["errors"] == 2 - len(decoded) == (row["task"] == "gsm8k")
+        assert row["accuracy"] == 100 * sum(s["correct"] for s in of) / 2
+        assert row["tpf_ratio_of_sums"] == pytest.approx(
+            sum(s["num_tokens"] for s in decoded) / sum(s["num_forwards"] for s in decoded)
+        )
+        assert all(DecodingConfig(**json.loads(s["config"])) == DecodingConfig(**row["config"]) for s in of)
+    assert len(report["aup"]) == 8
+    assert all(len(aup["points"]) == 2 for aup in report["aup"])
+    assert report["settings"]["tasks"]["gsm8k"]["n"] == 2
+    assert "| MBD |" in (out / "report.md").read_text()
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.rglob("*.part"))
+
+    assert main(command) == 2, "a finished report is not overwritten"
+    assert json.loads((out / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"--models": "none-such"}, "unknown model 'none-such'"),
+        ({"--tasks": "gsm-mini,none-such"}, "unknown task 'none-such'; known: gsm-mini, code-mini"),
+        ({"--methods": "double"}, "unknown method 'double'; known: single, multi"),
+        ({"--grid": "tau=1"}, "unknown grid field 'tau'; known: block_size"),
+        ({"--tasks": "gsm8k"}, "task 'gsm8k' needs a JSON-lines file"),
+        ({"--data": "gsm8k=rows.jsonl"}, "the task 'gsm8k' is not among --tasks"),
+        ({"--data": "rows.jsonl"}, "takes no data file"),
+        ({"--limit": "0"}, "limit=0"),
+        ({"--max-tokens": "0"}, "--max-tokens 0"),
+        ({"--batch": "0"}, "max_rows=0"),
+        ({"--tasks": ","}, "--tasks names nothing"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence_and_exit_2(
+    change: dict[str, str], sentence: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"--models": str(tiny_model_dir), "--tasks": "gsm-mini", "--out": str(tmp_path / "out"), **change}
+    assert main([part for item in arguments.items() for part in item]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
