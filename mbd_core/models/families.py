@@ -64,7 +64,8 @@ def _write_sdar(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",
-        **SDAR_FIXED,
+        "attention_bias": False,
+        "hidden_act": "silu",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

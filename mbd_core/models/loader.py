@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
@@ -49,7 +49,12 @@ def load_generation_defaults(folder: Path) -> dict[str, Any]:
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # tokenizer.json is the whole tokenizer; without it the class named by the checkpoint has to build one
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {error}") from None
     if tokenizer.mask_token_id != config.mask_token_id:
         raise ValueError(
             f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "

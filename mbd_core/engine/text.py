@@ -1,0 +1,65 @@
+"""Committed tokens to text as they come: characters split over tokens, and stop strings across any border."""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+BROKEN = "\ufffd"
+
+
+class CommittedText:
+    """The text of one request, grown token by token.
+
+    What `push` and `finish` return, joined, is the request's whole text; it does not depend on how the tokens were
+    grouped into steps. A character whose bytes are still incomplete is held back (and dropped if generation ends
+    inside it), and so is an ending that may yet grow into a stop string. The text ends before the stop string that is
+    complete first; of two complete at the same character, before the longer. Raises `ValueError` on an empty stop
+    string.
+    """
+
+    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise ValueError("stop='' would end every text before its first character; leave it out")
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._window: list[int] = []
+        self._shown_tokens = 0
+        self._shown = ""
+        self._held = ""
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`, often empty."""
+        assert not self.stopped, "the text has ended at a stop string"
+        self.num_tokens += 1
+        self._window.append(token)
+        text = self._decode(self._window)
+        if len(text) <= len(self._shown) or text.endswith(BROKEN):
+            return ""
+        delta = text[len(self._shown) :]
+        # The last shown tokens stay in the window: some tokenizers decode a token by what stands before it.
+        self._window = self._window[self._shown_tokens :]
+        self._shown_tokens, self._shown = len(self._window), self._decode(self._window)
+        return self._release(delta)
+
+    def finish(self) -> str:
+        """The rest of the text, now that no token follows."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._window)[len(self._shown) :].rstrip(BROKEN)
+        text = self._release(rest)
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, delta: str) -> str:
+        self._held += delta
+        matches = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if matches:
+            self.stopped = True
+            return self._held[: min(matches)[1]]
+        keep = max((k for s in self._stop for k in range(1, len(s)) if self._held.endswith(s[:k])), default=0)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
