@@ -58,9 +58,28 @@ TINY_BD = TrainingRecipe(
         schedule="independent_uniform",
         rounding="ceil",
     ),
-    train=TrainConfig(steps=3500, batch_size=48, lr=3e-3),
+    train=TrainConfig(steps=3000, batch_size=48, lr=3e-3),
     max_length=160,
-    generation={"buffer_size": 1, "tau_m2t": 0.9},
+    generation={"buffer_size": 1, "tau_m2t": 0.9, "trained_with": "teacher_forcing"},
 )
 
-RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD,)}
+TINY_MBD = TrainingRecipe(
+    name="tiny-mbd",
+    base="tiny-bd",
+    model=None,
+    data=TinyData(per_task=60_000, seed=1),
+    states=StateConfig(
+        block_size=8,
+        max_group=4,
+        num_random=3,
+        num_layouts=4,
+        span="response",
+        schedule="chain_uniform",
+        rounding="ceil",
+    ),
+    train=TrainConfig(steps=2000, batch_size=24, lr=1.5e-3),
+    max_length=160,
+    generation={"buffer_size": 4, "tau_m2t": 0.9, "trained_with": "multitf"},
+)
+
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD, TINY_MBD)}

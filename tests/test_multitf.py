@@ -59,7 +59,7 @@ def test_chain_uniform_rises_within_its_bounds(size: int, seed: int) -> None:
     bounds = NoiseBounds(t_low=0.1, t_high=0.9, margin=0.25)
     assert bounds.t_eff == pytest.approx(0.7)
     ratios = chain_uniform(size, bounds, random.Random(seed))
-    assert len(ratios) == size and 0.1 <= ratios[0] and ratios[-1] <= bounds.t_eff
+    assert len(ratios) == size and ratios[0] >= 0.1 and ratios[-1] <= bounds.t_eff
     assert all(a <= b for a, b in pairwise(ratios))
     assert all(a <= b for a, b in pairwise(sorted_uniform(size, bounds, random.Random(seed))))
 

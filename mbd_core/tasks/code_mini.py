@@ -114,7 +114,7 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """A stream of HumanEval-shaped rows of one split without repeated problems; a seed always gives the same."""
+    """A stream of HumanEval-shaped rows of one split, no problem twice; a seed always gives the same."""
     rng = random.Random(f"code-mini/{split}/{seed}")
     for number, row in distinct(lambda: _problem(rng), split):
         yield {"task_id": f"code-mini/{split}/{seed}/{number}", **row}

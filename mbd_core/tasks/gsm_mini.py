@@ -105,7 +105,7 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """A stream of `{"question", "answer"}` rows of one split without repeated problems; a seed always gives the same."""
+    """A stream of `{"question", "answer"}` rows of one split, no problem twice; a seed always gives the same."""
     rng = random.Random(f"gsm-mini/{split}/{seed}")
     for _, row in distinct(lambda: _problem(rng), split):
         yield row

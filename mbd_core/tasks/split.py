@@ -14,7 +14,7 @@ def split_of(key: str) -> Split:
 
 
 def distinct(draw: Callable[[], tuple[str, dict[str, str]]], split: Split) -> Iterator[tuple[int, dict[str, str]]]:
-    """Number the rows of one split that `draw` gives, each key once; ends if 10,000 draws in a row bring nothing new."""
+    """Number the rows of one split that `draw` gives, each key once; ends when 10,000 draws bring nothing new."""
     seen: set[str] = set()
     misses = 0
     while misses < 10_000:
