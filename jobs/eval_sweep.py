@@ -39,7 +39,6 @@ from mbd_core.tasks.benchmark import Benchmark, find_task, load_benchmark
 from mbd_core.tasks.sweep import METHODS, Variant, parse_grid, plan_variants
 from mbd_core.types import Counts
 
-ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_GRID = "buffer_size=4"
 REPORT = "report.json"
 
@@ -141,37 +140,21 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
     )
 
 
-def connect(num_actors: int) -> tuple[float, Callable[[], None]]:
-    """Connect to Ray: the session's, the one at RAY_ADDRESS, or a local one of our own.
+class TooFewCpus(ValueError):
+    """The cluster is smaller than the sweep needs."""
 
-    Returns its number of CPUs and what ends our part of it. Raises `ValueError` where the engines would take every
-    CPU: grading needs one, and Ray Data would wait for it for ever.
+
+def check_cpus(num_actors: int) -> float:
+    """CPUs of the connected cluster. Raises `TooFewCpus` where the engines would take every one of them.
+
+    Grading needs one too, and Ray Data would wait for it for ever.
     """
     import ray
 
-    def leave_open() -> None:
-        """The cluster was there before us."""
-
-    end: Callable[[], None] = leave_open
-    if not ray.is_initialized():
-        end = ray.shutdown
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(logging_level="warning", log_to_driver=False)
-        else:
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            ray.init(
-                address="local",
-                num_cpus=max(4, num_actors + 2),
-                include_dashboard=False,
-                logging_level="warning",
-                log_to_driver=False,
-                object_store_memory=256 * 2**20,
-            )
     num_cpus = ray.cluster_resources().get("CPU", 0.0)
     if num_cpus < num_actors + 1:
-        end()
-        raise ValueError(f"--actors {num_actors} needs a cluster of {num_actors + 1} CPUs; this one has {num_cpus:g}")
-    return num_cpus, end
+        raise TooFewCpus(f"--actors {num_actors} needs a cluster of {num_actors + 1} CPUs; this one has {num_cpus:g}")
+    return num_cpus
 
 
 def run_sweep(sweep: Sweep, *, num_actors: int) -> Iterator[pa.Table]:
@@ -273,20 +256,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_out(args.out, overwrite=args.overwrite)
         sweep = plan_sweep(args)
-        num_cpus, end = connect(args.actors)
     except ValueError as error:
-        print(f"eval_sweep: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
+
+    import ray  # takes seconds: bad input is told first
+
+    from cluster.local import connect
+
+    ours = connect(num_cpus=max(4, args.actors + 2), worker_logs=False)
     try:
-        samples_folder = _empty(args.out)
-        samples = collect(run_sweep(sweep, num_actors=args.actors), sweep, folder=samples_folder)
+        num_cpus = check_cpus(args.actors)
+        tables = run_sweep(sweep, num_actors=args.actors)
+        samples = collect(tables, sweep, folder=_empty(args.out))
+    except TooFewCpus as error:
+        return _refuse(error)
     finally:
-        end()
+        if ours:
+            ray.shutdown()
     rows = build_rows(samples, configs={key.config: json.loads(key.config) for key in samples})
     settings = describe(sweep, args, num_cpus=num_cpus, seconds=time.perf_counter() - started)
     print(write_report(rows, build_aup(rows), sweep=sweep, settings=settings, out=args.out))
     print(f"The report is in {args.out.resolve()}: report.md, {REPORT}, plot.png, samples/")
     return 0
+
+
+def _refuse(error: ValueError) -> int:
+    print(f"eval_sweep: {error}", file=sys.stderr)
+    return 2
 
 
 def _names(text: str, option: str) -> list[str]:

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
 )
@@ -52,11 +54,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=ROOT.parent / "shared" / "golden",
         help="folder of golden fixtures; the tests that read it are skipped where it is absent",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device, skipped without one")
-    config.addinivalue_line("markers", "slow: takes more than half a minute")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,138 @@
+"""A Ray cluster on this machine: started as a child process and stopped again, or simply connected to."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCluster:
+    """A running cluster; a child process given `environment` finds it (`ray job submit`, `ray.init()`)."""
+
+    address: str
+    dashboard_url: str
+    environment: dict[str, str]
+    log: Path
+
+
+@contextmanager
+def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator[LocalCluster]:
+    """A one-node cluster of `num_cpus` logical CPUs for as long as the block lasts; other clusters are left alone.
+
+    Ray's ports other than the dashboard's listen on every interface, so the cluster asks for a token of its own, which
+    only this user can read. Raises `RuntimeError` with the end of Ray's log if the cluster does not come up in time.
+    """
+    # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
+    folder = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    port, dashboard_port = free_ports(2)
+    cluster = LocalCluster(
+        address=f"{LOOPBACK}:{port}",
+        dashboard_url=f"http://{LOOPBACK}:{dashboard_port}",
+        environment={
+            **os.environ,
+            "RAY_ADDRESS": f"{LOOPBACK}:{port}",
+            "RAY_API_SERVER_ADDRESS": f"http://{LOOPBACK}:{dashboard_port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
+            # A submitted job says `python`: it must be the one that runs here.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        },
+        log=folder / "head.log",
+    )
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
+        *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
+        *(f"--num-cpus={num_cpus}", f"--object-store-memory={256 * 2**20}", f"--temp-dir={folder}"),
+    ]
+    environment = {k: v for k, v in cluster.environment.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+    with cluster.log.open("w") as log:
+        head = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
+    try:
+        _wait_until_up(head, cluster, seconds=start_seconds)
+        yield cluster
+    finally:
+        _stop(head)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def connect(*, num_cpus: int = 4, worker_logs: bool = True) -> bool:
+    """Join the cluster at `RAY_ADDRESS` (set inside a submitted job); without it, start one that ends with us.
+
+    `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
+    which is not so for a caller who was connected before.
+    """
+    if ray.is_initialized():
+        return False
+    shown = {"logging_level": "info" if worker_logs else "warning", "log_to_driver": worker_logs}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**shown)
+    else:
+        os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
+        ray.init("local", num_cpus=num_cpus, object_store_memory=256 * 2**20, **shown)
+    return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports nobody listens on at this moment."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind((LOOPBACK, 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _with_root(path: str | None) -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), path]))
+
+
+def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    request = urllib.request.Request(f"{cluster.dashboard_url}/api/version")
+    request.add_header("Authorization", f"Bearer {Path(cluster.environment['RAY_AUTH_TOKEN_PATH']).read_text()}")
+    while head.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.3)
+    why = "did not answer in time" if head.poll() is None else f"ended with exit code {head.returncode}"
+    raise RuntimeError(f"the local Ray cluster {why}; its log ends:\n{cluster.log.read_text()[-2000:]}")
+
+
+def _stop(head: subprocess.Popen[bytes]) -> None:
+    head.terminate()
+    try:
+        head.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        # The head leads a process group of its own, so this reaches nothing that it did not start.
+        with suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
