@@ -211,7 +211,7 @@ class Endpoint:
         self, asked: GenerationRequest, prompts: list[list[int]], *, field: str
     ) -> list[EngineRequest]:
         """One engine request a prompt; raises `ApiError` naming the field that cannot be honoured."""
-        engine, name = self.loaded.engine, "max_completion_tokens" if field == "messages" else "max_tokens"
+        engine, name = self.loaded.engine, asked.budget_field
         limit = min(self.loaded.config.max_positions, engine.scheduler.pool.capacity * engine.page_size)
         try:
             decoding = self.loaded.decoding(asked.decoding or {})

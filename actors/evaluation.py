@@ -6,7 +6,6 @@ Every row keeps what it came with and gains columns; a request that fails keeps 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import LoadedModel, load_engine
 from mbd_core.multitf.data import chat_prompts
-from mbd_core.recipes import CHECKPOINTS
+from mbd_core.recipes import model_folder
 from mbd_core.tasks.benchmark import Problem, find_task
 from mbd_core.tasks.grade import Grade, grade
 from mbd_core.types import Output, Request
@@ -43,17 +42,6 @@ class Failure:
     """Why a request has no output."""
 
     error: str
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model given by a shipped checkpoint's name or by a path; `ValueError` lists the known names."""
-    for folder in (CHECKPOINTS / model, Path(model)):
-        if (folder / "config.json").is_file():
-            return folder
-    known = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
-    raise ValueError(
-        f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(known) or 'none'}"
-    )
 
 
 class Decode:

@@ -113,6 +113,11 @@ class GenerationRequest(Strict):
         return self.max_tokens
 
     @property
+    def budget_field(self) -> str:
+        """The field that a budget which does not fit is blamed on."""
+        return "max_tokens"
+
+    @property
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -179,6 +184,10 @@ class ChatRequest(GenerationRequest):
     @property
     def budget(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def budget_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
 
 R = TypeVar("R", bound=GenerationRequest)

@@ -56,7 +56,10 @@ def endpoint(cluster: LocalCluster, model: str) -> Iterator[str]:
         yield url
     finally:
         child.terminate()
-        child.wait(timeout=60)
+        try:
+            child.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 def wait_until_healthy(child: "subprocess.Popen[bytes]", url: str, *, deadline: float) -> None:

@@ -28,13 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from actors.evaluation import ASKED, COUNTS, Decode, grade_table, model_folder
+from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.metrics.plot import draw_plot
 from mbd_core.metrics.report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
 from mbd_core.metrics.throughput import Sample
 from mbd_core.models.loader import load_config, load_generation_defaults, load_tokenizer
-from mbd_core.recipes import CHECKPOINTS
+from mbd_core.recipes import CHECKPOINTS, model_folder
 from mbd_core.tasks.benchmark import Benchmark, find_task, load_benchmark
 from mbd_core.tasks.sweep import METHODS, Variant, parse_grid, plan_variants
 from mbd_core.types import Counts

@@ -3,24 +3,15 @@
 import argparse
 import signal
 import sys
-from pathlib import Path
 
 import ray
 from ray import serve
 
 from actors.endpoint import EndpointArgs, build
 from cluster.local import connect
-from mbd_core.models.loader import load_config
-from mbd_core.recipes import CHECKPOINTS
-
-
-def find_model(name: str, shipped: Path) -> Path:
-    """The folder of a shipped model's name or of a path; raises `ValueError` with the known names."""
-    for folder in (shipped / name, Path(name)):
-        if (folder / "config.json").is_file():
-            return folder.resolve()
-    known = sorted(path.parent.name for path in shipped.glob("*/config.json"))
-    raise ValueError(f"unknown model '{name}'; known: {', '.join(known) or 'none'}, or the path of a model folder")
+from mbd_core.decoding.config import decoding_config
+from mbd_core.models.loader import load_config, load_generation_defaults
+from mbd_core.recipes import model_folder
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,9 +35,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
-    """The replica's arguments; raises `ValueError` for an unknown or unreadable model."""
-    folder = find_model(args.model, CHECKPOINTS)
-    load_config(folder)
+    """The replica's arguments; `ValueError` for an unknown model, or one whose own defaults cannot be served."""
+    folder = model_folder(args.model).resolve()
+    default = decoding_config(load_generation_defaults(folder), {}, block_size=load_config(folder).block_size)
+    if default.buffer_size > args.buffer_size:
+        raise ValueError(
+            f"{folder.name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "
+            f"--buffer-size {args.buffer_size} must be at least that"
+        )
     return EndpointArgs(
         folder=str(folder),
         name=args.name or folder.name,

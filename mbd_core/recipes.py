@@ -45,6 +45,8 @@ TINY_MODEL = ModelConfig(
     block_size=8,
 )
 
+TINY_THRESHOLDS = {"tau_add": 0.1, "tau_semi": 0.9, "tau_m2t": 0.9}
+
 TINY_BD = TrainingRecipe(
     name="tiny-bd",
     base=None,
@@ -60,7 +62,7 @@ TINY_BD = TrainingRecipe(
     ),
     train=TrainConfig(steps=3000, batch_size=48, lr=3e-3),
     max_length=160,
-    generation={"buffer_size": 1, "tau_m2t": 0.9, "trained_with": "teacher_forcing"},
+    generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
 )
 
 TINY_MBD = TrainingRecipe(
@@ -77,9 +79,20 @@ TINY_MBD = TrainingRecipe(
         schedule="chain_uniform",
         rounding="ceil",
     ),
-    train=TrainConfig(steps=2000, batch_size=24, lr=1.5e-3),
+    train=TrainConfig(steps=1600, batch_size=24, lr=1.5e-3),
     max_length=160,
-    generation={"buffer_size": 4, "tau_m2t": 0.9, "trained_with": "multitf"},
+    generation={"buffer_size": 4, **TINY_THRESHOLDS, "trained_with": "multitf"},
 )
 
 RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD, TINY_MBD)}
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model given by a shipped checkpoint's name or by a path; `ValueError` lists the known names."""
+    for folder in (CHECKPOINTS / model, Path(model)):
+        if (folder / "config.json").is_file():
+            return folder
+    known = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
+    raise ValueError(
+        f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(known) or 'none'}"
+    )

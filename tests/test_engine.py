@@ -1,5 +1,6 @@
 """The engine against loops that know nothing of it: no cache, no buffer, no batch."""
 
+import copy
 import dataclasses
 import itertools
 import random
@@ -262,6 +263,29 @@ def test_trace_tells_every_slot_of_every_step(model: Decoder, tmp_path) -> None:
     assert sum(r.accepted for r in rows) == 20
     assert all((r.mask_ratio == 0.0) for r in rows if r.state == "TO_CACHE")
     assert {r.state for r in rows} == {"DUMMY", "ACTIVE", "TO_CACHE"}
+    boundary = len(request("a", 4).prompt) // B
+    assert {r.block for r in rows if r.accepted} == set(range(boundary, (len(request("a", 4).prompt) + 19) // B + 1))
+
+
+def test_ids_past_the_tokenizer_are_never_predicted(model: Decoder) -> None:
+    boosted = copy.deepcopy(model)
+    with torch.no_grad():
+        boosted.lm_head.weight[38:] = 50 * boosted.lm_head.weight[2]
+    r = request("a", 1, max_tokens=24, ignore_eos=True)
+    free, limited = (
+        Engine(boosted, EngineConfig(num_pages=64), vocab_limit=limit).generate([r])[0].tokens for limit in (None, 38)
+    )
+    assert max(free) >= 38 > max(limited)
+
+
+def test_generate_needs_an_idle_engine_and_distinct_ids(model: Decoder) -> None:
+    served = engine(model)
+    with pytest.raises(ValueError, match="request_id of its own"):
+        served.generate([request("a", 0), request("a", 1)])
+    assert not served.has_work
+    served.add(request("a", 0))
+    with pytest.raises(ValueError, match="1 requests are still being served"):
+        served.generate([request("b", 0)])
 
 
 def test_paged_attention_is_dense_attention_row_by_row() -> None:

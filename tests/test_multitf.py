@@ -11,12 +11,21 @@ from hypothesis import strategies as st
 
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf import sample as sample_room
 from mbd_core.multitf.layout import GroupLayout, layout_set, random_layout, single_block_layout, systematic_layouts
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.noise import NoiseBounds, chain_uniform, num_masked, sorted_uniform
-from mbd_core.multitf.sample import IGNORE, MultiTFBatch, StateConfig, build_batch, encode_example
+from mbd_core.multitf.sample import (
+    IGNORE,
+    MultiTFBatch,
+    StateConfig,
+    build_batch,
+    choose_layouts,
+    collate,
+    corrupt,
+    encode_example,
+    lay_out,
+)
 
 MASK, EOS, B = 0, 1, 4
 
@@ -140,29 +149,24 @@ def doubled(batch: MultiTFBatch) -> MultiTFBatch:
 
 @pytest.mark.parametrize("span", ["content", "response"])
 @pytest.mark.parametrize("weighting", ["masked_mean", "block_ratio"])
-def test_layouts_sharing_a_clean_stream_are_the_separate_sequences(
-    model: Decoder, span, weighting, monkeypatch
-) -> None:
+def test_layouts_sharing_a_clean_stream_are_the_separate_sequences(model: Decoder, span, weighting) -> None:
     """[x_t^1; ...; x_t^n; x_0] in one sequence: loss and gradients of n sequences [x_t^i; x_0]."""
     config = StateConfig(block_size=B, max_group=3, num_random=2, span=span, weighting=weighting)
-    one = example(6, 17)
-    streams = []
-    draw = sample_room.corrupt
-    monkeypatch.setattr(
-        sample_room, "corrupt", lambda *a, **k: streams.append((a[1], draw(*a, **k))) or streams[-1][1]
-    )
-    packed = doubled(build_batch([one], config, mask_token_id=MASK, rng=random.Random(3)))
+    one, rng = example(6, 17), random.Random(3)
+    first_block = 1 if span == "response" else 0
+    streams = [
+        (layout, corrupt(one, layout, start=first_block * B, config=config, mask_token_id=MASK, rng=rng))
+        for layout in choose_layouts(len(one.tokens) // B - first_block, config, rng)
+    ]
     assert len(streams) == 7
 
-    loss, _ = multitf_loss(model, packed)
+    loss, _ = multitf_loss(model, doubled(collate([lay_out(one, streams, config, first_block=first_block)])))
     loss.backward()
     together = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     total = 0.0
-    for layout, noisy in list(streams):
-        monkeypatch.setattr(sample_room, "choose_layouts", lambda *a, chosen=layout: [chosen])
-        monkeypatch.setattr(sample_room, "corrupt", lambda *a, made=noisy, **k: made)
-        alone, _ = multitf_loss(model, doubled(build_batch([one], config, mask_token_id=MASK, rng=random.Random(0))))
+    for stream in streams:
+        alone, _ = multitf_loss(model, doubled(collate([lay_out(one, [stream], config, first_block=first_block)])))
         (alone / len(streams)).backward()
         total += float(alone.detach()) / len(streams)
     assert float(loss.detach()) == pytest.approx(total, rel=1e-6)
@@ -175,7 +179,7 @@ def test_padding_changes_nothing(model: Decoder) -> None:
     """A short sample beside a long one gives the loss it gives alone (packed == separate)."""
     config = StateConfig(block_size=B, max_group=2)
     examples = [example(3, 5), example(9, 30)]
-    both = doubled(build_batch(examples, config, mask_token_id=MASK, rng=random.Random(5)))
+    both = doubled(build_batch(examples, config, mask_token_id=MASK, rngs=[random.Random(5), random.Random(6)]))
     with torch.no_grad():
         together, _ = multitf_loss(model, both)
         parts = []
@@ -193,7 +197,7 @@ def test_padding_changes_nothing(model: Decoder) -> None:
 def test_only_response_tokens_are_masked_and_weights_sum_to_one(prompt, response, max_group, seed, rounding) -> None:
     config = StateConfig(block_size=B, max_group=max_group, rounding=rounding, num_layouts=2)
     one = example(prompt, response)
-    batch = build_batch([one], config, mask_token_id=MASK, rng=random.Random(seed))
+    batch = build_batch([one], config, mask_token_id=MASK, rngs=[random.Random(seed)])
     labelled = batch.labels[0] != IGNORE
     assert bool((batch.positions[0][labelled] >= prompt).all())
     assert bool((batch.input_ids[0][labelled] == MASK).all())
@@ -206,7 +210,7 @@ def test_only_response_tokens_are_masked_and_weights_sum_to_one(prompt, response
 
 def test_block_ratio_weights_are_equation_b13() -> None:
     config = StateConfig(block_size=B, max_group=2, weighting="block_ratio", num_layouts=1)
-    batch = build_batch([example(4, 11)], config, mask_token_id=MASK, rng=random.Random(0))
+    batch = build_batch([example(4, 11)], config, mask_token_id=MASK, rngs=[random.Random(0)])
     noisy = batch.stream[0] == 1
     blocks = batch.block[0][noisy]
     for block in blocks.unique().tolist():

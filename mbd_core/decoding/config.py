@@ -43,23 +43,19 @@ class DecodingConfig:
         if self.fallback not in ("confidence", "leftmost"):
             raise ValueError(f"fallback={self.fallback!r} must be 'confidence' or 'leftmost'")
 
-    @property
-    def method(self) -> str:
-        """The paper's name for this setting."""
-        return "SingleBD" if self.buffer_size == 1 else "MultiBD"
-
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
     """A request's config: the fields of `generation_config.json` that concern decoding, then the request's own.
 
-    Foreign keys in `defaults` (Hugging Face keeps much there) are passed over; an unknown key in `overrides`, or a
-    `block_size` the model was not trained with, is a `ValueError`.
+    Foreign keys in `defaults` (Hugging Face keeps much there) are passed over; an unknown key in `overrides`, or in
+    either a `block_size` the model was not trained with, is a `ValueError`.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
     if unknown:
         raise ValueError(f"unknown decoding field '{unknown[0]}'; known: {', '.join(names)}")
-    if overrides.get("block_size", block_size) != block_size:
-        raise ValueError(f"block_size={overrides['block_size']} cannot be honoured: the model has {block_size}")
+    for source in (defaults, overrides):
+        if source.get("block_size", block_size) != block_size:
+            raise ValueError(f"block_size={source['block_size']} cannot be honoured: the model has {block_size}")
     chosen = {k: v for k, v in defaults.items() if k in names} | dict(overrides) | {"block_size": block_size}
     return DecodingConfig(**chosen)

@@ -6,7 +6,8 @@ blocks (their tokens before the step) it gives every position of every block a t
 Where the paper leaves a choice the project's rules hold: progress counts editable positions only; if no block is
 active the next one is activated regardless of thresholds; a block is stored by the forward after the one that
 completed it; EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CACHE at once, Algorithm 5
-only behind blocks that are final too; both follow Algorithm 5 here, so that they differ in the buffer alone.
+only behind blocks that are final too; both follow Algorithm 5 here, so that they differ in the buffer alone, and share
+the code of a step. Stability (tau_stable) and T2T revision are not here: with M2T alone no filled token ever changes.
 """
 
 from collections.abc import Callable

@@ -31,8 +31,8 @@ class EngineConfig:
     page_size           tokens a page, a multiple of the block size (default: the least such of at least 16)
     num_pages           pages of KV memory
     max_prefill_tokens  prompt tokens stored a step, at most
-    static_shapes       send every slot of every row through the model, used or not (what graph replay needs);
-                        otherwise only resident slots
+    static_shapes       send every slot of every row through the model, used or not, so that a decode step always
+                        has max_rows * buffer_size blocks (Alg. 5); otherwise only resident slots (Alg. 4)
     """
 
     max_rows: int = 16
@@ -60,9 +60,9 @@ class Plan:
 
     batch: Batch
     open_RNB: Tensor
+    storing_only_R: Tensor
     decoding: list[Sequence]
     prefilling: list[Sequence]
-    storing_only: set[int]
     snapshot: tuple[list[list[int]], list[list[float]]] | None
     started: float
 
@@ -159,7 +159,7 @@ class Engine:
             if request.request_id == request_id:
                 self.scheduler.waiting.remove(request)
                 self._known.remove(request_id)
-                return Sequence(request, self.buffer.block_size, -1, [], self.page_size).output("abort")
+                return Sequence(request, self.buffer.block_size, -1, []).output("abort")
         return None
 
     @property
@@ -175,13 +175,21 @@ class Engine:
         return len(self.scheduler.waiting)
 
     def generate(self, requests: Seq[Request]) -> list[Output]:
-        """Serve `requests` to the end; outputs in their order."""
+        """Serve `requests` to the end; outputs in their order.
+
+        Raises `ValueError`, and serves none, for a request that cannot be served, for ids that repeat, and while
+        requests that were added one by one are still running: their outputs would have nowhere to go.
+        """
+        if self.has_work:
+            raise ValueError(f"generate() needs an idle engine; {len(self._known)} requests are still being served")
+        if len({r.request_id for r in requests}) < len(requests):
+            raise ValueError("generate() needs a request_id of its own for each request")
         for request in requests:
             self.validate(request)
         for request in requests:
             self.add(request)
         outputs: dict[str, Output] = {}
-        while len(outputs) < len(requests):
+        while self.has_work:
             for done in self.step():
                 if done.output is not None:
                     outputs[done.request_id] = done.output
@@ -211,13 +219,12 @@ class Engine:
                 self.buffer.join(sequence.row, sequence.request)
                 sequence.seated, sequence.committed = True, sequence.prefix_length
         batch, open_RNB = self._layout(chunks)
-        active = self.buffer.active_RN.any(-1).tolist()
         return Plan(
             batch=batch,
             open_RNB=open_RNB,
+            storing_only_R=~self.buffer.active_RN.any(-1),
             decoding=decoding,
             prefilling=[c.sequence for c in chunks if not c.sequence.prompt_stored],
-            storing_only={s.row for s in decoding if not active[s.row]},
             snapshot=self._snapshot() if self._trace is not None else None,
             started=started,
         )
@@ -283,7 +290,7 @@ class Engine:
                     block=sequence.committed // self.buffer.block_size + slot,
                     state=SlotState(state).name,
                     mask_ratio=mask_ratios[sequence.row][slot],
-                    accepted=copied[sequence.row][1 + slot],
+                    accepted=copied[sequence.row][2 + slot],
                 )
                 for sequence in plan.decoding
                 for slot, state in enumerate(states[sequence.row])
@@ -292,9 +299,9 @@ class Engine:
 
     def _collect(self, plan: Plan, commit: Commit) -> list[StepOutput]:
         """Count the step, hand out what was committed, let finished sequences go. One copy to the host."""
-        copied = torch.cat(
-            (commit.num_blocks_R[:, None], commit.accepted_RN, commit.tokens_RNB.flatten(1)), dim=1
-        ).tolist()
+        num_slots = self.buffer.num_slots
+        numbers = torch.stack((commit.num_blocks_R, plan.storing_only_R.long()), dim=1)
+        copied = torch.cat((numbers, commit.accepted_RN, commit.tokens_RNB.flatten(1)), dim=1).tolist()
         seconds = time.perf_counter() - plan.started
         for sequence in plan.prefilling:
             sequence.num_prefill_forwards += 1
@@ -303,11 +310,11 @@ class Engine:
         outputs = []
         for sequence in plan.decoding:
             sequence.num_forwards += 1
-            sequence.num_store_forwards += sequence.row in plan.storing_only
+            num_blocks, storing_only, *rest = copied[sequence.row]
+            sequence.num_store_forwards += storing_only
             sequence.decode_seconds += seconds
-            num_blocks, *rest = copied[sequence.row]
             if num_blocks:
-                tokens = rest[self.buffer.num_slots :][: num_blocks * self.buffer.block_size]
+                tokens = rest[num_slots:][: num_blocks * self.buffer.block_size]
                 outputs.append(self._emit(sequence, tokens))
         self._num_steps += 1
         return outputs

@@ -33,5 +33,18 @@ def load_engine(folder: Path, config: EngineConfig, *, trace: TraceRecorder | No
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder."""
     model = load_model(folder)
     tokenizer = load_tokenizer(folder, model.config)
+    defaults = load_generation_defaults(folder)
+    _check_agreement(folder, model.config, defaults)
     engine = Engine(model, config, trace=trace, vocab_limit=len(tokenizer))
-    return LoadedModel(folder.name, engine, tokenizer, model.config, load_generation_defaults(folder))
+    return LoadedModel(folder.name, engine, tokenizer, model.config, defaults)
+
+
+def _check_agreement(folder: Path, config: ModelConfig, defaults: Mapping[str, Any]) -> None:
+    """The ids that both JSON files name must be the same ones."""
+    eos = defaults.get("eos_token_id", list(config.eos_token_ids))
+    for name, there, here in (
+        ("mask_token_id", defaults.get("mask_token_id", config.mask_token_id), config.mask_token_id),
+        ("eos_token_id", set(eos if isinstance(eos, list) else [eos]), set(config.eos_token_ids)),
+    ):
+        if there != here:
+            raise ValueError(f"{folder}: generation_config.json says {name}={there}, config.json says {here}")

@@ -27,10 +27,6 @@ class Batch:
     write_loc_T: Tensor
     logits_at: Tensor
 
-    @property
-    def num_tokens(self) -> int:
-        return self.input_ids_T.shape[0]
-
 
 def build_batch(
     *,

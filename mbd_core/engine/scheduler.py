@@ -44,7 +44,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             row = self._free_rows.pop()
-            self.running[row] = Sequence(request, self.block_size, row, pages, self.page_size)
+            self.running[row] = Sequence(request, self.block_size, row, pages)
             admitted.append(self.running[row])
         return admitted
 

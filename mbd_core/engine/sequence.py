@@ -7,19 +7,15 @@ from mbd_core.types import Counts, FinishReason, Output, Request
 
 @dataclass
 class Sequence:
-    """Four lengths, in tokens, kept apart:
-
-    allocated  the pages it holds could store so many
-    filled     so many stand in pages or in the buffer, final or not
-    committed  so many are stored for good
-    emitted    so many useful ones have been given out
+    """Its lengths, in tokens, kept apart: `prefilled` (of the prompt, stored or being stored), `committed` (stored for
+    good, prompt included) and `emitted` (the useful ones that have been given out). What is filled but not final yet
+    stands in the Block Buffer; what is allocated is its pages.
     """
 
     request: Request
     block_size: int
     row: int
     pages: list[int]
-    page_size: int
     seated: bool = False
     prefilled: int = 0
     committed: int = 0
@@ -28,10 +24,6 @@ class Sequence:
     num_store_forwards: int = 0
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
-
-    @property
-    def allocated(self) -> int:
-        return len(self.pages) * self.page_size
 
     @property
     def prefix_length(self) -> int:

@@ -67,7 +67,10 @@ def main() -> None:
     recipe = RECIPES[args.recipe]
     out = args.out or CHECKPOINTS / recipe.name
 
-    model, tokenizer, examples = prepare(recipe)
+    try:
+        model, tokenizer, examples = prepare(recipe)
+    except ValueError as error:
+        parser.error(str(error))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(model, examples, recipe.states, recipe.train)
     if args.checkpoint and args.checkpoint.exists():

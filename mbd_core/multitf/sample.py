@@ -8,7 +8,8 @@ Shape legend: S samples, L tokens of the longest training sequence.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 import torch
@@ -77,6 +78,10 @@ class NoisyStream:
     ratio: list[float]
 
 
+Row = dict[str, list]
+"""One training sequence as columns, named as the fields of `MultiTFBatch`."""
+
+
 @dataclass(frozen=True)
 class MultiTFBatch:
     """Padded training sequences, all (S, L): ids and positions in, the mask's three numbers, labels and weights out.
@@ -136,46 +141,52 @@ def build_batch(
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
     """
-    columns: list[dict[str, list]] = []
-    for example, rng in zip(examples, rngs, strict=True):
-        columns.append(_sequence(example, config, mask_token_id=mask_token_id, rng=rng))
-    length = max(len(c["input_ids"]) for c in columns)
-    fill = {"input_ids": 0, "positions": 0, "stream": -1, "block": 0, "first": 0, "labels": IGNORE, "weights": 0.0}
-    return MultiTFBatch(
-        **{
-            name: torch.tensor([c[name] + [pad] * (length - len(c[name])) for c in columns])
-            for name, pad in fill.items()
-        }
-    )
-
-
-def _sequence(example: Example, config: StateConfig, *, mask_token_id: int, rng: random.Random) -> dict[str, list]:
     size = config.block_size
-    num_blocks = len(example.tokens) // size
-    first_block = example.prompt_length // size if config.span == "response" else 0
-    start = first_block * size
-    layouts = choose_layouts(num_blocks - first_block, config, rng)
+    rows = []
+    for example, rng in zip(examples, rngs, strict=True):
+        first_block = example.prompt_length // size if config.span == "response" else 0
+        draw = partial(corrupt, example, start=first_block * size, config=config, mask_token_id=mask_token_id, rng=rng)
+        layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
+        rows.append(lay_out(example, [(layout, draw(layout)) for layout in layouts], config, first_block=first_block))
+    return collate(rows)
 
-    row: dict[str, list] = {name: [] for name in MultiTFBatch.__annotations__}
-    for number, layout in enumerate(layouts, start=1):
-        noisy = corrupt(example, layout, start=start, config=config, mask_token_id=mask_token_id, rng=rng)
+
+def lay_out(
+    example: Example, streams: Sequence[tuple[GroupLayout, NoisyStream]], config: StateConfig, *, first_block: int
+) -> Row:
+    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one."""
+    size, length = config.block_size, len(example.tokens)
+    num_blocks, start = length // size, first_block * size
+    row: Row = {f.name: [] for f in fields(MultiTFBatch)}
+    for number, (layout, noisy) in enumerate(streams, start=1):
         weights = _weights(noisy, config, num_blocks=num_blocks - first_block)
         row["input_ids"] += noisy.tokens
-        row["positions"] += range(start, len(example.tokens))
+        row["positions"] += range(start, length)
         row["stream"] += [number] * len(noisy.tokens)
         row["block"] += [b for b in range(first_block, num_blocks) for _ in range(size)]
         row["first"] += [first_block + a for a in layout.first_blocks() for _ in range(size)]
         row["labels"] += [t if m else IGNORE for t, m in zip(example.tokens[start:], noisy.masked, strict=True)]
-        row["weights"] += [w / len(layouts) for w in weights]
-    blocks = [b for b in range(num_blocks) for _ in range(size)]
+        row["weights"] += [w / len(streams) for w in weights]
     row["input_ids"] += example.tokens
-    row["positions"] += range(len(example.tokens))
-    row["stream"] += [0] * len(blocks)
-    row["block"] += blocks
-    row["first"] += [b + 1 for b in blocks]
-    row["labels"] += [IGNORE] * len(blocks)
-    row["weights"] += [0.0] * len(blocks)
+    row["positions"] += range(length)
+    row["stream"] += [0] * length
+    row["block"] += [b for b in range(num_blocks) for _ in range(size)]
+    row["first"] += [b + 1 for b in range(num_blocks) for _ in range(size)]
+    row["labels"] += [IGNORE] * length
+    row["weights"] += [0.0] * length
     return row
+
+
+def collate(rows: Sequence[Row]) -> MultiTFBatch:
+    """Pad training sequences to the longest."""
+    length = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "positions": 0, "stream": -1, "block": 0, "first": 0, "labels": IGNORE, "weights": 0.0}
+    return MultiTFBatch(
+        **{
+            name: torch.tensor([row[name] + [pad] * (length - len(row[name])) for row in rows])
+            for name, pad in fill.items()
+        }
+    )
 
 
 def _weights(noisy: NoisyStream, config: StateConfig, *, num_blocks: int) -> list[float]:

@@ -162,6 +162,8 @@ def _numbered_lines(path: str) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ImportError as error:
+        raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
 
 
 def _checked_row(line: str, *, columns: tuple[str, ...]) -> dict[str, str]:

@@ -5,7 +5,7 @@ with its constants is the *key* that decides the split.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,74 +14,77 @@ from mbd_core.tasks.split import Split, distinct
 FUNCTION_NAMES = ("solve", "process", "compute", "work", "calc", "run_list", "total_up", "pipeline")
 
 
+ListStep = Callable[[list[int]], Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A step of the pipeline: its description, its line of Python (on `xs`) and what it does."""
+    """A step of the pipeline: its description, its line of Python (on `xs`), what it does, and what near misses do."""
 
     text: str
     line: str
-    apply: Callable[[list[int]], Any]
+    apply: ListStep
+    near_misses: tuple[ListStep, ...] = ()
+
+
+def _stage(n: int, text: str, line: str, make: Callable[[int], ListStep]) -> Stage:
+    """A stage with the constant `n`; taking one more or one less is a near miss."""
+    return Stage(text=text, line=line, apply=make(n), near_misses=(make(n - 1), make(n + 1)))
 
 
 def _keep(rng: random.Random) -> Stage:
     kind = rng.choice(("greater", "less", "divisible", "even", "odd"))
     n = rng.randint(2, 9)
-    if kind == "greater":
-        return Stage(
-            text=f"keep the numbers greater than {n}",
-            line=f"xs = [x for x in xs if x > {n}]",
-            apply=lambda xs: [x for x in xs if x > n],
-        )
-    if kind == "less":
-        return Stage(
-            text=f"keep the numbers less than {n}",
-            line=f"xs = [x for x in xs if x < {n}]",
-            apply=lambda xs: [x for x in xs if x < n],
-        )
-    if kind == "divisible":
-        return Stage(
-            text=f"keep the multiples of {n}",
-            line=f"xs = [x for x in xs if x % {n} == 0]",
-            apply=lambda xs: [x for x in xs if x % n == 0],
-        )
+    match kind:
+        case "greater":
+            text, line = f"keep the numbers greater than {n}", f"xs = [x for x in xs if x > {n}]"
+            return _stage(n, text, line, lambda m: lambda xs: [x for x in xs if x > m])
+        case "less":
+            text, line = f"keep the numbers less than {n}", f"xs = [x for x in xs if x < {n}]"
+            return _stage(n, text, line, lambda m: lambda xs: [x for x in xs if x < m])
+        case "divisible":
+            text, line = f"keep the multiples of {n}", f"xs = [x for x in xs if x % {n} == 0]"
+            return _stage(n, text, line, lambda m: lambda xs: [x for x in xs if x % m == 0])
     rest = 0 if kind == "even" else 1
     return Stage(
         text=f"keep the {kind} numbers",
         line=f"xs = [x for x in xs if x % 2 == {rest}]",
         apply=lambda xs: [x for x in xs if x % 2 == rest],
+        near_misses=(lambda xs: [x for x in xs if x % 2 != rest],),
     )
 
 
 def _change(rng: random.Random) -> Stage:
     kind = rng.choice(("multiply", "add", "subtract", "square", "negate"))
     n = rng.randint(2, 9)
-    if kind == "multiply":
-        return Stage(
-            text=f"multiply each by {n}", line=f"xs = [x * {n} for x in xs]", apply=lambda xs: [x * n for x in xs]
-        )
-    if kind == "add":
-        return Stage(text=f"add {n} to each", line=f"xs = [x + {n} for x in xs]", apply=lambda xs: [x + n for x in xs])
-    if kind == "subtract":
-        return Stage(
-            text=f"subtract {n} from each", line=f"xs = [x - {n} for x in xs]", apply=lambda xs: [x - n for x in xs]
-        )
-    if kind == "square":
-        return Stage(text="square each", line="xs = [x * x for x in xs]", apply=lambda xs: [x * x for x in xs])
+    match kind:
+        case "multiply":
+            text, line = f"multiply each by {n}", f"xs = [x * {n} for x in xs]"
+            return _stage(n, text, line, lambda m: lambda xs: [x * m for x in xs])
+        case "add":
+            text, line = f"add {n} to each", f"xs = [x + {n} for x in xs]"
+            return _stage(n, text, line, lambda m: lambda xs: [x + m for x in xs])
+        case "subtract":
+            text, line = f"subtract {n} from each", f"xs = [x - {n} for x in xs]"
+            return _stage(n, text, line, lambda m: lambda xs: [x - m for x in xs])
+        case "square":
+            return Stage(text="square each", line="xs = [x * x for x in xs]", apply=lambda xs: [x * x for x in xs])
     return Stage(text="negate each", line="xs = [-x for x in xs]", apply=lambda xs: [-x for x in xs])
 
 
 def _order(rng: random.Random) -> Stage:
     kind = rng.choice(("sort", "reverse", "first", "last", "skip"))
     n = rng.randint(2, 5)
-    if kind == "sort":
-        return Stage(text="sort them", line="xs = sorted(xs)", apply=sorted)
-    if kind == "reverse":
-        return Stage(text="reverse them", line="xs = xs[::-1]", apply=lambda xs: xs[::-1])
-    if kind == "first":
-        return Stage(text=f"take the first {n}", line=f"xs = xs[:{n}]", apply=lambda xs: xs[:n])
-    if kind == "last":
-        return Stage(text=f"take the last {n}", line=f"xs = xs[-{n}:]", apply=lambda xs: xs[-n:])
-    return Stage(text=f"skip the first {n}", line=f"xs = xs[{n}:]", apply=lambda xs: xs[n:])
+    match kind:
+        case "first":
+            return _stage(n, f"take the first {n}", f"xs = xs[:{n}]", lambda m: lambda xs: xs[:m])
+        case "last":
+            return _stage(n, f"take the last {n}", f"xs = xs[-{n}:]", lambda m: lambda xs: xs[-m:])
+        case "skip":
+            return _stage(n, f"skip the first {n}", f"xs = xs[{n}:]", lambda m: lambda xs: xs[m:])
+        case "sort":
+            return Stage(text="sort them", line="xs = sorted(xs)", apply=sorted)
+    return Stage(text="reverse them", line="xs = xs[::-1]", apply=lambda xs: xs[::-1])
 
 
 RESULTS = (
@@ -93,28 +96,60 @@ RESULTS = (
 )
 
 
-def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
+def run(steps: Sequence[ListStep], xs: list[int]) -> Any:
+    """What a pipeline makes of a list."""
+    value: Any = list(xs)
+    for step in steps:
+        value = step(value)
+    return value
+
+
+def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
+    """The pipeline with one stage left out, or one replaced by a near miss."""
+    steps = [s.apply for s in stages]
+    wrong = [steps[:i] + steps[i + 1 :] for i in range(len(stages) - 1)]
+    for i, stage in enumerate(stages):
+        wrong += [[*steps[:i], miss, *steps[i + 1 :]] for miss in stage.near_misses]
+    return wrong
+
+
+def checks(stages: Sequence[Stage], key: str) -> list[tuple[list[int], Any]]:
+    """At least 6 inputs with their results, chosen until they tell every wrong pipeline from the right one.
+
+    200 inputs are tried at most: a wrong pipeline may be no different (multiples of 2, then of 3, in either order).
+    """
+    rng = random.Random(key)
+    steps, left = [s.apply for s in stages], wrong_pipelines(stages)
+    chosen: list[tuple[list[int], Any]] = []
+    for _ in range(200):
+        xs = [rng.randint(-9, 20) for _ in range(rng.randint(4, 12))]
+        value = run(steps, xs)
+        still = [w for w in left if run(w, xs) == value]
+        if len(still) < len(left) or len(chosen) < 6:
+            chosen.append((xs, value))
+        left = still
+        if not left and len(chosen) >= 6:
+            break
+    return chosen
+
+
+def _problem(rng: random.Random) -> tuple[str, tuple[str, list[Stage]]]:
     makers = [rng.choice((_keep, _change, _order)) for _ in range(rng.randint(2, 3))]
     stages = [make(rng) for make in makers]
     stages.append(rng.choice(RESULTS))
-    name = rng.choice(FUNCTION_NAMES)
-    text = ", ".join(s.text for s in stages)
-    prompt = f'def {name}(xs):\n    """{text[0].upper()}{text[1:]}."""\n'
-    solution = "".join(f"    {s.line}\n" for s in stages)
-    checks = []
-    for _ in range(6):
-        xs = [rng.randint(-9, 20) for _ in range(rng.randint(4, 9))]
-        value: Any = list(xs)
-        for stage in stages:
-            value = stage.apply(value)
-        checks.append(f"    assert candidate({xs}) == {value!r}\n")
-    test = "def check(candidate):\n" + "".join(checks)
-    key = "code " + "; ".join(s.line for s in stages)
-    return key, {"prompt": prompt, "canonical_solution": solution, "test": test, "entry_point": name}
+    return "code " + "; ".join(s.line for s in stages), (rng.choice(FUNCTION_NAMES), stages)
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
     """A stream of HumanEval-shaped rows of one split, no problem twice; a seed always gives the same."""
     rng = random.Random(f"code-mini/{split}/{seed}")
-    for number, row in distinct(lambda: _problem(rng), split):
-        yield {"task_id": f"code-mini/{split}/{seed}/{number}", **row}
+    for number, key, (name, stages) in distinct(lambda: _problem(rng), split):
+        text = ", ".join(s.text for s in stages)
+        tests = "".join(f"    assert candidate({xs}) == {value!r}\n" for xs, value in checks(stages, key))
+        yield {
+            "task_id": f"code-mini/{split}/{seed}/{number}",
+            "prompt": f'def {name}(xs):\n    """{text[0].upper()}{text[1:]}."""\n',
+            "canonical_solution": "".join(f"    {s.line}\n" for s in stages),
+            "test": "def check(candidate):\n" + tests,
+            "entry_point": name,
+        }

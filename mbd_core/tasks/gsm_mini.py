@@ -1,7 +1,8 @@
 """gsm-mini: worded multi-step arithmetic with reasoning, in GSM8K's columns (`question`, `answer` ending in `#### N`).
 
 A problem is a short chain of steps over one running count. Its *key* (the verbs and numbers, without the names and
-things) decides the split, so a test problem's arithmetic never occurs in training under another person's name.
+things) decides the split, so no test problem occurs in training under another person's name or with other things. The
+same numbers may occur there with another verb of the same meaning (docs/findings.md says how often).
 """
 
 import random
@@ -107,5 +108,5 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
     """A stream of `{"question", "answer"}` rows of one split, no problem twice; a seed always gives the same."""
     rng = random.Random(f"gsm-mini/{split}/{seed}")
-    for _, row in distinct(lambda: _problem(rng), split):
+    for _, _, row in distinct(lambda: _problem(rng), split):
         yield row

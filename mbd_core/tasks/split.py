@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 Split = Literal["train", "valid", "test"]
 
@@ -13,15 +13,21 @@ def split_of(key: str) -> Split:
     return "test" if bucket == 0 else "valid" if bucket == 1 else "train"
 
 
-def distinct(draw: Callable[[], tuple[str, dict[str, str]]], split: Split) -> Iterator[tuple[int, dict[str, str]]]:
-    """Number the rows of one split that `draw` gives, each key once; ends when 10,000 draws bring nothing new."""
+P = TypeVar("P")
+
+
+def distinct(draw: Callable[[], tuple[str, P]], split: Split) -> Iterator[tuple[int, str, P]]:
+    """(number, key, problem) of one split as `draw` gives (key, problem), no key twice.
+
+    Ends when 10,000 draws in a row bring nothing new.
+    """
     seen: set[str] = set()
     misses = 0
     while misses < 10_000:
-        key, row = draw()
+        key, problem = draw()
         if key in seen or split_of(key) != split:
             misses += 1
             continue
         misses = 0
-        yield len(seen), row
+        yield len(seen), key, problem
         seen.add(key)

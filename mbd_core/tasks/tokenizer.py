@@ -46,5 +46,5 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         additional_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=512,
+        model_max_length=1024,
     )

@@ -6,6 +6,7 @@ reference does what the paper contradicts, is skipped with the fixture's own rea
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from mbd_core.metrics.aup import aup_d3llm, aup_eq41
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_model, save_model
 from mbd_core.multitf.layout import GroupLayout, systematic_layouts
+from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import block_causal_mask, dual_stream_mask
-from mbd_core.multitf.noise import num_masked
+from mbd_core.multitf.noise import SCHEDULES, NoiseBounds, num_masked
+from mbd_core.multitf.sample import IGNORE, Example, NoisyStream, StateConfig, collate, lay_out
 from mbd_core.ops.dense import DenseAttention
 from mbd_core.types import Request
 
@@ -124,6 +127,8 @@ def check_aup(folder: Path, case: dict[str, Any]) -> None:
     found = aup_d3llm(points, y_max=inputs["y_max"], alpha=inputs["alpha"], y_min_offset=inputs["y_min_offset"])
     if isinstance(expected["aup_d3llm"], int | float):
         assert found.value == pytest.approx(expected["aup_d3llm"])
+    first = min(points)[1]
+    assert {y for _, y in found.dropped} == {y for _, y in points if y < first - inputs["y_min_offset"]}
 
 
 def check_systematic_layouts(folder: Path, case: dict[str, Any]) -> None:
@@ -156,6 +161,37 @@ def check_masked_count(folder: Path, case: dict[str, Any]) -> None:
         assert num_masked(ratio, maskable, "floor") == count
 
 
+def check_block_ratio_loss(folder: Path, case: dict[str, Any]) -> None:
+    """Eq. B.13 over all K blocks; the reference's own self-normalised loss is another one."""
+    inputs, size = case["inputs"], case["inputs"]["block_size"]
+    example = Example(tuple(inputs["clean"]), inputs["prompt_length"])
+    noisy = NoisyStream(
+        tokens=inputs["noisy"],
+        masked=[label != IGNORE for label in inputs["labels"]],
+        ratio=[t for t in inputs["t_per_block"] for _ in range(size)],
+    )
+    config = StateConfig(block_size=size, max_group=max(inputs["layout"]), weighting="block_ratio")
+    row = lay_out(example, [(GroupLayout(tuple(inputs["layout"])), noisy)], config, first_block=0)
+    with torch.no_grad():
+        loss, _ = multitf_loss(load_model(folder / inputs["checkpoint"]), collate([row]))
+    assert float(loss) == pytest.approx(case["expected"]["paper_B13_over_all_K_blocks"], rel=1e-4)
+
+
+def check_noise(folder: Path, case: dict[str, Any]) -> None:
+    inputs = case["inputs"]
+    bounds = NoiseBounds(t_low=inputs["low"], t_high=inputs["high"], margin=inputs["rho"])
+    checked = 0
+    for key, stats in case["expected"]["stats"].items():
+        name, size = key.rsplit("_n", 1)
+        if name in ("chain_uniform", "sorted_uniform"):
+            rng = random.Random(key)
+            draws = [SCHEDULES[name](int(size), bounds, rng) for _ in range(inputs["groups"])]
+            means = [sum(d[slot] for d in draws) / len(draws) for slot in range(int(size))]
+            assert means == pytest.approx(stats["mean"], abs=0.02)
+            checked += 1
+    assert checked == 6
+
+
 CHECKS = {
     ("sdar", "logits"): check_logits,
     ("sdar", "gen"): check_sdar_generation,
@@ -163,4 +199,6 @@ CHECKS = {
     ("training", "systematic"): check_systematic_layouts,
     ("training", "mask"): check_mask,
     ("training", "masked"): check_masked_count,
+    ("training", "ipw"): check_block_ratio_loss,
+    ("training", "noise"): check_noise,
 }

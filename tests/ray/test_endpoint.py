@@ -372,13 +372,12 @@ def test_a_failure_inside_a_stream_is_an_event_and_no_done() -> None:
 def test_the_job_names_known_models_and_does_not_take_over_a_running_serve(
     url: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jobs.serve import find_model, main
+    from jobs.serve import main
 
     assert main(["--model", "no-such-model"]) == 2
     assert "unknown model 'no-such-model'; known:" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="known: tiny-random,"):
-        find_model("x", tiny_model_dir.parent)
-    assert find_model("tiny-random", tiny_model_dir.parent) == tiny_model_dir.resolve()
+    assert main(["--model", str(tiny_model_dir), "--buffer-size", "1"]) == 2
+    assert "--buffer-size 1 must be at least that" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
     assert main(["--model", str(tmp_path)]) == 2
     assert "not valid JSON" in capsys.readouterr().err
