@@ -1,6 +1,6 @@
 """Runs by name: the tiny models' own recipes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ TINY_VOCAB = 640
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """A training run. `base` is the checkpoint it starts from; without one the model is drawn fresh from `model`."""
+    """A training run. `base` is the checkpoint it starts from; without one the model is drawn fresh from `model`.
+
+    `states.block_size` is the trained model's block size, whatever the base had.
+    """
 
     name: str
     base: str | None
@@ -45,22 +48,34 @@ TINY_MODEL = ModelConfig(
     block_size=8,
 )
 
+TEACHER_FORCING = StateConfig(
+    block_size=8,
+    max_group=1,
+    num_layouts=2,
+    span="response",
+    schedule="independent_uniform",
+    rounding="ceil",
+)
 TINY_THRESHOLDS = {"tau_add": 0.1, "tau_semi": 0.9, "tau_m2t": 0.9}
 
-TINY_BD = TrainingRecipe(
-    name="tiny-bd",
+TINY_BD_B8 = TrainingRecipe(
+    name="tiny-bd-b8",
     base=None,
     model=TINY_MODEL,
     data=TinyData(per_task=60_000),
-    states=StateConfig(
-        block_size=8,
-        max_group=1,
-        num_layouts=2,
-        span="response",
-        schedule="independent_uniform",
-        rounding="ceil",
-    ),
+    states=TEACHER_FORCING,
     train=TrainConfig(steps=3000, batch_size=48, lr=3e-3),
+    max_length=160,
+    generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
+)
+
+TINY_BD = TrainingRecipe(
+    name="tiny-bd",
+    base="tiny-bd-b8",
+    model=None,
+    data=TinyData(per_task=60_000, seed=1),
+    states=replace(TEACHER_FORCING, block_size=16),
+    train=TrainConfig(steps=900, batch_size=48, lr=2e-3),
     max_length=160,
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
 )
@@ -69,9 +84,9 @@ TINY_MBD = TrainingRecipe(
     name="tiny-mbd",
     base="tiny-bd",
     model=None,
-    data=TinyData(per_task=60_000, seed=1),
+    data=TinyData(per_task=60_000, seed=2),
     states=StateConfig(
-        block_size=8,
+        block_size=16,
         max_group=4,
         num_random=3,
         num_layouts=4,
@@ -79,12 +94,12 @@ TINY_MBD = TrainingRecipe(
         schedule="chain_uniform",
         rounding="ceil",
     ),
-    train=TrainConfig(steps=1600, batch_size=24, lr=1.5e-3),
+    train=TrainConfig(steps=1000, batch_size=24, lr=1.5e-3),
     max_length=160,
     generation={"buffer_size": 4, **TINY_THRESHOLDS, "trained_with": "multitf"},
 )
 
-RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD, TINY_MBD)}
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD_B8, TINY_BD, TINY_MBD)}
 
 
 def model_folder(model: str) -> Path:

@@ -7,7 +7,7 @@ import argparse
 import itertools
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, l
     if recipe.base is not None:
         model = load_model(CHECKPOINTS / recipe.base)
         tokenizer = load_tokenizer(CHECKPOINTS / recipe.base, model.config)
+        model.config = replace(model.config, block_size=recipe.states.block_size)
     else:
         assert recipe.model is not None
         tokenizer = train_tokenizer(
@@ -44,9 +45,15 @@ def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, l
 
 
 def export(folder: Path, recipe: TrainingRecipe, model: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the trained model with the recipe that made it."""
-    text = json.dumps(asdict(recipe), indent=2, default=str) + "\n"
-    save_model(folder, model, tokenizer=tokenizer, generation=recipe.generation, extra={"recipe.json": text})
+    """Write the trained model, in bfloat16 as these families are published, with the recipe that made it."""
+    save_model(
+        folder,
+        model,
+        tokenizer=tokenizer,
+        generation=recipe.generation,
+        dtype=torch.bfloat16,
+        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
+    )
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

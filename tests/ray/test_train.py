@@ -50,7 +50,7 @@ def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
     written = load_model(undisturbed.out)
     load_tokenizer(undisturbed.out, written.config)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(written.state_dict()[name], tensor, rtol=0, atol=5e-3)
+        torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-2, atol=5e-3)  # written in bfloat16
 
 
 def kill_a_worker_after(checkpoint: Path, killed: list[int]) -> None:
