@@ -94,7 +94,7 @@ TINY_MBD = TrainingRecipe(
         schedule="chain_uniform",
         rounding="ceil",
     ),
-    train=TrainConfig(steps=1000, batch_size=24, lr=1.5e-3),
+    train=TrainConfig(steps=800, batch_size=24, lr=1.5e-3),
     max_length=160,
     generation={"buffer_size": 4, **TINY_THRESHOLDS, "trained_with": "multitf"},
 )
