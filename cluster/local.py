@@ -115,11 +115,13 @@ def _with_root(path: str | None) -> str:
 
 def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    request = urllib.request.Request(f"{cluster.dashboard_url}/api/version")
+    # The dashboard answers some seconds before the cluster takes jobs, so it is up when it has taken an empty one.
+    request = urllib.request.Request(f"{cluster.dashboard_url}/api/jobs/", data=b'{"entrypoint": "true"}')
     request.add_header("Authorization", f"Bearer {Path(cluster.environment['RAY_AUTH_TOKEN_PATH']).read_text()}")
+    request.add_header("Content-Type", "application/json")
     while head.poll() is None and time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(request, timeout=5):
+            with urllib.request.urlopen(request, timeout=15):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)
