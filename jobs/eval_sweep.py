@@ -231,7 +231,7 @@ def write_report(rows: list[Row], aups: list[AupRow], *, sweep: Sweep, settings:
 def describe(sweep: Sweep, args: argparse.Namespace, *, num_cpus: float, seconds: float) -> dict[str, Any]:
     """What a reader needs to judge the numbers, or to run them again."""
     return {
-        "models": sweep.models,
+        "models": {name: _described(model_folder(where)) for name, where in sweep.models.items()},
         "methods": _names(args.methods, "--methods"),
         "grid": args.grid,
         "tasks": {
@@ -283,6 +283,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(error: ValueError) -> int:
     print(f"eval_sweep: {error}", file=sys.stderr)
     return 2
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """How big a model is and how it was trained, without which its accuracy says little."""
+    config = load_config(folder)
+    trained = load_generation_defaults(folder).get("trained_with", "unknown")
+    return {"parameters": f"{config.num_parameters / 1e6:.3g}M", "block_size": config.block_size, "trained": trained}
 
 
 def _names(text: str, option: str) -> list[str]:
