@@ -99,7 +99,15 @@ TINY_MBD = TrainingRecipe(
     generation={"buffer_size": 4, **TINY_THRESHOLDS, "trained_with": "multitf"},
 )
 
-RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD_B8, TINY_BD, TINY_MBD)}
+# The control for TINY_MBD: the same base, data, updates and number of noisy streams, by teacher forcing. Not shipped.
+TINY_TF = replace(
+    TINY_MBD,
+    name="tiny-tf",
+    states=replace(TEACHER_FORCING, block_size=16, num_layouts=4),
+    generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
+)
+
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD_B8, TINY_BD, TINY_MBD, TINY_TF)}
 
 
 def model_folder(model: str) -> Path:
