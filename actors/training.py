@@ -1,6 +1,7 @@
 """MultiTF training on Ray: the plain `Trainer` on every worker, gradients averaged, its state kept in checkpoints."""
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -140,10 +141,9 @@ def train_worker(config: dict[str, Any]) -> int:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     recipe, speaks = run.recipe, rank == 0
     if speaks:
-        print(
+        say(
             f"recipe {recipe.name}: {recipe.train.steps} steps of {recipe.train.batch_size} samples on "
-            f"{world_size} workers, {recipe.data.per_task} problems of each task",
-            flush=True,
+            f"{world_size} workers, {recipe.data.per_task} problems of each task"
         )
     model, tokenizer, examples = prepare(recipe)
     model.to(get_device())
@@ -157,7 +157,7 @@ def train_worker(config: dict[str, Any]) -> int:
         trainer.load_state_dict(state["trainer"])
         curve = state["curve"]
         if speaks:
-            print(f"resumed after step {trainer.step_number}", flush=True)
+            say(f"resumed after step {trainer.step_number}")
 
     resumed_after = trainer.step_number
     progress = Progress(recipe.train.steps)
@@ -174,8 +174,14 @@ def train_worker(config: dict[str, Any]) -> int:
     if speaks:
         export(run.out, recipe, model, tokenizer)
         (run.folder / LOSSES).write_text("".join(json.dumps(point) + "\n" for point in curve))
-        print(f"wrote {run.out} and {run.folder / LOSSES}", flush=True)
+        say(f"wrote {run.out} and {run.folder / LOSSES}")
     return resumed_after
+
+
+def say(line: str) -> None:
+    """A line for the job's log. Ray Train gives `print` a second way there, and every line would stand twice."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def mean_over_workers(metrics: StepMetrics, *, world_size: int) -> StepMetrics:
@@ -219,9 +225,8 @@ class Progress:
         loss, accuracy = (sum(point[name] for point in recent) / len(recent) for name in ("loss", "accuracy"))
         speed = sum(point["tokens"] for point in recent) / elapsed
         left = (self.steps - len(curve)) * elapsed / len(recent)
-        print(
+        say(
             f"step {len(curve)}/{self.steps}  loss {loss:.4f}  masked-token accuracy {accuracy:.3f}  "
-            f"lr {curve[-1]['lr']:.2e}  {speed:,.0f} tokens/s  ETA {left // 60:.0f} min {left % 60:02.0f} s",
-            flush=True,
+            f"lr {curve[-1]['lr']:.2e}  {speed:,.0f} tokens/s  ETA {left // 60:.0f} min {left % 60:02.0f} s"
         )
         self.since, self.shown = time.monotonic(), len(curve)

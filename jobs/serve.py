@@ -56,7 +56,7 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
 
 def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
     """Start the endpoint on the cluster of `RAY_ADDRESS`, or on a Ray of its own; stop what was started at the end."""
-    connect(num_cpus=max(4, replicas + 2))
+    connect(num_cpus=max(4, replicas + 2), worker_logs=False)
     try:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
