@@ -26,7 +26,6 @@ LOOPBACK = "127.0.0.1"
 class LocalCluster:
     """A running cluster; a child process given `environment` finds it (`ray job submit`, `ray.init()`)."""
 
-    address: str
     dashboard_url: str
     environment: dict[str, str]
     log: Path
@@ -46,7 +45,6 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator
     token.write_text(secrets.token_hex(32))
     port, dashboard_port = free_ports(2)
     cluster = LocalCluster(
-        address=f"{LOOPBACK}:{port}",
         dashboard_url=f"http://{LOOPBACK}:{dashboard_port}",
         environment={
             **os.environ,

@@ -3,10 +3,9 @@
 import itertools
 import os
 import shutil
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def fixtures_dir(request: pytest.FixtureRequest) -> Path:
-    """The folder given by `--fixtures`."""
-    folder = request.config.getoption("golden_fixtures").resolve()
-    if not folder.is_dir():
-        pytest.skip(f"no golden fixtures at {folder}; give their folder with --fixtures DIR")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights: 2 layers, hidden size 64, block size 4, the tasks' own tokenizer."""
     from mbd_core.models.config import ModelConfig
@@ -129,17 +119,12 @@ def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
     )
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """The `ray` module, connected to a cluster of 8 logical CPUs with a dashboard, for the whole session."""
     import ray
+
+    from cluster.local import free_ports
 
     # Ray's socket paths must stay under 107 bytes, which pytest's own temporary folders do not leave room for.
     folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
@@ -148,7 +133,7 @@ def ray_cluster() -> Iterator[Any]:
         num_gpus=0,
         include_dashboard=True,
         dashboard_host="127.0.0.1",
-        dashboard_port=free_port(),
+        dashboard_port=free_ports(1)[0],
         object_store_memory=256 * 2**20,
         _temp_dir=folder,
         log_to_driver=False,
@@ -169,34 +154,13 @@ def dashboard_url(ray_cluster: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def ray_address(ray_cluster: Any) -> str:
-    """The cluster's GCS address (`host:port`), for a `RAY_ADDRESS` given to a child process."""
-    return ray_cluster.get_runtime_context().gcs_address
-
-
-@pytest.fixture(scope="session")
 def serve_instance(ray_cluster: Any) -> Iterator[str]:
     """Ray Serve on a free local port; the base URL."""
     from ray import serve
 
-    port = free_port()
+    from cluster.local import free_ports
+
+    (port,) = free_ports(1)
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
-
-
-@pytest.fixture
-def serve_app(serve_instance: str) -> Iterator[Callable[..., str]]:
-    """`serve_app(app, name=..., route="/")` runs an application until the test ends and returns its base URL."""
-    from ray import serve
-
-    names: list[str] = []
-
-    def run(app: Any, *, name: str = "app", route: str = "/") -> str:
-        names.append(name)
-        serve.run(app, name=name, route_prefix=route)
-        return serve_instance + route.rstrip("/")
-
-    yield run
-    for name in names:
-        serve.delete(name)

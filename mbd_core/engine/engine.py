@@ -170,10 +170,6 @@ class Engine:
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.scheduler.waiting)
-
     def generate(self, requests: Seq[Request]) -> list[Output]:
         """Serve `requests` to the end; outputs in their order.
 
