@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.paired_test import sign_test
+from jobs.seed_table import load_rows
 from mbd_core.metrics.aup import aup_d3llm, aup_eq41
 from mbd_core.metrics.plot import draw_plot
 from mbd_core.metrics.report import Row, RunKey, best_row, build_aup, build_rows, render_markdown
@@ -174,3 +176,15 @@ def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
 def test_the_plot_is_a_png(tmp_path: Path) -> None:
     draw_plot(report_rows(), tmp_path / "plot.png", labels={"a": "A", "b": "B"})
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sign_test_is_the_binomial_tail() -> None:
+    assert sign_test(48, 31) == pytest.approx(0.0712, abs=1e-4)
+    assert sign_test(31, 48) == sign_test(48, 31)
+    assert sign_test(0, 0) == sign_test(5, 5) == 1.0
+    assert sign_test(6, 0) == 2 * 0.5**6
+
+
+def test_seed_table_refuses_a_folder_without_report(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no report.json"):
+        load_rows(tmp_path)
