@@ -4,19 +4,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.decoding.config import DecodingConfig
+from mbd_core.decoding.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to be continued by at most `max_tokens` tokens; EOS ends it unless `ignore_eos`."""
+    """One prompt to be continued by at most `max_tokens` tokens; EOS ends it unless `ignore_eos`.
+
+    logprobs  report the log-probability of every token at the forward that accepted it
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     max_tokens: int
     decoding: DecodingConfig
+    sampling: Sampling = Sampling()
     ignore_eos: bool = False
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +31,11 @@ class Counts:
 
     num_forwards          NFE: forwards its blocks took part in, store-only ones included
     num_store_forwards    those of them in which no block of it was being decoded (SingleBD's bubble)
-    num_prefill_forwards  forwards that carried only its prompt, not in NFE
+    num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     num_tokens            useful tokens: generated before EOS, at most max_tokens
     decode_seconds        wall time of the steps counted in num_forwards
+    num_cached_tokens     of the prompt, found in the prefix cache
+    num_preemptions       how often it had to leave its pages to an older request
     """
 
     num_prompt_tokens: int
@@ -36,6 +44,8 @@ class Counts:
     num_store_forwards: int
     num_prefill_forwards: int
     decode_seconds: float
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
     @property
     def tpf(self) -> float:
@@ -45,12 +55,16 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A finished request: its useful tokens (EOS excluded), why it ended, its counts."""
+    """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
+
+    logprobs  natural log-probability of each token at its acceptance, where the request asked for it
+    """
 
     request_id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     counts: Counts
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +74,18 @@ class StepOutput:
     request_id: str
     new_tokens: tuple[int, ...]
     output: Output | None
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One slot in one step, before and after its forward. `state` is the one the forward saw."""
+    """One slot in one step. `state` and `mask_ratio` are what the forward saw, the rest is what it did.
+
+    accepted     positions that became tokens
+    edited       tokens that were overwritten
+    tokens       on request: the slot's tokens after the step, -1 where masked
+    confidences  on request: of each position, the confidence at which its token was last accepted, 0 where masked
+    """
 
     request_id: str
     step: int
@@ -73,3 +94,6 @@ class StepTrace:
     state: str
     mask_ratio: float
     accepted: int
+    edited: int = 0
+    tokens: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] | None = None

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -9,34 +10,51 @@ from hypothesis import strategies as st
 
 from mbd_core.decoding.accept import Prediction, predict
 from mbd_core.decoding.buffer import BlockBuffer
-from mbd_core.decoding.config import DecodingConfig
-from mbd_core.decoding.reference import Tokens, block_buffer_multibd, naive_multibd
+from mbd_core.decoding.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.reference import Tokens, Weights, block_buffer_multibd, naive_multibd
 from mbd_core.types import Request
 
 MASK, EOS, VOCAB = 0, 1, 12
 
 
-def oracle(seed: int, prefix: list[int], blocks: list[Tokens]) -> list[list[tuple[int, float]]]:
-    """A model made of a hash: a block's predictions depend on the prefix and on the blocks up to itself."""
+def oracle(
+    seed: int, prefix: list[int], blocks: list[Tokens], weights: list[Weights]
+) -> list[list[tuple[int, float]]]:
+    """A model made of a hash: a block's predictions depend on the prefix and on the blocks up to itself. Often it says
+    a token again, else revision would never end."""
     out = []
     for i in range(len(blocks)):
-        key = repr((seed, prefix, blocks[: i + 1])).encode()
+        key = repr((seed, prefix, blocks[: i + 1], weights[: i + 1])).encode()
         rng = random.Random(hashlib.sha256(key).digest())
-        out.append([(rng.randrange(1, VOCAB), rng.choice((0.1, 0.5, 0.9, rng.random()))) for _ in blocks[i]])
+        slot = []
+        for token in blocks[i]:
+            again = token if token and rng.random() < 0.8 else rng.randrange(1, VOCAB)
+            slot.append((again, rng.choice((0.1, 0.5, 0.9, rng.random()))))
+        out.append([(t, float(torch.tensor(c, dtype=torch.float64).float())) for t, c in slot])
     return out
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool]:
     size = draw(st.sampled_from([1, 2, 4, 5]))
+    kind = draw(st.sampled_from(["m2t", "t2t", "soft"]))
+    revision: dict[str, Any] = {
+        "m2t": {
+            "tokens_per_step": draw(st.integers(1, size)),
+            "fallback": draw(st.sampled_from(["confidence", "leftmost"])),
+        },
+        "t2t": {"t2t": T2T(tau=draw(st.sampled_from([0.0, 0.4, 0.8])), max_edits=draw(st.integers(1, 4)))},
+        "soft": {"soft": Soft(stop_confidence=draw(st.sampled_from([0.1, 0.5, 0.9])))},
+    }[kind]
+    if kind != "m2t":
+        revision["tau_stable"] = draw(st.sampled_from([None, 0.0, 0.5, 0.9]))
     config = DecodingConfig(
         block_size=size,
         buffer_size=draw(st.integers(1, 4)),
         tau_add=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
         tau_semi=draw(st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])),
         tau_m2t=draw(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0])),
-        tokens_per_step=draw(st.integers(1, size)),
-        fallback=draw(st.sampled_from(["confidence", "leftmost"])),
+        **revision,
     )
     # MASK (0) may stand in a prompt: there it is data
     prompt = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3 * size + 2))
@@ -73,10 +91,11 @@ def run_buffer(
             ][:resident]
             counts[row][0] += 1
             counts[row][1] += not bool(buffer.active_RN[row].any())
-            for n, slot in enumerate(oracle(seed, cached[row], blocks)):
+            weights = buffer.weight_RNB[row, :resident].tolist()
+            for n, slot in enumerate(oracle(seed, cached[row], blocks, weights)):
                 token[row, n] = torch.tensor([t for t, _ in slot])
-                confidence[row, n] = torch.tensor([c for _, c in slot], dtype=torch.float64).float()
-        done = buffer.commit(Prediction(token, confidence))
+                confidence[row, n] = torch.tensor([c for _, c in slot])
+        done = buffer.commit(Prediction(token, confidence, confidence))
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:
@@ -99,9 +118,8 @@ def run_buffer(
 def reference(problem: tuple[list[int], int, DecodingConfig, int, bool], *, naive: bool) -> tuple:
     prompt, max_tokens, config, seed, stops = problem
 
-    def model(prefix: list[int], blocks: list[Tokens]) -> list[list[tuple[int, float]]]:
-        wide = oracle(seed, prefix, blocks)
-        return [[(t, float(torch.tensor(c, dtype=torch.float64).float())) for t, c in b] for b in wide]
+    def model(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
+        return oracle(seed, prefix, blocks, weights)
 
     eos = (EOS,) if stops else ()
     if naive:
@@ -139,7 +157,7 @@ def test_what_leaves_is_exact(problem) -> None:
     assert len(tokens) <= max_tokens and (reason == "stop" or len(tokens) == max_tokens)
     assert not stops or EOS not in tokens
     # every decoding forward of the front block yields something: at most one per token and one store per block
-    assert forwards - stores <= max_tokens + 1 or config.buffer_size > 1
+    assert forwards - stores <= max_tokens + 1 or config.buffer_size > 1 or config.revises
 
 
 def test_mask_and_padded_tail_are_never_predicted_and_ties_go_to_the_lowest_id() -> None:

@@ -4,12 +4,13 @@ import copy
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from mbd_core.decoding.config import DecodingConfig
-from mbd_core.decoding.reference import Tokens, naive_multibd
+from mbd_core.decoding.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.reference import Tokens, Weights, naive_multibd
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.kvcache.pool import PagePool
 from mbd_core.models.config import ModelConfig
@@ -35,26 +36,37 @@ def model() -> Decoder:
     return model.double().eval()
 
 
-def clean_forward(model: Decoder, tokens: list[int]) -> torch.Tensor:
+def clean_forward(model: Decoder, tokens: list[int], weights: list[float] | None = None) -> torch.Tensor:
     """Logits (L, V) of one whole block-causal forward, nothing cached."""
     positions = torch.arange(len(tokens))[None]
     mask = block_causal_mask(positions // B)[:, None]
     with torch.no_grad():
-        return model.logits(model(torch.tensor([tokens]), positions, DenseAttention(mask)))[0]
+        soft = None if weights is None else torch.tensor([weights])
+        return model.logits(model(torch.tensor([tokens]), positions, DenseAttention(mask), soft_weight=soft))[0]
 
 
 def predictor(model: Decoder):
     """The model as the literal algorithms want it: a clean block-causal forward of prefix and running-set."""
 
-    def predict(prefix: list[int], blocks: list[Tokens]) -> list[list[tuple[int, float]]]:
+    def predict(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
         tokens = prefix + [MASK if t is None else t for block in blocks for t in block]
-        probabilities = clean_forward(model, tokens)[len(prefix) :].softmax(-1)
+        soft = [1.0] * len(prefix) + [w for block in weights for w in block]
+        probabilities = clean_forward(model, tokens, soft)[len(prefix) :].softmax(-1)
         probabilities[:, MASK] = -1.0
         confidence, token = probabilities.max(-1)
         pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
         return [pairs[i * B : (i + 1) * B] for i in range(len(blocks))]
 
     return predict
+
+
+REVISIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"t2t": T2T(tau=0.3, max_edits=3)},
+    {"soft": Soft(stop_confidence=0.6)},
+    {"t2t": T2T(tau=0.2), "tau_stable": 0.5},
+    {"soft": Soft(), "tau_stable": 0.5},
+)
 
 
 def request(name: str, seed: int, **changes) -> Request:
@@ -65,6 +77,7 @@ def request(name: str, seed: int, **changes) -> Request:
         tau_add=rng.choice((0.0, 0.1, 0.6)),
         tau_semi=rng.choice((0.25, 0.9)),
         tau_m2t=rng.choice((0.2, 0.4, 0.7)),
+        **REVISIONS[seed % len(REVISIONS)],
     )
     prompt = tuple(rng.choices(range(40), k=rng.randint(1, 17)))
     fields = {"prompt": prompt, "max_tokens": rng.randint(1, 25), "decoding": config}

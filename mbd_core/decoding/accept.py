@@ -1,4 +1,4 @@
-"""Which positions become tokens: pure functions of confidence, what is open, and the request's thresholds.
+"""Which positions become tokens, and which tokens change: pure functions of what the model predicts and what is open.
 
 Shape legend: R rows, N slots, B block size, P positions asked for, V vocabulary.
 """
@@ -8,44 +8,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.sampling import Draw, choose
+
+CONFIDENCE, LEFTMOST, MARGIN, NEG_ENTROPY = range(4)
+FALLBACKS = {"confidence": CONFIDENCE, "leftmost": LEFTMOST, "margin": MARGIN, "neg_entropy": NEG_ENTROPY}
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest token of each position and its probability; zero where the model was not asked."""
+    """The token each position would take, its confidence, and its score in the fallback; zero where none was asked."""
 
     token_RNB: Tensor
     confidence_RNB: Tensor
+    score_RNB: Tensor
 
 
-def predict(logits_PV: Tensor, where_RNB: Tensor, forbidden_V: Tensor) -> Prediction:
-    """Argmax and its float32 softmax probability, scattered to the true positions of `where_RNB`.
+def predict(
+    logits_PV: Tensor,
+    where_RNB: Tensor,
+    forbidden_V: Tensor,
+    *,
+    draw: Draw | None = None,
+    fallback_P: Tensor | None = None,
+) -> Prediction:
+    """What `choose` says of each asked position, scattered to the true positions of `where_RNB`.
 
-    `forbidden_V` (the mask id and the padded vocabulary tail) is never predicted; ties go to the lowest id. The
-    probability is the model's own, over its whole vocabulary.
+    `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more than confidence.
     """
-    probabilities = logits_PV.float().softmax(dim=-1).masked_fill(forbidden_V, -1.0)
-    confidence_P, token_P = probabilities.max(dim=-1)
+    token_P, confidence_P = choose(logits_PV, forbidden_V, draw)
+    score_P = confidence_P if fallback_P is None else score(logits_PV, confidence_P, fallback_P)
     token = torch.zeros(where_RNB.shape, dtype=torch.int64, device=logits_PV.device)
-    confidence = torch.zeros(where_RNB.shape, dtype=torch.float32, device=logits_PV.device)
     token[where_RNB] = token_P
-    confidence[where_RNB] = confidence_P
-    return Prediction(token, confidence)
+    values = []
+    for value_P in (confidence_P, score_P):
+        value = torch.zeros(where_RNB.shape, dtype=torch.float32, device=logits_PV.device)
+        value[where_RNB] = value_P
+        values.append(value)
+    return Prediction(token, *values)
+
+
+def score(logits_PV: Tensor, confidence_P: Tensor, fallback_P: Tensor) -> Tensor:
+    """Confidence, its lead over the second token (D2F `margin_confidence`), or sum p log p (`neg_entropy`)."""
+    probabilities = logits_PV.float().softmax(-1)
+    best = probabilities.topk(2, dim=-1).values
+    neg_entropy = (probabilities * (probabilities + 1e-10).log()).sum(-1)
+    by_margin = torch.where(fallback_P == MARGIN, best[:, 0] - best[:, 1], confidence_P)
+    return torch.where(fallback_P == NEG_ENTROPY, neg_entropy, by_margin)
 
 
 def accept_m2t(
-    confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor, quota_R: Tensor, leftmost_R: Tensor
+    prediction: Prediction, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor, quota_R: Tensor, leftmost_R: Tensor
 ) -> Tensor:
     """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
 
     Open positions over `tau_R` are accepted. A slot where they are fewer than `quota_R` falls back, if `gate_RN`
-    allows, to its best `quota_R` open positions: by confidence, or from the left where `leftmost_R`; ties go left.
+    allows, to its best `quota_R` open positions: by score, or from the left where `leftmost_R`; ties go left.
     Otherwise it keeps what is over the threshold.
     """
-    over = open_RNB & (confidence_RNB.double() > tau_R[:, None, None])
+    over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
     short = over.sum(-1) < quota_R[:, None]
     by_place = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
-    score = torch.where(leftmost_R[:, None, None], by_place, confidence_RNB).masked_fill(~open_RNB, -torch.inf)
-    order = score.argsort(dim=-1, descending=True, stable=True)
+    ranked = torch.where(leftmost_R[:, None, None], by_place, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(dim=-1)
     best = open_RNB & (rank < quota_R[:, None, None])
     return torch.where((short & gate_RN)[..., None], best, over)
+
+
+def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
+    """DMax's acceptance -> (R, N, B) bool: open positions from the left while they are over `tau_R`; if the first is
+    not, that one alone where `gate_RN` allows."""
+    over = confidence_RNB.double() > tau_R[:, None, None]
+    run = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
+    first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
+    return run | (first & gate_RN[..., None])
+
+
+def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, tau_R: Tensor) -> Tensor:
+    """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: filled positions whose prediction is another token
+    with confidence over `tau_R`."""
+    other = prediction.token_RNB != tokens_RNB
+    return filled_RNB & other & (prediction.confidence_RNB.double() > tau_R[:, None, None])

@@ -2,11 +2,14 @@
 
     DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE
 
-A DUMMY slot waits. An ACTIVE one is being filled. A TO_CACHE one is final, as are all before it, and the next forward
-stores it; then it leaves (IN_CACHE: it lives in pages) and the buffer slides. `activate()` runs before a forward,
-`commit()` after it; both are static-shape tensor work, and every slot of a step reads the state before the step.
+A DUMMY slot waits. An ACTIVE one is being filled, and revised where the request edits. A TO_CACHE one is final, as are
+all before it, and the next forward stores it; then it leaves (IN_CACHE: it lives in pages) and the buffer slides. With
+T2T a block usually skips TO_CACHE: the forward that verified it saw its final tokens, so it was stored by that.
 
-Shape legend: R rows (sequences), N slots, B block size.
+`activate()` runs before a forward, `commit()` after it; both are static-shape tensor work on buffers that are never
+reallocated, and every slot of a step reads the state before the step.
+
+Shape legend: R rows (sequences), N slots, B block size, P positions asked for.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.accept import Prediction, accept_m2t
+from mbd_core.decoding.accept import FALLBACKS, LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
+from mbd_core.decoding.sampling import Draw
 from mbd_core.types import Request
 
 
@@ -30,14 +34,30 @@ class SlotState(IntEnum):
 class Commit:
     """What one step did, on the buffer's device.
 
-    num_blocks_R  blocks that this step's forward stored and that have left the buffer
-    tokens_RNB    the buffer before it slid; the first `num_blocks_R` slots are the committed tokens
-    accepted_RN   positions filled by this step, by slot before the slide
+    num_blocks_R    blocks that this step's forward stored and that have left the buffer
+    tokens_RNB      the buffer before it slid; the first `num_blocks_R` slots are the committed tokens
+    masked_RNB      which of them are still masked
+    confidence_RNB  the confidence at which each token was accepted last
+    accepted_RN     positions filled by this step, by slot before the slide
+    edited_RN       tokens overwritten by this step
     """
 
     num_blocks_R: Tensor
     tokens_RNB: Tensor
+    masked_RNB: Tensor
+    confidence_RNB: Tensor
     accepted_RN: Tensor
+    edited_RN: Tensor
+
+
+# A row's settings, one column each, so that seating a request is two copies to the device.
+_WHOLE = (
+    "first_block", "origin", "begin", "end", "limit", "quota", "fallback", "eos_stops", "edits", "max_edits",
+    "softens", "top_k", "seed", "forward",
+)  # fmt: skip
+_REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
+_NEVER = 2.0  # a threshold no confidence exceeds
+_ALWAYS = -1.0  # one that every number exceeds
 
 
 class BlockBuffer:
@@ -45,6 +65,29 @@ class BlockBuffer:
 
     Masked is a boolean beside the tokens, never "token == mask id": a prompt may contain the mask token's text.
     """
+
+    first_block_R: Tensor
+    origin_R: Tensor
+    begin_R: Tensor
+    end_R: Tensor
+    limit_R: Tensor
+    quota_R: Tensor
+    fallback_R: Tensor
+    eos_stops_R: Tensor
+    edits_R: Tensor
+    max_edits_R: Tensor
+    softens_R: Tensor
+    top_k_R: Tensor
+    seed_R: Tensor
+    forward_R: Tensor
+    tau_add_R: Tensor
+    tau_stable_R: Tensor
+    tau_semi_R: Tensor
+    tau_m2t_R: Tensor
+    tau_t2t_R: Tensor
+    stop_confidence_R: Tensor
+    temperature_R: Tensor
+    top_p_R: Tensor
 
     def __init__(
         self,
@@ -57,21 +100,30 @@ class BlockBuffer:
         device: torch.device,
     ) -> None:
         self.num_slots, self.block_size, self.mask_token_id = num_slots, block_size, mask_token_id
-        shape = (num_rows, num_slots)
-        self.tokens_RNB = torch.full((*shape, block_size), mask_token_id, device=device)
-        self.masked_RNB = torch.ones((*shape, block_size), dtype=torch.bool, device=device)
-        self.state_RN = torch.full(shape, int(SlotState.DUMMY), dtype=torch.int8, device=device)
-        self.first_block_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.begin_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.end_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.limit_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.quota_R = torch.ones(num_rows, dtype=torch.int64, device=device)
-        self.leftmost_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self.eos_stops_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self.tau_add_R = torch.zeros(num_rows, dtype=torch.float64, device=device)
-        self.tau_semi_R = torch.zeros(num_rows, dtype=torch.float64, device=device)
-        self.tau_m2t_R = torch.zeros(num_rows, dtype=torch.float64, device=device)
-        self._eos = torch.tensor(eos_token_ids, device=device)
+        slots, positions = (num_rows, num_slots), (num_rows, num_slots, block_size)
+        self.tokens_RNB = torch.full(positions, mask_token_id, device=device)
+        self.masked_RNB = torch.ones(positions, dtype=torch.bool, device=device)
+        self.confidence_RNB = torch.zeros(positions, device=device)
+        self.weight_RNB = torch.ones(positions, device=device)
+        self.state_RN = torch.full(slots, int(SlotState.DUMMY), dtype=torch.int8, device=device)
+        self.num_steps_RN = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
+        self._per_slot = {
+            self.tokens_RNB: mask_token_id,
+            self.masked_RNB: True,
+            self.confidence_RNB: 0.0,
+            self.weight_RNB: 1.0,
+            self.state_RN: int(SlotState.DUMMY),
+            self.num_steps_RN: 0,
+            self.stability_RN: 1.0,
+        }
+        self._whole = torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device)
+        self._real = torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device)
+        for column, name in enumerate(_WHOLE):
+            setattr(self, f"{name}_R", self._whole[:, column])
+        for column, name in enumerate(_REAL):
+            setattr(self, f"{name}_R", self._real[:, column])
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
 
@@ -79,7 +131,7 @@ class BlockBuffer:
     def positions_RNB(self) -> Tensor:
         """Absolute positions of every slot's tokens."""
         block = self.first_block_R[:, None] + self._slots
-        return block[..., None] * self.block_size + self._offsets
+        return self.origin_R[:, None, None] + block[..., None] * self.block_size + self._offsets
 
     @property
     def editable_RNB(self) -> Tensor:
@@ -101,100 +153,196 @@ class BlockBuffer:
         return self.masked_RNB & self.editable_RNB & self.active_RN[..., None]
 
     @property
+    def asked_RNB(self) -> Tensor:
+        """Positions a forward may fill or change: where logits are needed."""
+        changes = self.masked_RNB | (self.edits_R + self.softens_R > 0)[:, None, None]
+        return changes & self.editable_RNB & self.active_RN[..., None]
+
+    @property
     def progress_RN(self) -> Tensor:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
         editable = self.editable_RNB
-        total = editable.sum(-1).double()
-        left = (self.masked_RNB & editable).sum(-1).double()
-        return torch.where(total > 0, 1.0 - left / total.clamp(min=1.0), 1.0)
+        left = (self.masked_RNB & editable).sum(-1)
+        return 1.0 - _share(left, editable.sum(-1), empty=0.0)
+
+    def draw(self, where_RNB: Tensor) -> Draw:
+        """What drawing needs at the true positions of `where_RNB`."""
+        row_P = where_RNB.nonzero(as_tuple=True)[0]
+        return Draw(
+            temperature_P=self.temperature_R[row_P],
+            top_p_P=self.top_p_R[row_P],
+            top_k_P=self.top_k_R[row_P],
+            seed_P=self.seed_R[row_P],
+            position_P=self.positions_RNB[where_RNB],
+            forward_P=self.forward_R[row_P],
+        )
 
     def join(self, row: int, request: Request) -> None:
         """Seat a request: its boundary block, with the prompt's remainder, becomes slot 0 and is ACTIVE at once."""
-        config, length = request.decoding, len(request.prompt)
-        boundary = length // self.block_size
-        remainder = request.prompt[boundary * self.block_size :]
+        config, sampling, length = request.decoding, request.sampling, len(request.prompt)
         self._clear(row)
+        origin = length if config.prompt_attention == "full" else 0
+        boundary = (length - origin) // self.block_size
+        remainder = request.prompt[origin + boundary * self.block_size :]
         if remainder:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False
-        self.state_RN[row, 0] = SlotState.ACTIVE
-        self.first_block_R[row] = boundary
-        self.begin_R[row] = length
-        self.end_R[row] = length + request.max_tokens
-        self.limit_R[row] = config.buffer_size
-        self.quota_R[row] = config.tokens_per_step
-        self.leftmost_R[row] = config.fallback == "leftmost"
-        self.eos_stops_R[row] = not request.ignore_eos
-        self.tau_add_R[row] = config.tau_add
-        self.tau_semi_R[row] = config.tau_semi
-        self.tau_m2t_R[row] = config.tau_m2t
+        self.state_RN[row, 0] = int(SlotState.ACTIVE)
+        self._whole[row] = torch.tensor(
+            [
+                boundary,
+                origin,
+                length,
+                length + request.max_tokens,
+                config.buffer_size,
+                config.tokens_per_step,
+                FALLBACKS[config.fallback],
+                not request.ignore_eos,
+                config.t2t is not None,
+                config.t2t.max_edits if config.t2t else 0,
+                config.soft is not None,
+                sampling.top_k,
+                sampling.seed,
+                0,
+            ]
+        )
+        self._real[row] = torch.tensor(
+            [
+                config.tau_add,
+                _ALWAYS if config.tau_stable is None else config.tau_stable,
+                config.tau_semi,
+                config.tau_m2t,
+                config.t2t.tau if config.t2t else _ALWAYS if config.soft else _NEVER,
+                config.soft.stop_confidence if config.soft else _NEVER,
+                sampling.temperature,
+                sampling.top_p,
+            ],
+            dtype=torch.float64,
+        )
 
     def leave(self, row: int) -> None:
         """Free a row; nothing of its sequence stays."""
         self._clear(row)
-        self.limit_R[row] = 0
+
+    def save(self, row: int) -> list[Tensor]:
+        """A row's state as a value, for `restore`."""
+        return [t[row].clone() for t in (*self._per_slot, self._whole, self._real)]
+
+    def restore(self, row: int, saved: list[Tensor]) -> None:
+        """Put a saved row where another may have been since."""
+        for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
+            tensor[row] = value
 
     def activate(self) -> None:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
 
-        A row grows when its last ACTIVE block has progress > tau_add, or when no block is ACTIVE; never past its
-        buffer size or its token budget, and not while an EOS stands in a resident block (Alg. 4 line 5).
+        A row grows when its last ACTIVE block has progress > tau_add and stability > tau_stable, or when no block is
+        ACTIVE; never past its buffer size or its token budget, and not while an EOS stands in a resident block
+        (Alg. 4 line 5).
         """
         active = self.active_RN
         num_resident_R = self.resident_RN.sum(-1)
         last_active = torch.where(active, self._slots, -1).amax(-1)
-        progress = self.progress_RN.gather(1, last_active.clamp(min=0)[:, None])[:, 0]
-        wants = (last_active < 0) | (progress > self.tau_add_R)
-        starts = (self.first_block_R + num_resident_R) * self.block_size
+        last = last_active.clamp(min=0)[:, None]
+        progress = self.progress_RN.gather(1, last)[:, 0]
+        stability = self.stability_RN.gather(1, last)[:, 0]
+        wants = (last_active < 0) | ((progress > self.tau_add_R) & (stability > self.tau_stable_R))
+        starts = self.origin_R + (self.first_block_R + num_resident_R) * self.block_size
         room = (num_resident_R < self.limit_R) & (starts < self.end_R)
         grows = wants & room & ~self._eos_seen_R()
         chosen = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(chosen, int(SlotState.ACTIVE))
 
     def commit(self, prediction: Prediction) -> Commit:
-        """Accept tokens, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25)."""
-        stored_RN = self.state_RN == SlotState.TO_CACHE
-        before = self.progress_RN
-        ready = torch.ones_like(before[:, :1], dtype=torch.bool)
-        semi = before[:, :-1] >= self.tau_semi_R[:, None]
-        accepted = accept_m2t(
-            prediction.confidence_RNB,
-            self.open_RNB,
-            gate_RN=torch.cat((ready, semi), dim=1),
-            tau_R=self.tau_m2t_R,
-            quota_R=self.quota_R,
-            leftmost_R=self.leftmost_R,
+        """Accept and revise, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25)."""
+        active, editable = self.active_RN, self.editable_RNB
+        open_RNB = self.masked_RNB & editable & active[..., None]
+        filled = ~self.masked_RNB & editable & active[..., None]
+        stored = self.state_RN == SlotState.TO_CACHE
+        complete_before = self.resident_RN & ~(self.masked_RNB & editable).any(-1)
+
+        accepted = self._accept(prediction, open_RNB)
+        edited = revise(prediction, self.tokens_RNB, filled, tau_R=self.tau_t2t_R)
+        written = accepted | edited
+        softens = self.softens_R[:, None] > 0
+        again = filled & (prediction.token_RNB == self.tokens_RNB)
+        self.stability_RN.copy_(torch.where(active, _share(again.sum(-1), filled.sum(-1), empty=1.0), 1.0))
+        self.num_steps_RN.add_(active & (softens | complete_before))
+        told = torch.where(written | (filled & softens[..., None]), prediction.confidence_RNB, self.confidence_RNB)
+        self.confidence_RNB.copy_(told)
+        self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
+        self.masked_RNB.logical_and_(~accepted)
+        mixed = softens[..., None] & editable & ~self.masked_RNB & active[..., None]
+        self.weight_RNB.copy_(torch.where(mixed, told, 1.0))
+
+        changed = written.any(-1)
+        clean = stored | (active & complete_before & ~changed & (self.edits_R[:, None] > 0))
+        leaving = clean.long().cumprod(-1)
+        final = (stored | self._settled(complete_before, changed, editable)).long().cumprod(-1).bool()
+        self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
+        self.weight_RNB.masked_fill_(final[..., None], 1.0)  # what is stored is stored from hard tokens
+        self.forward_R.add_(self.resident_RN.any(-1))
+
+        done = Commit(
+            leaving.sum(-1),
+            self.tokens_RNB.clone(),
+            self.masked_RNB.clone(),
+            self.confidence_RNB.clone(),
+            accepted.sum(-1),
+            edited.sum(-1),
         )
-        self.tokens_RNB = torch.where(accepted, prediction.token_RNB, self.tokens_RNB)
-        self.masked_RNB = self.masked_RNB & ~accepted
-
-        complete = self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
-        final = complete.long().cumprod(-1).bool()
-        self.state_RN = self.state_RN.masked_fill(final, int(SlotState.TO_CACHE))
-
-        done = Commit(stored_RN.sum(-1), self.tokens_RNB, accepted.sum(-1))
         self._slide(done.num_blocks_R)
         return done
+
+    def _accept(self, prediction: Prediction, open_RNB: Tensor) -> Tensor:
+        before = self.progress_RN
+        semi = before[:, :-1] >= self.tau_semi_R[:, None]
+        gate_RN = torch.cat((torch.ones_like(before[:, :1], dtype=torch.bool), semi), dim=1)
+        by_threshold = accept_m2t(
+            prediction,
+            open_RNB,
+            gate_RN=gate_RN,
+            tau_R=self.tau_m2t_R,
+            quota_R=self.quota_R,
+            leftmost_R=self.fallback_R == LEFTMOST,
+        )
+        from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=self.tau_m2t_R)
+        return torch.where(self.softens_R[:, None, None] > 0, from_left, by_threshold)
+
+    def _settled(self, complete_before: Tensor, changed: Tensor, editable: Tensor) -> Tensor:
+        """ACTIVE slots that are done with themselves: complete; if revised, also revised enough.
+
+        A block under T2T that no forward changes any more needs no state for it: it leaves from that forward.
+        """
+        complete = self.resident_RN & ~(self.masked_RNB & editable).any(-1)
+        edits, softens = self.edits_R[:, None] > 0, self.softens_R[:, None] > 0
+        capped = complete_before & changed & (self.num_steps_RN >= self.max_edits_R[:, None])
+        sure = ((self.confidence_RNB >= self.stop_confidence_R[:, None, None]) | ~editable).all(-1)
+        calm = sure | ~changed | (self.num_steps_RN >= self.block_size)
+        return complete & torch.where(edits, capped, ~softens | calm)
 
     def _slide(self, count_R: Tensor) -> None:
         source = self._slots + count_R[:, None]
         fresh = source >= self.num_slots
         source = source.clamp(max=self.num_slots - 1)
-        wide = source[..., None].expand_as(self.tokens_RNB)
-        self.tokens_RNB = self.tokens_RNB.gather(1, wide).masked_fill(fresh[..., None], self.mask_token_id)
-        self.masked_RNB = self.masked_RNB.gather(1, wide) | fresh[..., None]
-        self.state_RN = self.state_RN.gather(1, source).masked_fill(fresh, int(SlotState.DUMMY))
-        self.first_block_R = self.first_block_R + count_R
+        for tensor, empty in self._per_slot.items():
+            deep = tensor.ndim == 3
+            index = source[..., None].expand_as(tensor) if deep else source
+            tensor.copy_(tensor.gather(1, index).masked_fill(fresh[..., None] if deep else fresh, empty))
+        self.first_block_R.add_(count_R)
 
     def _eos_seen_R(self) -> Tensor:
         is_eos = (self.tokens_RNB[..., None] == self._eos).any(-1)
         standing = is_eos & ~self.masked_RNB & self.editable_RNB & self.resident_RN[..., None]
-        return standing.flatten(1).any(-1) & self.eos_stops_R
+        return standing.flatten(1).any(-1) & (self.eos_stops_R > 0)
 
     def _clear(self, row: int) -> None:
-        self.tokens_RNB[row] = self.mask_token_id
-        self.masked_RNB[row] = True
-        self.state_RN[row] = SlotState.DUMMY
-        self.first_block_R[row] = 0
-        self.begin_R[row] = 0
-        self.end_R[row] = 0
+        for tensor, empty in self._per_slot.items():
+            tensor[row] = empty
+        self._whole[row] = 0
+        self._real[row] = 0.0
+
+
+def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:
+    """`part / whole` in float64, `empty` where the whole is nothing."""
+    return torch.where(whole > 0, part.double() / whole.double().clamp(min=1.0), empty)

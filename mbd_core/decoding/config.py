@@ -1,21 +1,66 @@
 """How one request is decoded: the thresholds of the papers, validated once, carried by the request."""
 
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+from mbd_core.decoding.canvas_config import Canvas, check_count, check_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class T2T:
+    """Token-to-token editing (LLaDA2.1; Alg. 5 line 15).
+
+    tau        a filled token gives way to another prediction whose confidence > tau
+    max_edits  forwards that may still edit a block that is complete; then it is final as it stands
+    """
+
+    tau: float = 0.5
+    max_edits: int = 16
+
+    def __post_init__(self) -> None:
+        check_share("t2t.", "tau", self.tau)
+        check_count("t2t.", "max_edits", self.max_edits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soft:
+    """Soft parallel decoding (DMax): accept from the left, revise all that is filled, feed mixed embeddings.
+
+    stop_confidence  a complete block is final when every prediction's confidence >= stop_confidence, when nothing
+                     changed, or after as many forwards as it has positions
+    """
+
+    stop_confidence: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_share("soft.", "stop_confidence", self.stop_confidence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig:
-    """SingleBD (`buffer_size=1`) and MultiBD (`buffer_size >= 2`) with M2T acceptance (Alg. 4 and 5, Table 4).
+    """Every decoding method as one value: block by block (the fields below), or a canvas (`canvas`).
 
-    block_size       B, tokens of a diffusion block; the one the model was trained with
-    buffer_size      N_buf, blocks of the request that may be resident at once
-    tau_add          the next block is activated when the last active one has progress > tau_add
-    tau_semi         a block may fall back to its best positions when its predecessor has progress >= tau_semi
-    tau_m2t          a masked position becomes a token when its confidence > tau_m2t (1.0: only by fallback)
-    tokens_per_step  the fallback's quota: with fewer positions over tau_m2t, the best `tokens_per_step` are taken
-    fallback         what "best" means: highest confidence, or leftmost (SDAR's sequential remasking)
+    SingleBD is `buffer_size=1`, MultiBD more (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision; D2F is
+    `prompt_attention="full"`, its cache-only ablation that with `buffer_size=1`, and its fully block-causal variant
+    (App. C.5) the same thresholds without it.
+
+    block_size        B, tokens of a diffusion block; the one the model was trained with
+    buffer_size       N_buf, blocks of the request that may be resident at once
+    tau_add           the next block is activated when the last active one has progress > tau_add
+    tau_stable        and stability > tau_stable: the share of its filled positions that the last forward predicted
+                      again (needs `t2t` or `soft`)
+    tau_semi          a block may fall back to its best positions when its predecessor has progress >= tau_semi
+    tau_m2t           a masked position becomes a token when its confidence > tau_m2t (1.0: only by fallback)
+    tokens_per_step   the fallback's quota: with fewer positions over tau_m2t, the best `tokens_per_step` are taken
+    fallback          what "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over
+                      the second token, or lowest entropy (D2F's margin_confidence and neg_entropy)
+    prompt_attention  how the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)
+    prefix_cache      share stored blocks with other requests; `None`: wherever that is exact
+    t2t, soft         revision of filled positions, `None` = off
+    canvas            decode a full-attention model instead; the fields above then have no say
 
     Progress counts editable positions only: not the prompt's remainder in the boundary block, not positions past
     `max_tokens`. Raises `ValueError` naming the field.
@@ -24,31 +69,101 @@ class DecodingConfig:
     block_size: int
     buffer_size: int = 1
     tau_add: float = 0.1
+    tau_stable: float | None = None
     tau_semi: float = 0.9
     tau_m2t: float = 0.95
     tokens_per_step: int = 1
-    fallback: Literal["confidence", "leftmost"] = "confidence"
+    fallback: Literal["confidence", "leftmost", "margin", "neg_entropy"] = "confidence"
+    prompt_attention: Literal["block_causal", "full"] = "block_causal"
+    prefix_cache: bool | None = None
+    t2t: T2T | None = None
+    soft: Soft | None = None
+    canvas: Canvas | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "buffer_size", "tokens_per_step"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+            check_count("", name, getattr(self, name))
         for name in ("tau_add", "tau_semi", "tau_m2t"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name}={value!r} must be a number from 0 to 1")
+            check_share("", name, getattr(self, name))
+        if self.tau_stable is not None:
+            check_share("", "tau_stable", self.tau_stable)
+            if not self.revises:
+                raise ValueError(
+                    f"tau_stable={self.tau_stable} needs t2t or soft: without them no filled token changes"
+                )
         if self.tokens_per_step > self.block_size:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} exceeds block_size={self.block_size}")
-        if self.fallback not in ("confidence", "leftmost"):
-            raise ValueError(f"fallback={self.fallback!r} must be 'confidence' or 'leftmost'")
+        for name, known in (
+            ("fallback", ("confidence", "leftmost", "margin", "neg_entropy")),
+            ("prompt_attention", ("block_causal", "full")),
+            ("prefix_cache", (None, True, False)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
+        for name, kind in (("t2t", T2T), ("soft", Soft), ("canvas", Canvas)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name}={value!r} must be an object with the fields of {kind.__name__}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """What cannot be honoured together."""
+        if self.t2t and self.soft:
+            raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
+        if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
+            raise ValueError("soft accepts from the left, one token at least; leave out tokens_per_step and fallback")
+        if self.prefix_cache and self.prompt_attention == "full":
+            raise ValueError("prefix_cache=True cannot be honoured with prompt_attention='full': the prompt's keys "
+                             "depend on the whole prompt")  # fmt: skip
+        if self.canvas is not None:
+            if self.prefix_cache:
+                raise ValueError("prefix_cache=True cannot be honoured with canvas: full attention has no prefix")
+            for f in fields(self):
+                if f.name in CANVAS_FIELDS:
+                    continue
+                if getattr(self, f.name) != f.default:
+                    raise ValueError(f"{f.name}={getattr(self, f.name)!r} has no meaning with canvas; leave it out")
+
+    @property
+    def revises(self) -> bool:
+        """Whether a filled position may still change."""
+        return self.t2t is not None or self.soft is not None
+
+
+CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
+T = TypeVar("T")
+
+
+def from_fields(kind: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
+    """Build a config dataclass from plain JSON values, parts included; `ValueError` names an unknown or bad field."""
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - known.keys())
+    if unknown:
+        raise ValueError(f"unknown decoding field '{path}{unknown[0]}'; known: {', '.join(known)}")
+    missing = [n for n, f in known.items() if n not in values and f.default is MISSING]
+    if missing:
+        raise ValueError(f"decoding field '{path}{missing[0]}' is missing")
+    hints = typing.get_type_hints(kind)
+    return kind(**{n: _from_json(hints[n], v, f"{path}{n}") for n, v in values.items()})
+
+
+def _from_json(hint: Any, value: Any, path: str) -> Any:
+    part = next((a for a in typing.get_args(hint) if is_dataclass(a)), None) if _is_union(hint) else None
+    if part is not None and isinstance(value, Mapping):
+        return from_fields(typing.cast(type, part), value, path=f"{path}.")
+    return value
+
+
+def _is_union(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
 
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
     """A request's config: the fields of `generation_config.json` that concern decoding, then the request's own.
 
     Foreign keys in `defaults` (Hugging Face keeps much there) are passed over; an unknown key in `overrides`, or in
-    either a `block_size` the model was not trained with, is a `ValueError`.
+    either a `block_size` the model was not trained with, is a `ValueError`. Where the two speak of different methods
+    (one names `canvas`, the other does not) the request's own method counts.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -57,5 +172,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     for source in (defaults, overrides):
         if source.get("block_size", block_size) != block_size:
             raise ValueError(f"block_size={source['block_size']} cannot be honoured: the model has {block_size}")
-    chosen = {k: v for k, v in defaults.items() if k in names} | dict(overrides) | {"block_size": block_size}
-    return DecodingConfig(**chosen)
+    own = {k: v for k, v in defaults.items() if k in names}
+    if overrides.get("canvas") is not None:
+        own = {k: v for k, v in own.items() if k in CANVAS_FIELDS}
+    elif set(overrides) - set(CANVAS_FIELDS):
+        own.pop("canvas", None)
+    return from_fields(DecodingConfig, own | dict(overrides) | {"block_size": block_size})

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.decoding.config import DecodingConfig, decoding_config
@@ -31,7 +32,7 @@ class LoadedModel:
 
 def load_engine(folder: Path, config: EngineConfig, *, trace: TraceRecorder | None = None) -> LoadedModel:
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder."""
-    model = load_model(folder)
+    model = load_model(folder, dtype=torch.float32)
     tokenizer = load_tokenizer(folder, model.config)
     defaults = load_generation_defaults(folder)
     _check_agreement(folder, model.config, defaults)

@@ -1,20 +1,35 @@
-"""Who takes part in the next forward: first come, first served; a request is admitted when all its pages are free.
+"""Who takes part in the next forward, and with which pages: age decides everything.
 
-Reserving to the end means an admitted request always finishes and admission cannot deadlock. Prompts are stored in
-whole blocks under a token budget a step, so a long prompt does not stall those who decode.
+Running sequences are always older than waiting ones: the oldest waiting one is admitted first and none is passed
+over, and when pages run out the youngest running one gives its own up and waits again, in front. So the oldest always
+goes on to its end, nobody starves, and no order of events can lock the rest up.
+
+A sequence is admitted with pages for its prefix and its first window, and grows as it decodes. Whole pages of tokens
+that are stored for good, prompt or generated, are published in the pool, where the next request with the same
+beginning (the next turn of a conversation, a preempted sequence coming back) finds them. What it does not find is
+stored in whole blocks under a token budget a step, so a long prompt does not stall those who decode.
+
+One step of the engine:
+
+    grow(upto) -> admit() -> prefill() -> the forward -> stored(chunks), commit(sequence, tokens), release(sequence)
 """
 
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from mbd_core.engine.sequence import Sequence, pages_needed
-from mbd_core.kvcache.pool import PagePool
+from mbd_core.engine.sequence import Sequence
+from mbd_core.kvcache.pool import PagePool, chain_root, page_hash
 from mbd_core.types import Request
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Whole prompt blocks of one sequence, tokens `start` to `stop`, to be stored by the next forward."""
+    """Whole blocks of a sequence's prefix, `tokens[start:stop]`, to be stored by the next forward.
+
+    Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
+    """
 
     sequence: Sequence
     start: int
@@ -22,52 +37,224 @@ class PrefillChunk:
 
 
 class Scheduler:
-    """Waiting requests, running sequences by row, and the pages they own."""
+    """Waiting sequences, running ones by row (both oldest first), and the pages they own.
+
+    `namespace` (a model's name) keeps prefixes apart that mean different keys. `page_size` is a multiple of
+    `block_size`. With `compute_last_block` the last block of a prefix is never taken from the cache.
+    """
 
     def __init__(
-        self, *, max_rows: int, block_size: int, page_size: int, pool: PagePool, max_prefill_tokens: int
+        self,
+        *,
+        max_rows: int,
+        block_size: int,
+        page_size: int,
+        pool: PagePool,
+        max_prefill_tokens: int,
+        prefix_caching: bool,
+        namespace: str = "",
+        compute_last_block: bool = False,
     ) -> None:
         self.block_size, self.page_size, self.pool = block_size, page_size, pool
         self.max_prefill_tokens = max_prefill_tokens // block_size * block_size
-        self.waiting: deque[Request] = deque()
+        self.prefix_caching = prefix_caching
+        self.compute_last_block = compute_last_block
+        self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
+        self._by_id: dict[str, Sequence] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._root = chain_root(namespace)
+        self._num_arrivals = 0
+        self._blocked: Sequence | None = None
+        self._awaited: bytes | None = None
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request that fits the pool; it is the youngest."""
+        assert request.request_id not in self._by_id, f"request_id '{request.request_id}' is already being served"
+        sequence = Sequence(request, self.block_size, arrival=self._num_arrivals)
+        self._num_arrivals += 1
+        self._by_id[request.request_id] = sequence
+        self.waiting.append(sequence)
+        return sequence
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The waiting or running sequence of a request."""
+        return self._by_id.get(request_id)
+
+    def is_running(self, sequence: Sequence) -> bool:
+        return self.running.get(sequence.row) is sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Let a sequence go, at its end or before it, running or waiting; what it published stays to be found."""
+        del self._by_id[sequence.request.request_id]
+        if self.is_running(sequence):
+            self._vacate(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self._blocked = None
+
+    # -- before a forward ---------------------------------------------------------------------------------------
+
+    def grow(self, upto: Callable[[Sequence], int]) -> list[Sequence]:
+        """Give every running sequence, oldest first, pages for its tokens [0, upto(sequence)).
+
+        When they run out the youngest is preempted, be it the asking one itself. Returns the preempted ones, youngest
+        first: their pages are gone and they wait again; `row` still tells whose buffer row is to be saved.
+        """
+        preempted: list[Sequence] = []
+        for sequence in list(self.running.values()):
+            if not self.is_running(sequence):
+                break  # preempted meanwhile, like all that are younger
+            missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
+            if missing <= 0:
+                continue
+            while (pages := self.pool.alloc(missing)) is None:
+                youngest = next(reversed(self.running.values()))
+                assert len(self.running) > 1, f"'{youngest.request.request_id}' alone needs more pages than there are"
+                self._preempt(youngest)
+                preempted.append(youngest)
+                if youngest is sequence:
+                    break
+            else:
+                sequence.pages += pages
+        return preempted
+
+    def preempt_youngest(self) -> Sequence | None:
+        """Take the pages of the youngest running sequence; `None` if none runs."""
+        if not self.running:
+            return None
+        youngest = next(reversed(self.running.values()))
+        self._preempt(youngest)
+        return youngest
 
     def admit(self) -> list[Sequence]:
-        """Move waiting requests, oldest first, to free rows while their pages are free."""
+        """Move waiting sequences, oldest first, to free rows while their pages can be had; those now running."""
         admitted = []
         while self.waiting and self._free_rows:
-            request = self.waiting[0]
-            needed = pages_needed(request, block_size=self.block_size, page_size=self.page_size)
-            pages = self.pool.alloc(needed)
-            if pages is None:
+            sequence = self.waiting[0]
+            if sequence is self._blocked:
+                break  # since it was tried no page came back, and none that it could share came up
+            if not self._take_pages(sequence):
+                assert self.running, f"'{sequence.request.request_id}' alone needs more pages than there are"
+                self._blocked = sequence
                 break
             self.waiting.popleft()
-            row = self._free_rows.pop()
-            self.running[row] = Sequence(request, self.block_size, row, pages)
-            admitted.append(self.running[row])
+            sequence.row = self._free_rows.pop()
+            self.running[sequence.row] = sequence
+            admitted.append(sequence)
         return admitted
 
     def prefill(self) -> list[PrefillChunk]:
-        """Prompt chunks of this step, oldest sequence first, at most `max_prefill_tokens` together."""
+        """Prefix chunks of this step, oldest sequence first, at most `max_prefill_tokens` together.
+
+        A prompt under full attention cannot be split: if it exceeds the budget it is the step's first chunk.
+        """
         budget = self.max_prefill_tokens
-        chunks = []
+        chunks: list[PrefillChunk] = []
         for sequence in self.running.values():
-            take = min(budget, sequence.prefix_length - sequence.prefilled)
+            if sequence.prefilled < sequence.origin:
+                if chunks and sequence.origin > budget:
+                    continue
+                chunks.append(PrefillChunk(sequence, 0, sequence.origin))
+                sequence.prefilled_to(sequence.origin)
+                budget -= sequence.origin
+            take = min(budget, sequence.prefix_length - sequence.prefilled) // self.block_size * self.block_size
             if take > 0:
                 chunks.append(PrefillChunk(sequence, sequence.prefilled, sequence.prefilled + take))
-                sequence.prefilled += take
+                sequence.prefilled_to(sequence.prefilled + take)
                 budget -= take
         return chunks
 
-    def release(self, sequence: Sequence) -> None:
-        """Give back a sequence's row and pages."""
+    # -- after a forward ----------------------------------------------------------------------------------------
+
+    def stored(self, chunks: Seq[PrefillChunk]) -> None:
+        """The forward has stored `chunks`: publish the pages they completed."""
+        for chunk in chunks:
+            if self.is_running(chunk.sequence):
+                self._publish(chunk.sequence, chunk.stop)
+
+    def commit(self, sequence: Sequence, tokens: list[int]) -> None:
+        """The forward has stored the blocks `tokens`, final hard tokens from `sequence.committed` on.
+
+        They are whole blocks as they leave the buffer: the boundary block repeats the prompt's remainder. Publishes
+        the pages they completed, but for positions past the token budget, which hold no tokens.
+        """
+        sequence.commit(tokens)
+        self._publish(sequence, min(sequence.committed, sequence.end))
+
+    # -- pages --------------------------------------------------------------------------------------------------
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """Pages for a waiting sequence, the leading ones shared if they are known; false, and none, if too few.
+
+        A page is left for each running sequence that will still grow: else it would be taken back at once.
+        """
+        chain: list[bytes] = []
+        if self.prefix_caching and sequence.shares_prefix:
+            length = sequence.prefix_length
+            num_whole = (max(0, length - 1) if self.compute_last_block else length) // self.page_size
+            self._extend_chain(sequence, num_whole)
+            chain = sequence.chain[:num_whole]
+        shared = self.pool.lookup(chain)
+        self.pool.share(shared)
+        missing = sequence.num_lanes * -(-sequence.first_window // self.page_size) - len(shared)
+        growing = sum(len(s.pages) * self.page_size < s.span for s in self.running.values())
+        if self.pool.num_free < missing + growing or (pages := self.pool.alloc(missing)) is None:
+            self.pool.release(shared, chain[: len(shared)])
+            self._awaited = chain[len(shared)] if len(shared) < len(chain) else None
+            return False
+        sequence.pages = shared + pages
+        sequence.num_shareable = len(shared)
+        sequence.prefilled_to(len(shared) * self.page_size)
+        if self.prefix_caching and sequence.shares_prefix and not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.prefilled
+            self.pool.lookups += sequence.prefix_length
+            self.pool.hits += sequence.prefilled
+        return True
+
+    def _publish(self, sequence: Sequence, upto: int) -> None:
+        """Its tokens [0, upto) are stored for good: publish the pages that are newly complete."""
+        if not (self.prefix_caching and sequence.shares_prefix):
+            return
+        num_whole = upto // self.page_size
+        self._extend_chain(sequence, num_whole)
+        for index in range(sequence.num_shareable, num_whole):
+            self.pool.publish(sequence.pages[index], sequence.chain[index])
+            if sequence.chain[index] == self._awaited:
+                self._blocked = None
+        sequence.num_shareable = max(sequence.num_shareable, num_whole)
+
+    def _extend_chain(self, sequence: Sequence, num_pages: int) -> None:
+        """Hash its first `num_pages` pages, those that are not hashed yet."""
+        chain, size = sequence.chain, self.page_size
+        for index in range(len(chain), num_pages):
+            parent = chain[-1] if chain else self._root
+            chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
+
+    def _vacate(self, sequence: Sequence) -> None:
         del self.running[sequence.row]
         self._free_rows.append(sequence.row)
-        self.pool.free(sequence.pages)
+        self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
         sequence.pages = []
+        self._blocked = None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        sequence.rewind()
+        self.waiting.appendleft(sequence)
 
     def check_integrity(self) -> None:
-        """Pages and rows are each owned exactly once; raises `AssertionError`."""
+        """Pages and rows have the owners they should, and age is kept; raises `AssertionError`."""
         self.pool.check_integrity({s.request.request_id: s.pages for s in self.running.values()})
         assert not set(self._free_rows) & self.running.keys(), "a running row is also free"
+        ages = [s.arrival for s in (*self.running.values(), *self.waiting)]
+        assert ages == sorted(ages), f"not oldest first, running before waiting: {ages}"
+        assert not any(s.pages for s in self.waiting), "a waiting sequence owns pages"
+        assert sum(s.request.request_id in self._by_id for s in (*self.running.values(), *self.waiting)) == len(
+            self._by_id
+        ), "a known request neither runs nor waits"
+        for s in self.running.values():
+            room = len(s.pages) * self.page_size
+            assert max(s.prefilled, min(s.committed, s.end)) <= room, f"'{s.request.request_id}' outgrew its pages"

@@ -1,34 +1,60 @@
-"""One running request as the engine sees it: its lengths, its pages, its counts."""
+"""One request as the engine sees it: its tokens and lengths, its pages, its counts."""
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from mbd_core.decoding.branches import distinct_lengths
 from mbd_core.types import Counts, FinishReason, Output, Request
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """Its lengths, in tokens, kept apart: `prefilled` (of the prompt, stored or being stored), `committed` (stored for
-    good, prompt included) and `emitted` (the useful ones that have been given out). What is filled but not final yet
-    stands in the Block Buffer; what is allocated is its pages.
+    """Its lengths, in tokens, kept apart: `prefilled` (of its prefix, stored or being stored), `committed` (stored or
+    being stored, never to change again; 0 until the prefix is), `emitted` (the useful ones that have been given out).
+    What is filled but not final yet stands in the Block Buffer; what is allocated is its pages.
+
+    row                where it runs; after a preemption the row it had
+    arrival            its age: a lower number is older, and goes first
+    tokens             the prompt and all that was committed behind it
+    prefix_length      tokens to be stored before it decodes: whole blocks of the prompt, or of all `tokens` after a
+                       preemption; the whole prompt at least where the prompt attends in full; 0 for a canvas
+    saved              what the engine keeps of its Block Buffer row while it is preempted
+    chain              hashes of its leading whole pages, as far as they were needed
+    num_shareable      leading pages that are stored for good, so that others may share them
+    num_cached_tokens  of the prompt, found in the prefix cache at the first admission
     """
 
     request: Request
     block_size: int
-    row: int
-    pages: list[int]
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    arrival: int = 0
     seated: bool = False
     prefilled: int = 0
     committed: int = 0
     emitted: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    saved: list[Tensor] | None = None
+    chain: list[bytes] = field(default_factory=list)
+    num_shareable: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
     num_forwards: int = 0
     num_store_forwards: int = 0
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
+    tokens: list[int] = field(init=False)
+    prefix_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.prefix_length = self._whole_prefix()
 
     @property
-    def prefix_length(self) -> int:
-        """The prompt's whole blocks, which are stored without being decoded."""
-        return len(self.request.prompt) // self.block_size * self.block_size
+    def origin(self) -> int:
+        """Where its block grid begins."""
+        return grid_origin(self.request)
 
     @property
     def end(self) -> int:
@@ -36,9 +62,71 @@ class Sequence:
         return len(self.request.prompt) + self.request.max_tokens
 
     @property
+    def span(self) -> int:
+        """Positions it may ever store: to its end, the last block whole."""
+        return span(self.request, self.block_size)
+
+    @property
+    def first_window(self) -> int:
+        """Positions it needs to begin decoding: its prefix and a full buffer behind it; a canvas needs all."""
+        config = self.request.decoding
+        if config.canvas is not None:
+            return self.span
+        return min(self.span, self.prefix_length + config.buffer_size * self.block_size)
+
+    @property
     def prompt_stored(self) -> bool:
-        """Its prompt's whole blocks are stored, or are being stored in this very step: it decodes."""
+        """Its prefix is stored, or is being stored in this very step: it decodes."""
         return self.prefilled == self.prefix_length
+
+    @property
+    def decodes(self) -> bool:
+        """It takes part in the next forward with blocks of its own."""
+        return self.request.decoding.canvas is None and self.prompt_stored
+
+    @property
+    def num_lanes(self) -> int:
+        """How many times it holds its positions: once, or once a lane of a canvas."""
+        return num_lanes(self.request)
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Its pages depend on the tokens before them alone: no canvas, no prompt under full attention (D2F)."""
+        config = self.request.decoding
+        return config.canvas is None and config.prompt_attention == "block_causal" and config.prefix_cache is not False
+
+    def prefilled_to(self, stop: int) -> None:
+        """Its prefix is stored, or being stored, up to `stop`; the last of it commits it."""
+        self.prefilled = stop
+        if stop == self.prefix_length:
+            self.committed = stop
+
+    def commit(self, tokens: list[int]) -> None:
+        """Whole blocks from `committed` on are final, or none; the boundary block repeats the prompt's remainder.
+
+        A canvas has no blocks: its tokens go behind those that are there.
+        """
+        if not tokens:
+            return
+        if self.request.decoding.canvas is None:
+            known = self.tokens[self.committed :]
+            assert len(tokens) % self.block_size == 0, f"{len(tokens)} tokens are not whole blocks"
+            assert tokens[: len(known)] == known, "a committed block changes the prompt's remainder"
+            tokens = tokens[len(known) :]
+        self.tokens += tokens
+        self.committed = len(self.tokens)
+
+    def rewind(self) -> None:
+        """Its pages are gone: all that was committed has to be stored again before it goes on."""
+        self.pages = []
+        self.prefilled = self.committed = 0
+        self.prefix_length = self._whole_prefix()
+        self.num_preemptions += 1
+
+    def _whole_prefix(self) -> int:
+        if self.request.decoding.canvas is not None:
+            return 0
+        return self.origin + (len(self.tokens) - self.origin) // self.block_size * self.block_size
 
     def counts(self) -> Counts:
         return Counts(
@@ -48,6 +136,8 @@ class Sequence:
             num_store_forwards=self.num_store_forwards,
             num_prefill_forwards=self.num_prefill_forwards,
             decode_seconds=self.decode_seconds,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
         )
 
     def output(self, reason: FinishReason) -> Output:
@@ -56,10 +146,34 @@ class Sequence:
             tokens=tuple(self.emitted),
             finish_reason=reason,
             counts=self.counts(),
+            logprobs=tuple(self.logprobs) if self.request.logprobs else None,
         )
+
+
+def grid_origin(request: Request) -> int:
+    """Where a request's block grid begins: at the prompt's end where the prompt attends in full (D2F), else at 0."""
+    return len(request.prompt) if request.decoding.prompt_attention == "full" else 0
+
+
+def num_lanes(request: Request) -> int:
+    """Sets of keys a request needs: one, with guidance two, with branches one each."""
+    canvas = request.decoding.canvas
+    if canvas is None:
+        return 1
+    if canvas.branches is not None:
+        return len(distinct_lengths(canvas.branches, request.max_tokens))
+    return 2 if canvas.cfg_scale else 1
+
+
+def span(request: Request, block_size: int) -> int:
+    """Positions a request may ever store: to the end of its budget, its last block whole."""
+    if request.decoding.canvas is not None:
+        return len(request.prompt) + request.max_tokens
+    origin = grid_origin(request)
+    blocks = -(-(len(request.prompt) + request.max_tokens - origin) // block_size)
+    return origin + blocks * block_size
 
 
 def pages_needed(request: Request, *, block_size: int, page_size: int) -> int:
     """Pages that hold a request to its end, its last block whole."""
-    blocks = -(-(len(request.prompt) + request.max_tokens) // block_size)
-    return -(-blocks * block_size // page_size)
+    return num_lanes(request) * -(-span(request, block_size) // page_size)

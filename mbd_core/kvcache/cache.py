@@ -24,3 +24,8 @@ class PagedKVCache:
         """Put keys and values (T, K, C) at `locations` (T,)."""
         self.k[layer].flatten(0, 1)[locations] = k.to(self.k.dtype)
         self.v[layer].flatten(0, 1)[locations] = v.to(self.v.dtype)
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Put what the pages `source` (n,) hold into the pages `target` (n,), in all layers."""
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]

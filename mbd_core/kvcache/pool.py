@@ -1,22 +1,73 @@
-"""Who owns which page of KV memory. Page 0 is nobody's: writes that must go nowhere land there."""
+"""Who owns which page of KV memory, and which pages hold a prefix that others may share.
 
+A page is in one of three places: free, owned (by one sequence, or by several once it is published), or cached: it is
+published and nobody owns it, so that its content waits to be found again until the memory is needed.
+
+    free --alloc--> owned --release--> free                      a page nobody else can know
+                      |
+                   publish
+                      v
+    cached <--release-- owned --share--> owned twice             a page that is known by the hash of its chain
+       |  --share-->
+       '--alloc (least recently used first)--> owned
+
+A chain names content: the hash of a page covers its tokens, the hash of the page before it, and at the root the
+namespace (a model). Block-causality makes the keys of a page a function of exactly that. Page 0 is nobody's: writes
+that must go nowhere land there.
+"""
+
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 NULL_PAGE = 0
+DIGEST_BYTES = 16
+
+
+def chain_root(namespace: str) -> bytes:
+    """The parent of every first page; chains of different namespaces never meet."""
+    return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"kv root").digest()
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a page of `tokens` behind the page whose hash is `parent`.
+
+    128 bits of BLAKE2b: equal hashes are taken for equal content without looking again. Two different contents among
+    n pages collide with a chance of about n^2 / 2^129 (1e-15 for 10^12 pages), and finding one on purpose takes 2^64
+    hashes.
+    """
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES, person=b"kv page").digest()
 
 
 class PagePool:
-    """Hands out page numbers and takes them back; knows no tensors and no sequences."""
+    """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
+
+    `lookups` and `hits` are tokens: of the prefixes that were looked up when a request was first admitted, and of
+    those the ones found. The scheduler counts them, for only it knows which lookups led to an admission.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
         self.num_pages = num_pages
+        self.lookups = 0
+        self.hits = 0
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._num_owners = [0] * num_pages
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that `alloc` can hand out, `num_cached` of them at the price of what they hold."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Published pages that nobody owns."""
+        return len(self._cached)
 
     @property
     def capacity(self) -> int:
@@ -24,22 +75,99 @@ class PagePool:
         return self.num_pages - 1
 
     def alloc(self, count: int) -> list[int] | None:
-        """`count` pages, or `None` (and nothing taken) if there are not as many."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
+        """`count` pages with one owner each, or `None` (and nothing taken) if there are not as many.
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Take pages back; the caller must have stopped using them."""
-        self._free.extend(reversed(pages))
+        Cached pages are taken when no other is left, the least recently used first; their content is then forgotten.
+        """
+        if count > self.num_free:
+            return None
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._num_owners[page] = 1
+        return pages
+
+    def lookup(self, chain: Sequence[bytes]) -> list[int]:
+        """The published pages of the longest known start of `chain`; what is cached of them counts as just used."""
+        pages = []
+        for digest in chain:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        for page in reversed(pages):
+            self._touch(page)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more owner for published pages, which therefore stay."""
+        for page in pages:
+            assert page in self._hash_of, f"page {page} is not published, so it cannot be shared"
+            self._cached.pop(page, None)
+            self._num_owners[page] += 1
+
+    def publish(self, page: int, digest: bytes) -> bool:
+        """Make an owned page, stored for good, known under `digest`; false if another page is known under it."""
+        assert self._num_owners[page], f"page {page} has no owner, so nobody can know what it holds"
+        known = self._page_of.setdefault(digest, page)
+        if known == page:
+            assert self._hash_of.setdefault(page, digest) == digest, f"page {page} is published with other content"
+        return known == page
+
+    def release(self, pages: Sequence[int], chain: Sequence[bytes] = ()) -> None:
+        """One owner less for a sequence's pages, in their order; the caller must have stopped using them.
+
+        `chain` holds the hashes of the leading ones that are stored for good. The last page is taken first, so that
+        of one chain the later pages are evicted before the earlier ones, without which they could not be found. For
+        the same reason a page whose twin was published first takes its twin's place if that has been evicted, and
+        counts as a use of it if it has not.
+        """
+        for index in reversed(range(len(pages))):
+            page = pages[index]
+            if index < len(chain):
+                self.publish(page, chain[index])
+            self._num_owners[page] -= 1
+            assert self._num_owners[page] >= 0, f"page {page} was released by somebody who does not own it"
+            if not self._num_owners[page]:
+                if page in self._hash_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+            if index < len(chain):
+                self._touch(self._page_of[chain[index]])
+
+    def _touch(self, page: int) -> None:
+        if page in self._cached:
+            self._cached.move_to_end(page)
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
 
     def check_integrity(self, owned: Mapping[str, Sequence[int]]) -> None:
-        """Every page is free or has exactly one owner; raises `AssertionError` naming the page."""
-        holder: dict[int, str] = {}
-        for name, pages in [*owned.items(), ("the free list", self._free)]:
+        """Every page is free, cached, or owned as often as is counted, more than once only if it is published.
+
+        `owned` is all owners' pages by owner. Raises `AssertionError` naming the page.
+        """
+        holders: dict[int, list[str]] = {}
+        places = [*owned.items(), ("the free list", self._free), ("the cached pages", list(self._cached))]
+        for name, pages in places:
             for page in pages:
                 assert NULL_PAGE < page < self.num_pages, f"{name} holds page {page}, which cannot be owned"
-                assert page not in holder, f"page {page} is held by {holder[page]} and by {name}"
-                holder[page] = name
-        lost = set(range(1, self.num_pages)) - holder.keys()
+                holders.setdefault(page, []).append(name)
+        for page, names in holders.items():
+            unowned = page in self._cached or not self._num_owners[page]
+            twice = len(names) > 1 and (unowned or page not in self._hash_of or len(set(names)) < len(names))
+            assert not twice, f"page {page} is held by {' and by '.join(names)}"
+        lost = set(range(1, self.num_pages)) - holders.keys()
         assert not lost, f"nobody holds pages {sorted(lost)}"
+        counted = dict.fromkeys(range(1, self.num_pages), 0)
+        for pages in owned.values():
+            for page in pages:
+                counted[page] += 1
+        for page, count in counted.items():
+            assert count == self._num_owners[page], f"page {page} has {count} owners, {self._num_owners[page]} counted"
+            known = page in self._hash_of
+            assert known or page not in self._cached, f"page {page} is cached but not published"
+            assert count or page in self._cached or not known, f"page {page} is free but published"
+        assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hashes and pages do not name each other"

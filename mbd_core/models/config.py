@@ -1,14 +1,66 @@
 """What one decoder stack needs to know of a model, whatever family it came from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The mixture-of-experts layers of a stack: which layers they are, how wide, and how tokens find their experts.
+
+    `intermediate_size` is one expert's width; the shared experts are one SwiGLU of `num_shared_experts` times that.
+    Routing: scores by `score`; with `num_groups` > 1 only the best `topk_groups` groups of experts can be chosen (a
+    group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled by
+    `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. A layer is dense
+    if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    score: Literal["softmax", "sigmoid"]
+    norm_topk_prob: bool
+    num_shared_experts: int = 0
+    expert_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling: float = 1.0
+    first_dense_layers: int = 0
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ValueError(f"num_experts={self.num_experts} does not divide into n_group={self.num_groups} groups")
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise ValueError(f"topk_group={self.topk_groups} must lie in 1..n_group={self.num_groups}")
+        reachable = self.num_experts // self.num_groups * self.topk_groups
+        if not 1 <= self.experts_per_token <= reachable:
+            raise ValueError(f"num_experts_per_tok={self.experts_per_token} must lie in 1..{reachable}")
+        if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
+            raise ValueError(f"n_group={self.num_groups} leaves fewer than 2 of {self.num_experts} experts a group")
+        if self.sparse_step < 1:
+            raise ValueError(f"decoder_sparse_step={self.sparse_step} must be at least 1")
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the shared experts together."""
+        return self.num_shared_experts * self.intermediate_size
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts."""
+        late = layer >= self.first_dense_layers and layer not in self.dense_layers
+        return late and (layer + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of a decoder stack, and the ids that block diffusion gives a meaning.
 
-    `architecture` is the Hugging Face class name the checkpoint was written for; `block_size` is the diffusion block
-    the weights were trained with. Raises `ValueError` where sizes contradict each other.
+    `architecture` is the Hugging Face class name the checkpoint was written for. `block_size` is the diffusion block
+    the weights were trained with; full-attention families have none, there it is only what a decoder uses unless told.
+    `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a position
+    predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each other.
     """
 
     architecture: str
@@ -26,6 +78,12 @@ class ModelConfig:
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     block_size: int
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    rotary_dim: int | None = None
+    shift_logits: bool = False
+    attention: Literal["block_causal", "full"] = "block_causal"
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -39,11 +97,51 @@ class ModelConfig:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an EOS id; they must differ")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} must be at least 1")
+        rotated = self.num_rotated
+        if rotated % 2 or not 2 <= rotated <= self.head_dim:
+            raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")
+
+    @property
+    def num_rotated(self) -> int:
+        """Channels of a head that rotate."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts instead of one SwiGLU."""
+        return self.moe is not None and self.moe.is_sparse(layer)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the stack, embeddings counted once when they are tied."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size + 2 * self.head_dim
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        """Parameters of the stack, embeddings counted once when they are tied; routing offsets are not parameters."""
+        d, c = self.hidden_size, self.head_dim
+        attention = d * c * (2 * self.num_heads + 2 * self.num_kv_heads) + 2 * d
+        attention += 2 * c if self.qk_norm else 0
+        attention += c * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
+        dense = 3 * d * self.intermediate_size
+        moe = self.moe
+        sparse = 0 if moe is None else d * moe.num_experts
+        sparse += 0 if moe is None else 3 * d * (moe.num_experts * moe.intermediate_size + moe.shared_size)
+        layers = sum(attention + (sparse if self.is_sparse(i) else dense) for i in range(self.num_layers))
+        return self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + layers + d
+
+    def sharded(self, size: int) -> "ModelConfig":
+        """The sizes of one of `size` tensor-parallel ranks: fewer heads, narrower MLPs and experts, the rest whole.
+
+        Raises `ValueError` naming the size that does not divide.
+        """
+        moe = self.moe
+        divided = {
+            "num_key_value_heads": self.num_kv_heads,
+            "intermediate_size": self.intermediate_size,
+            **({"moe_intermediate_size": moe.intermediate_size} if moe is not None else {}),
+        }
+        for name, value in divided.items():
+            if value % size:
+                raise ValueError(f"{name}={value} does not divide among {size} tensor-parallel ranks")
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=self.num_kv_heads // size,
+            intermediate_size=self.intermediate_size // size,
+            moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // size),
+        )

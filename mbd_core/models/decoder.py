@@ -1,19 +1,25 @@
-"""The decoder stack: pre-norm, GQA with QK-norm and RoPE, SwiGLU (SDAR's layout, which is Qwen3's).
+"""The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts; what differs is in `ModelConfig`.
 
 The stack knows no mask, no cache and no decoding method: attention is a callable handed to `forward`. Module names are
-the checkpoint's tensor names, so `state_dict()` *is* the Hugging Face layout.
+Qwen3's (SDAR's); `names.py` says what other families call the same tensors.
 
 Shape legend: ... any leading shape (`B L` in training, `T` packed in the engine), D hidden, H query heads, K key/value
 heads, C head channels, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mbd_core.models.config import ModelConfig
+from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.moe import MoE, Router
+from mbd_core.models.shard import Shard
+
+Reduce = Callable[[Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]
 
 
 class Attend(Protocol):
@@ -36,105 +42,171 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., 1, C) of the half-split rotation at `positions` (...), in float32."""
-    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[..., None].float() * config.rope_theta ** (-half / config.head_dim)
+def rotary(positions: Tensor, config: ModelConfig) -> Rope:
+    """Cosines and sines (..., 1, rotated channels) of the half-split rotation at `positions` (...), in float32."""
+    half = torch.arange(0, config.num_rotated, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * config.rope_theta ** (-half / config.num_rotated)
     angles = torch.cat((angles, angles), dim=-1)[..., None, :]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of `x` (..., heads, C)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    """Rotate the halves of the leading channels of `x` (..., heads, C), as many as `cos` has; the rest stays."""
+    turned, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
+
+
+def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
+    """`x` whole, or cut along its first dimension into rows of their own.
+
+    Rows are copied: a matrix product may round differently where its input is differently aligned in memory.
+    """
+    return [x] if split is None else [row.clone() for row in x.split(list(split))]
+
+
+def join(rows: Sequence[Tensor]) -> Tensor:
+    """The inverse of `pieces`."""
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows))
 
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        d, c = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(d, config.num_heads * c, bias=False)
-        self.k_proj = nn.Linear(d, config.num_kv_heads * c, bias=False)
-        self.v_proj = nn.Linear(d, config.num_kv_heads * c, bias=False)
+        d, c, bias = config.hidden_size, config.head_dim, config.qkv_bias
+        self.q_proj = nn.Linear(d, config.num_heads * c, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * c, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * c, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * c, d, bias=False)
-        self.q_norm = RMSNorm(c, config.rms_norm_eps)
-        self.k_norm = RMSNorm(c, config.rms_norm_eps)
+        self.q_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed, then rotated."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = rotate(self.q_norm(q), cos, sin)
-        k = rotate(self.k_norm(k), cos, sin)
-        return self.o_proj(attend(layer, q, k, v).flatten(-2))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        return rotate(q, *rope), rotate(k, *rope), v
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        sparse = config.is_sparse(layer)
+        self.mlp = MoE(config) if sparse else SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self,
+        rows: list[Tensor],
+        ropes: list[Rope],
+        attend: Attend,
+        layer: int,
+        split: Sequence[int] | None,
+        reduce: Reduce | None,
+    ) -> list[Tensor]:
+        """The residual stream after this layer, in the same rows; only `attend` sees them together."""
+        parts = [self.self_attn.project(self.input_layernorm(x), rope) for x, rope in zip(rows, ropes, strict=True)]
+        q, k, v = (join(part) for part in zip(*parts, strict=True))
+        attended = pieces(attend(layer, q, k, v), split)
+        return [self._finish(x, out, reduce) for x, out in zip(rows, attended, strict=True)]
+
+    def _finish(self, x: Tensor, attended: Tensor, reduce: Reduce | None) -> Tensor:
+        out = self.self_attn.o_proj(attended.flatten(-2))
+        x = x + (out if reduce is None else reduce(out))
+        out = self.mlp(self.post_attention_layernorm(x))
+        return x + (out if reduce is None else reduce(out))
 
 
 class Stack(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
-    """A diffusion language model: token ids and positions in, hidden states out, logits where they are asked for."""
+    """A diffusion language model: token ids and positions in, hidden states out, logits where they are asked for.
 
-    def __init__(self, config: ModelConfig) -> None:
+    With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`, so that a
+    cache made from it fits), and `reduce` must sum a tensor over the ranks; it is applied to the partial sums behind
+    o_proj and the MLP. Embeddings, norms, router and lm_head are whole on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, *, shard: Shard | None = None, reduce: Reduce | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.shard = shard or Shard()
+        self.reduce = reduce
+        self.config = config = config.sharded(self.shard.size)
         self.model = Stack(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...)."""
-        x = self.model.embed_tokens(input_ids)
-        cos, sin = rotary(positions, self.config)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, attend, index)
-        return self.model.norm(x)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        soft_weight: Tensor | None = None,
+        split: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits (..., V) of hidden states (..., D); logits at a position predict that position's token."""
-        return self.lm_head(hidden).float()
+        `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). `split`, the
+        lengths of the rows that `input_ids` (T) packs, computes each row apart from the others, so that its numbers
+        do not depend on what else is in the batch (if `attend` keeps rows apart too).
+        """
+        ids = pieces(input_ids, split)
+        weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
+        rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
+        ropes = [rotary(row, self.config) for row in pieces(positions, split)]
+        for index, layer in enumerate(self.model.layers):
+            rows = layer(rows, ropes, attend, index, split, self.reduce)
+        return join([self.model.norm(row) for row in rows])
+
+    def embed(self, input_ids: Tensor, soft_weight: Tensor | None = None) -> Tensor:
+        """Input embeddings (..., D); with weights w (...) DMax's soft ones, in float32 and cast back.
+
+        `e = w E[t] + (1 - w) E[mask]`, rescaled to the norm `w |E[t]| + (1 - w) |E[mask]|`; w = 1 is exactly `E[t]`.
+        """
+        table = self.model.embed_tokens
+        hard = table(input_ids)
+        if soft_weight is None:
+            return hard
+        token, mask, w = hard.float(), table.weight[self.config.mask_token_id].float(), soft_weight[..., None].float()
+        mixed = w * token + (1 - w) * mask
+        norm = w * token.norm(dim=-1, keepdim=True) + (1 - w) * mask.norm()
+        soft = mixed * (norm / (mixed.norm(dim=-1, keepdim=True) + 1e-6))
+        return torch.where(w == 1, hard, soft.to(hard.dtype))
+
+    def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
+        """Float32 logits (..., V) of hidden states (..., D), as the head gives them.
+
+        At a position they predict that position's token, or the next one's where `config.shift_logits`.
+        """
+        return join([self.lm_head(row).float() for row in pieces(hidden, split)])
 
 
 def init_weights(model: Decoder, *, seed: int, std: float = 0.02) -> None:
-    """Draw fresh weights: normal with `std`, output projections scaled down by depth, norms at one."""
-    generator = torch.Generator().manual_seed(seed)
+    """Draw fresh weights: normal with `std`, output projections scaled down by depth, norms one, biases zero."""
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     depth = (2 * model.config.num_layers) ** -0.5
+    outputs = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            parameter.normal_(0.0, std * scale, generator=generator)
+            parameter.normal_(0.0, std * (depth if name.endswith(outputs) else 1.0), generator=generator)
+        for module in model.modules():
+            if isinstance(module, Router) and module.config.expert_bias:
+                module.expert_bias.zero_()

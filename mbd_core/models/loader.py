@@ -1,44 +1,49 @@
 """Loading and saving models in the Hugging Face layout: config.json, safetensors, tokenizer, generation_config.json.
 
 Every tensor must be there, none may be left over, each must have its shape: a wrong folder is an error, not a model
-with random weights. A folder is written beside its place and renamed.
+with random weights, and it is found out from the files' headers before a weight is read. Weights stream from the files
+into a model made without memory, so that the peak is the model and one tensor. A folder is written beside its place
+and renamed.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mbd_core.models.config import ModelConfig
-from mbd_core.models.decoder import Decoder
+from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.families import read_config, write_config
+from mbd_core.models.names import ExpertLayout, Shape, Stored, stored_tensors
+from mbd_core.models.safetensor_files import (
+    MAX_SHARD_BYTES,
+    ShardWriter,
+    TensorInfo,
+    list_tensors,
+    open_file,
+    read_json,
+)
+from mbd_core.models.shard import Shard, split_dim
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a missing or malformed one is a `ValueError` that names it."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+FLOAT32_ALWAYS = ("expert_bias",)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's configuration, from `config.json` alone."""
-    return read_config(read_json(folder / "config.json"))
+    """The model's configuration: config.json, and generation_config.json for ids and block size it leaves out."""
+    config = read_json(folder / "config.json")
+    try:
+        return read_config(config, load_generation_defaults(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
@@ -65,33 +70,42 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """The weights of a checkpoint folder, in evaluation mode; raises `ValueError` naming the file and the tensor."""
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    shard: Shard | None = None,
+    reduce: Reduce | None = None,
+) -> Decoder:
+    """The weights of a checkpoint folder, in evaluation mode; raises `ValueError` naming the file and the tensor.
+
+    Without `dtype` they stay as stored (where a checkpoint mixes dtypes, in the one that config.json names); the
+    router's `expert_bias` is float32 in any case. With a `shard`, only that tensor-parallel rank's slices are read;
+    `reduce` must then sum over the ranks (see `Decoder`).
+    """
     config = load_config(folder)
     with torch.device("meta"):
-        model = Decoder(config)
-    wanted = dict(model.state_dict())
+        whole = Decoder(config).state_dict()
+        model = Decoder(config, shard=shard, reduce=reduce)
+    found = list_tensors(folder)
+    shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in whole.items()}
+    drop_tied_head(config, found)
+    expected = stored_tensors(config, shapes, detect_layout(config, shapes, found))
+    check_tensors(folder, config, found, expected)
+    common = dtype or _stored_dtype(folder, found)
+    weights = {
+        name: torch.empty(t.shape, dtype=torch.float32 if name.endswith(FLOAT32_ALWAYS) else common, device=device)
+        for name, t in model.state_dict().items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    for path, names in itertools.groupby(found, key=lambda name: found[name].path):
+        with open_file(path) as file:
+            for name in names:
+                _copy_in(weights, file.get_slice(name), expected[name], model.shard)
     if config.tie_word_embeddings:
-        del wanted["lm_head.weight"]
-    found: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        for name, tensor in _read_tensors(path).items():
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            if name not in wanted:
-                raise ValueError(f"{path} has an unexpected tensor '{name}' for {config.architecture}")
-            if tensor.shape != wanted[name].shape:
-                raise ValueError(
-                    f"{path}: tensor '{name}' has shape {tuple(tensor.shape)}, config.json asks for "
-                    f"{tuple(wanted[name].shape)}"
-                )
-            found[name] = tensor.to(device=device, dtype=dtype)
-    missing = sorted(wanted.keys() - found.keys())
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors, the first is '{missing[0]}'")
-    if config.tie_word_embeddings:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    model.load_state_dict(found, assign=True)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
@@ -105,26 +119,50 @@ def save_model(
     generation: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     extra: dict[str, str] | None = None,
+    experts: ExpertLayout = "per_expert",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a complete model folder, replacing what is there; `extra` adds small text files (name -> content)."""
+    """Write a complete model folder, replacing what is there; `extra` adds small text files (name -> content).
+
+    Weights are cast to `dtype` (None: stay as they are), the router's `expert_bias` never is.
+    """
+    if model.shard.size > 1:
+        raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
+    config = model.config
+    kept = dtype or model.model.embed_tokens.weight.dtype
+    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    files = {
+        "config.json": {**write_config(config, fused=experts == "fused"), "dtype": str(kept).removeprefix("torch.")},
+        "generation_config.json": {**ids, "block_size": config.block_size, **(generation or {})},
+    }
+    with written_beside(folder) as beside:
+        writer = ShardWriter(beside, max_bytes=max_shard_bytes)
+        for name, tensor in checkpoint_tensors(model, experts):
+            writer.add(name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
+        writer.close()
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
+        for name, text in {**texts, **(extra or {})}.items():
+            (beside / name).write_text(text)
+
+
+def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors one by one under the names, and in the shapes, of its family's checkpoints."""
+    state = model.state_dict()
+    shapes = {name: tuple(t.shape) for name, t in state.items()}
+    for name, stored in stored_tensors(model.config, shapes, experts).items():
+        parts = [state[p.target] if p.expert is None else state[p.target][p.expert] for p in stored.parts]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` if the body succeeds, and vanishes if it does not."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        weights = {n: t.detach().to("cpu", dtype).contiguous() for n, t in model.state_dict().items()}
-        if model.config.tie_word_embeddings:
-            del weights["lm_head.weight"]
-        kept = next(iter(weights.values())).dtype
-        config = {**write_config(model.config), "dtype": str(kept).removeprefix("torch.")}
-        files = {"config.json": json.dumps(config, indent=2) + "\n", **(extra or {})}
-        ids = {"eos_token_id": list(model.config.eos_token_ids), "mask_token_id": model.config.mask_token_id}
-        files["generation_config.json"] = (
-            json.dumps({**ids, "block_size": model.config.block_size, **(generation or {})}, indent=2) + "\n"
-        )
-        save_file(weights, beside / WEIGHTS, metadata={"format": "pt"})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
-        for name, text in files.items():
-            (beside / name).write_text(text)
+        yield beside
         beside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
@@ -133,18 +171,65 @@ def save_model(
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [WEIGHTS]
-    for name in names:
-        if not (folder / name).exists():
-            raise ValueError(f"{folder} lacks the weights file {name}")
-    return [folder / name for name in names]
+def check_tensors(
+    folder: Path, config: ModelConfig, found: dict[str, TensorInfo], expected: dict[str, Stored]
+) -> None:
+    """Every expected tensor is there in its shape, and no other; `ValueError` names the file and the tensor."""
+    for name, info in found.items():
+        if name not in expected:
+            raise ValueError(f"{info.path} has an unexpected tensor '{name}' for {config.architecture}")
+        wanted = expected[name].shape
+        if info.shape == wanted:
+            continue
+        vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} & {p.target for p in expected[name].parts}
+        if vocabulary and info.shape[1:] == wanted[1:]:
+            raise ValueError(
+                f"{info.path}: tensor '{name}' has {info.shape[0]} rows, config.json says vocab_size={wanted[0]}"
+            )
+        raise ValueError(f"{info.path}: tensor '{name}' has shape {info.shape}, config.json asks for {wanted}")
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors, the first is '{missing[0]}'")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short: {error}") from None
+def detect_layout(config: ModelConfig, shapes: dict[str, Shape], found: Iterable[str]) -> ExpertLayout:
+    """The layout whose names fit best: nothing in a config.json tells it reliably."""
+    layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
+    names = set(found)
+    return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
+
+
+def drop_tied_head(config: ModelConfig, found: dict[str, TensorInfo]) -> None:
+    """Pass over the copy of the embeddings that some files of tied models hold as lm_head."""
+    if config.tie_word_embeddings:
+        untied = replace(config, tie_word_embeddings=False)
+        for name in stored_tensors(untied, {"lm_head.weight": (1, 1)}, "per_expert"):
+            found.pop(name, None)
+
+
+def _stored_dtype(folder: Path, found: dict[str, TensorInfo]) -> torch.dtype:
+    """The one dtype of all weights; where there are several, the one of config.json's `dtype` or `torch_dtype`."""
+    dtypes = {info.dtype for name, info in found.items() if not name.endswith(FLOAT32_ALWAYS)}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    config = read_json(folder / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{folder} holds weights of several dtypes and config.json's dtype is {name!r}; ask for one")
+    return dtype
+
+
+def _copy_in(weights: dict[str, Tensor], source: Any, stored: Stored, shard: Shard) -> None:
+    """Copy a stored tensor's parts, or this rank's slices of them, to their places in the model."""
+    start = 0
+    for part, length in zip(stored.parts, stored.lengths, strict=True):
+        target = weights[part.target] if part.expert is None else weights[part.target][part.expert]
+        where = [slice(start, start + length)] + [slice(None)] * (len(stored.shape) - 1)
+        dim = split_dim(part.target)
+        if shard.size > 1 and dim is not None:
+            dim -= part.expert is not None
+            begin = (start if dim == 0 else 0) + shard.rank * target.shape[dim]
+            where[dim] = slice(begin, begin + target.shape[dim])
+        target.copy_(source[tuple(where)])
+        start += length

@@ -28,7 +28,7 @@ def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, l
     """The model a recipe starts from, its tokenizer and its training samples."""
     pairs = conversations(recipe.data)
     if recipe.base is not None:
-        model = load_model(CHECKPOINTS / recipe.base)
+        model = load_model(CHECKPOINTS / recipe.base, dtype=torch.float32)
         tokenizer = load_tokenizer(CHECKPOINTS / recipe.base, model.config)
         model.config = replace(model.config, block_size=recipe.states.block_size)
     else:

@@ -1,0 +1,63 @@
+"""Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).
+
+python jobs/convert_checkpoint.py --from LLaDA2.0-mini --to mini-fused --experts fused
+python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --experts per-expert --config mini-fused
+
+Streams: about one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust:
+a distributed checkpoint's metadata is a pickle.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mbd_core.models.convert import convert
+from mbd_core.models.names import ExpertLayout
+
+EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="checkpoint to read")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--experts", choices=sorted(EXPERTS), help="how experts lie (default: as they do)")
+    parser.add_argument("--format", choices=("hf", "dcp"), help="what to write (default: as the source is)")
+    parser.add_argument(
+        "--config", type=Path, metavar="DIR", help="folder with config.json and tokenizer (default: --from)"
+    )
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file to write (default: 5)")
+    args = parser.parse_args(argv)
+    if args.max_shard_gb <= 0:
+        parser.error(f"--max-shard-gb {args.max_shard_gb} must be above 0")
+    bar: tqdm | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or tqdm(total=total, unit="B", unit_scale=True, desc=args.to.name)
+        bar.update(done - bar.n)
+
+    try:
+        convert(
+            args.source,
+            args.to,
+            experts=EXPERTS.get(args.experts),
+            to=args.format,
+            config_from=args.config,
+            max_shard_bytes=int(args.max_shard_gb * 10**9),
+            progress=progress,
+        )
+    except (ValueError, OSError) as error:
+        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if bar is not None:
+            bar.close()
+    print(f"wrote {args.to}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""How a full-attention model (LLaDA, Dream, DiffuCoder) fills a canvas: the prompt and `max_tokens` masks.
+
+The methods differ in four things: which positions may be filled now (`block_length`), how many are (`accept`), by
+which score (`score`), and what of the canvas a forward computes anew (`cache`, `refresh`).
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+LEAST_TAU_MERGE = 0.01  # bounds how many of a position's likeliest tokens a branch must remember
+
+
+def check_count(owner: str, name: str, value: object, *, least: int = 1) -> None:
+    """Raise `ValueError` unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{owner}{name}={value!r} must be a whole number of at least {least}")
+
+
+def check_share(owner: str, name: str, value: object) -> None:
+    """Raise `ValueError` unless `value` is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{owner}{name}={value!r} must be a number from 0 to 1")
+
+
+def check_weight(owner: str, name: str, value: object) -> None:
+    """Raise `ValueError` unless `value` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{owner}{name}={value!r} must be a number of at least 0")
+
+
+def check_choice(owner: str, name: str, value: object, known: tuple[object, ...]) -> None:
+    """Raise `ValueError` unless `value` is one of `known`."""
+    if value not in known:
+        raise ValueError(f"{owner}{name}={value!r} must be one of {', '.join(map(repr, known))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leap:
+    """LocalLeap: near a position that is over `tau` (an anchor), `tau_relaxed` is enough.
+
+    radius  how many positions to either side of an anchor count as near
+    """
+
+    tau_relaxed: float = 0.75
+    radius: int = 4
+
+    def __post_init__(self) -> None:
+        check_share("leap.", "tau_relaxed", self.tau_relaxed)
+        check_count("leap.", "radius", self.radius)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """dLLM-Cache: the prompt's keys and values are computed anew every `prompt_interval` steps, all of the response's
+    every `response_interval`; the steps between compute the current block only.
+    """
+
+    prompt_interval: int = 25
+    response_interval: int = 5
+
+    def __post_init__(self) -> None:
+        check_count("refresh.", "prompt_interval", self.prompt_interval)
+        check_count("refresh.", "response_interval", self.response_interval)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """BlockBatch: the same canvas decoded with several block lengths at once.
+
+    block_lengths  one branch each, ascending
+    tau_merge      a branch takes over another's token when its own probability of it exceeds this (1: never)
+    tau_sync       a branch that is more than this many tokens behind the leader is overwritten by it
+    refresh        tokens of completed blocks after which a branch asks for a full forward of all branches
+    eos_test       when a branch may end the request: whenever its block with the EOS is complete, or, as Algorithm 1
+                   line 19 and the released code have it, only right after a block forward of that branch
+    """
+
+    block_lengths: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
+    tau_merge: float = 0.5
+    tau_sync: int = 8
+    refresh: int = 32
+    eos_test: Literal["always", "block_forward"] = "always"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_lengths", tuple(self.block_lengths))
+        for length in self.block_lengths:
+            check_count("branches.", "block_lengths", length)
+        if not self.block_lengths or list(self.block_lengths) != sorted(set(self.block_lengths)):
+            raise ValueError(f"branches.block_lengths={self.block_lengths} must be ascending, each length once")
+        check_share("branches.", "tau_merge", self.tau_merge)
+        if self.tau_merge < LEAST_TAU_MERGE:
+            raise ValueError(f"branches.tau_merge={self.tau_merge} must be at least {LEAST_TAU_MERGE}")
+        check_count("branches.", "tau_sync", self.tau_sync, least=0)
+        check_count("branches.", "refresh", self.refresh)
+        check_choice("branches.", "eos_test", self.eos_test, ("always", "block_forward"))
+
+
+Accept = Literal["quota", "schedule", "origin", "threshold", "factor"]
+Score = Literal["confidence", "margin", "neg_entropy", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canvas:
+    """One full-attention method; the defaults are Fast-dLLM's threshold decoding without a cache.
+
+    block_length       positions that may be filled now, from the prompt's end on; `None`: the whole canvas (Dream)
+    steps              forwards over the whole canvas for accept = quota, schedule and origin (default max_tokens);
+                       with threshold, what bounds its candidates: those of a step are 1 / steps of the canvas and
+                       what earlier steps left over (Fast-dLLM for Dream; default: no bound)
+    accept             quota      as many a step as spread the block evenly over its steps (LLaDA)
+                       schedule   int(masked * (1 - s / t)) a step, times from 1 to `eps` (Dream); always `steps`
+                                  forwards, also where that is 0: the baseline's cost is part of its definition
+                       origin     each position by chance 1 - s / t (Dream's `origin`)
+                       threshold  all with confidence >= tau, at least the best (Fast-dLLM; ">=" as released)
+                       factor     the longest run of best ones with (n + 1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)
+    score              what "best" means: probability of the token, its lead over the second, negative entropy, or
+                       chance
+    score_temperature  quota and schedule draw their positions with odds exp(score / score_temperature) (Dream's
+                       `alg_temp`; 0: the best)
+    cache              none: every forward computes the whole canvas. prefix: a full forward a block, then the block
+                       and all behind it. dual: a full forward a block, then the block alone (Fast-dLLM)
+    refresh            dLLM-Cache's intervals instead of `cache`
+    cfg_scale          classifier-free guidance: un + (cfg_scale + 1)(cond - un), one more sequence a forward (LLaDA)
+    forbid_eos         EOS is never predicted and has no share of the probability (LLaDA's `logits_eos_inf`)
+    leap               LocalLeap's relaxed threshold
+    branches           BlockBatch
+
+    Raises `ValueError` naming the field, also for a field that has no say under the others.
+    """
+
+    block_length: int | None = 32
+    steps: int | None = None
+    accept: Accept = "threshold"
+    score: Score = "confidence"
+    score_temperature: float = 0.0
+    tau: float = 0.9
+    factor: float = 1.0
+    eps: float = 1e-3
+    cache: Literal["none", "prefix", "dual"] = "none"
+    refresh: Refresh | None = None
+    cfg_scale: float = 0.0
+    forbid_eos: bool = False
+    leap: Leap | None = None
+    branches: Branches | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_length", "steps"):
+            if getattr(self, name) is not None:
+                check_count("canvas.", name, getattr(self, name))
+        for name, hint in (("accept", Accept), ("score", Score), ("cache", Literal["none", "prefix", "dual"])):
+            check_choice("canvas.", name, getattr(self, name), get_args(hint))
+        for name in ("tau", "eps"):
+            check_share("canvas.", name, getattr(self, name))
+        for name in ("score_temperature", "factor", "cfg_scale"):
+            check_weight("canvas.", name, getattr(self, name))
+        check_choice("canvas.", "forbid_eos", self.forbid_eos, (True, False))
+        for name, kind in (("refresh", Refresh), ("leap", Leap), ("branches", Branches)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"canvas.{name}={value!r} must be an object with the fields of {kind.__name__}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """What cannot be honoured together."""
+        for name, needed in NEEDS_ACCEPT.items():
+            if self.accept not in needed and getattr(self, name) != DEFAULTS[name]:
+                raise ValueError(
+                    f"canvas.{name}={getattr(self, name)!r} has no say with canvas.accept={self.accept!r}; "
+                    f"leave it out, or let accept be {' or '.join(needed)}"
+                )
+        if self.leap and self.leap.tau_relaxed > self.tau:
+            raise ValueError(f"canvas.leap.tau_relaxed={self.leap.tau_relaxed} exceeds canvas.tau={self.tau}")
+        if self.score_temperature and self.score == "random":
+            raise ValueError("canvas.score_temperature has no say with canvas.score='random'; leave it out")
+        if self.refresh and self.cache != "none":
+            raise ValueError(f"canvas.refresh comes instead of canvas.cache={self.cache!r}; leave one of them out")
+        if self.refresh and self.block_length is None and self.refresh.response_interval > 1:
+            raise ValueError(
+                f"canvas.refresh.response_interval={self.refresh.response_interval} needs canvas.block_length: "
+                "without blocks every forward computes the whole response"
+            )
+        if self.branches is None:
+            return
+        for name, default in DEFAULTS.items():
+            if name not in WITH_BRANCHES and getattr(self, name) != default:
+                raise ValueError(f"canvas.{name}={getattr(self, name)!r} cannot be honoured with canvas.branches")
+
+
+DEFAULTS = {f.name: f.default for f in fields(Canvas)}
+WITH_BRANCHES = ("tau", "forbid_eos", "branches")
+NEEDS_ACCEPT: dict[str, tuple[str, ...]] = {
+    "steps": ("quota", "schedule", "origin", "threshold"),
+    "score": ("quota", "schedule", "threshold"),
+    "score_temperature": ("quota", "schedule"),
+    "tau": ("threshold",),
+    "factor": ("factor",),
+    "eps": ("schedule", "origin"),
+    "leap": ("threshold",),
+}

@@ -1,0 +1,106 @@
+"""Which token a position would take, and how sure the model is of it: greedy, or drawn with a request's own noise.
+
+The noise of a drawn token is a function of (seed, position, forward, token id) alone, made by integer hashing on the
+logits' device: no generator, hence nothing that depends on what else is in the batch.
+
+Shape legend: P positions asked for, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a request draws its tokens.
+
+    temperature  0 is greedy; else logits are divided by it and a token is drawn
+    top_p        draw among the likeliest tokens that together reach this probability
+    top_k        draw among the `top_k` likeliest tokens (0: all)
+    seed         the same seed gives the same tokens, whatever else runs
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 10.0:
+            raise ValueError(f"temperature={self.temperature} must be a number from 0 to 10")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} must be a number over 0 and up to 1")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 0 (0: no limit)")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r} must be a whole number of 64 bits")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What drawing needs beside the logits, a value a position asked for; temperature 0 draws nothing."""
+
+    temperature_P: Tensor
+    top_p_P: Tensor
+    top_k_P: Tensor
+    seed_P: Tensor
+    position_P: Tensor
+    forward_P: Tensor
+
+
+def choose(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+    """The token (P,) of each position and its probability (P,) in float32.
+
+    `forbidden_V` (the mask id and the padded vocabulary tail) is never chosen; ties go to the lowest id. A greedy
+    token's probability is the model's own, over its whole vocabulary; a drawn one's is that under the distribution it
+    was drawn from (temperature, then top-k, then top-p), so a confidence is always the chance of this very token.
+    """
+    probabilities = logits_PV.float().softmax(dim=-1).masked_fill(forbidden_V, -1.0)
+    confidence_P, token_P = probabilities.max(dim=-1)
+    if draw is None:
+        return token_P, confidence_P
+    drawn_P, chance_P = _draw(logits_PV.float(), forbidden_V, draw)
+    hot_P = draw.temperature_P > 0
+    return torch.where(hot_P, drawn_P, token_P), torch.where(hot_P, chance_P, confidence_P)
+
+
+def _draw(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
+    scaled = (logits_PV / temperature_P[:, None]).masked_fill(forbidden_V, -torch.inf)
+    order = scaled.argsort(dim=-1, descending=True, stable=True)
+    ranked = scaled.gather(-1, order).softmax(dim=-1)
+    rank = torch.arange(ranked.shape[-1], device=ranked.device)
+    limit_P = torch.where(draw.top_k_P > 0, draw.top_k_P, ranked.shape[-1])
+    kept = rank < limit_P[:, None]
+    ranked = ranked.masked_fill(~kept, 0.0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    kept &= (ranked.cumsum(-1) - ranked) < draw.top_p_P[:, None]  # the first one that reaches top_p stays in
+    ranked = ranked.masked_fill(~kept, 0.0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    noise = gumbel(draw, order)
+    place = (ranked.log() + noise).argmax(dim=-1, keepdim=True)
+    return order.gather(-1, place)[:, 0], ranked.gather(-1, place)[:, 0]
+
+
+def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:
+    """Standard Gumbel noise (P, K) float32 of token ids `ids_PK`, by hashing (seed, position, forward, id)."""
+    return -torch.log(-torch.log(uniform(draw, ids_PK)))
+
+
+def uniform(draw: Draw, ids_PK: Tensor) -> Tensor:
+    """Numbers in (0, 1), float32: 24 hashed bits, never 0 nor 1."""
+    key = _mix(_mix(_mix(draw.seed_P & _MASK32) ^ ((draw.seed_P >> 32) & _MASK32)) ^ (draw.position_P & _MASK32))
+    key = _mix(key ^ (draw.forward_P & _MASK32))
+    bits = _mix(key[:, None] ^ _mix(ids_PK & _MASK32)) >> 8
+    return (bits.float() + 0.5) / float(1 << 24)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (xor-shift and multiply) on int64 tensors that hold 32-bit values."""
+    x = (((x ^ (x >> 16)) + 0x9E3779B9) & _MASK32) * 0x21F0AAAD & _MASK32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK32
+    return x ^ (x >> 15)

@@ -1,0 +1,112 @@
+"""What one forward needs, and how rows of different origins (prompt blocks, slots, canvas windows) are packed for it.
+
+A row is a run of neighbouring positions of one sequence that attends, without order, to the sequence's keys up to some
+length. That is all the methods have in common, and all the kernels need.
+
+Shape legend: K rows, T packed tokens, P pages a row, A positions whose logits are asked for.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some rows of a forward.
+
+    lengths_K    tokens of each row; one number where all are alike
+    kv_lens_K    keys each row attends to, its own included
+    pages_KP     the pages of its sequence, the null page where it has none
+    stored_K     whether its keys are kept; the others go to the null page
+    weight_T     DMax's embedding weights, `None` where all tokens are hard
+    logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r is the one remembered of
+                 sequence row r
+    asked        positions asked for in each row, on the host; only a batch-invariant runner needs it
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    lengths_K: list[int] | int
+    kv_lens_K: Tensor
+    pages_KP: Tensor
+    stored_K: Tensor
+    logits_at_A: Tensor
+    weight_T: Tensor | None = None
+    asked: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One forward. `write_loc_T` points to the null page where nothing is to be stored.
+
+    logits_at_A  packed tokens whose hidden states give logits; T + r stands for the hidden state that the runner
+                 remembers for row r (models whose logits predict the next position)
+    split        rows' lengths, and asked        positions asked for in each: given to a batch-invariant runner
+    """
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    cu_seqlens_q: Tensor
+    kv_lens_K: Tensor
+    pages_KP: Tensor
+    write_loc_T: Tensor
+    logits_at_A: Tensor
+    weight_T: Tensor | None
+    max_q: int
+    split: list[int] | None = None
+    asked: list[int] | None = None
+
+
+def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+    """Put groups of rows behind one another; at least one row in all."""
+    groups = [g for g in groups if len(g.kv_lens_K)]
+    device = groups[0].tokens_T.device
+    width = max(g.pages_KP.shape[1] for g in groups)
+    pages_KP = torch.cat([F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups])
+    positions_T = torch.cat([g.positions_T for g in groups])
+    stored_K = torch.cat([g.stored_K for g in groups])
+    alike = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
+    if len(alike) == 1 and -1 not in alike:
+        max_q = alike.pop()
+        bounds = torch.arange(0, len(pages_KP) * max_q + 1, max_q, device=device)
+        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(max_q)
+    else:
+        lengths = _lengths(groups)
+        max_q = max(lengths)
+        lengths_K = torch.tensor(lengths, device=device)
+        bounds = F.pad(lengths_K.cumsum(0), (1, 0))
+        row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
+    page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
+    offset_T = positions_T % page_size
+    at_A = torch.cat([g.logits_at_A for g in groups])
+    return Batch(
+        input_ids_T=torch.cat([g.tokens_T for g in groups]),
+        positions_T=positions_T,
+        cu_seqlens_q=bounds.int(),
+        kv_lens_K=torch.cat([g.kv_lens_K for g in groups]),
+        pages_KP=pages_KP,
+        write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
+        logits_at_A=torch.where(at_A < 0, len(positions_T) - 1 - at_A, at_A),
+        weight_T=_weights(groups),
+        max_q=max_q,
+        split=_lengths(groups) if batch_invariant else None,
+        asked=[n for g in groups for n in g.asked or []] if batch_invariant else None,
+    )
+
+
+def _lengths(groups: Seq[Rows]) -> list[int]:
+    out: list[int] = []
+    for g in groups:
+        out += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
+    return out
+
+
+def _weights(groups: Seq[Rows]) -> Tensor | None:
+    if all(g.weight_T is None for g in groups):
+        return None
+    hard = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]
+    return torch.cat([one if g.weight_T is None else g.weight_T for g, one in zip(groups, hard, strict=True)])

@@ -1,0 +1,138 @@
+"""What block length does to one request: BlockBatch's analyses of tokens (this file) and of caches (`kv_trajectory`).
+
+Outputs of one sample come as {block length: generated token ids}: model tokens, not words, so that a bifurcation is a
+position of the canvas. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
+
+Shape legend: S block lengths, P positions behind the prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRun:
+    """One sample decoded with one block length: its score (1 correct, 0 wrong, or a share) and its forwards."""
+
+    accuracy: float
+    num_forwards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Mean accuracy and mean number of forwards over the samples."""
+
+    accuracy: float
+    num_forwards: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """The best block length of every sample, against every fixed one.
+
+    fixed   the mean of each block length
+    oracle  each sample with its most accurate block length (of several the cheapest) and *its* forwards
+    mixed   best accuracy and, apart from it, fewest forwards of each sample: what the released script reports, and
+            no choice of block lengths attains
+    chosen  how many samples chose each block length
+    """
+
+    fixed: Mapping[int, Point]
+    oracle: Point
+    mixed: Point
+    chosen: Mapping[int, int]
+
+
+def per_sample_oracle(samples: Sequence[Mapping[int, SampleRun]]) -> Oracle:
+    """The oracle over block lengths (Fig. 2); every sample needs the same ones, else `ValueError`."""
+    lengths = _same_lengths(samples)
+    best = [min(lengths, key=lambda n: (-s[n].accuracy, s[n].num_forwards, n)) for s in samples]
+    return Oracle(
+        fixed={n: _mean([s[n] for s in samples]) for n in lengths},
+        oracle=_mean([s[n] for s, n in zip(samples, best, strict=True)]),
+        mixed=_mean(
+            [
+                SampleRun(
+                    accuracy=max(run.accuracy for run in s.values()),
+                    num_forwards=min(run.num_forwards for run in s.values()),
+                )
+                for s in samples
+            ]
+        ),
+        chosen={n: best.count(n) for n in lengths},
+    )
+
+
+def _mean(runs: Sequence[SampleRun]) -> Point:
+    return Point(
+        accuracy=float(np.mean([r.accuracy for r in runs])),
+        num_forwards=float(np.mean([r.num_forwards for r in runs])),
+    )
+
+
+def _same_lengths(samples: Sequence[Mapping[int, object]]) -> list[int]:
+    if not samples or not samples[0]:
+        raise ValueError("no samples, or none with a block length: nothing to compare")
+    lengths = sorted(samples[0])
+    for number, sample in enumerate(samples):
+        if sorted(sample) != lengths:
+            raise ValueError(f"sample {number} has block lengths {sorted(sample)}, the first one {lengths}")
+    return lengths
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two outputs share before they first differ; the shorter length where one continues the other."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+def bifurcation_lengths(outputs: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], int]:
+    """The common prefix of every pair of block lengths of one sample."""
+    return {(a, b): common_prefix(outputs[a], outputs[b]) for a, b in combinations(sorted(outputs), 2)}
+
+
+def mean_bifurcation_lengths(samples: Sequence[Mapping[int, Sequence[int]]]) -> dict[tuple[int, int], float]:
+    """Table 5: the mean of each pair over the samples; `ValueError` unless all have the same block lengths."""
+    _same_lengths(samples)
+    rows = [bifurcation_lengths(s) for s in samples]
+    return {pair: float(np.mean([row[pair] for row in rows])) for pair in rows[0]}
+
+
+def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
+    """Share of all block lengths, itself included, with the same token at a position -> (S, P), lengths ascending.
+
+    NaN where an output has ended. 1 everywhere before the first bifurcation (Fig. 4); later 1s are re-agreements.
+    """
+    lengths = sorted(outputs)
+    shares = np.full((len(lengths), max(len(outputs[n]) for n in lengths)), np.nan)
+    for row, n in enumerate(lengths):
+        for place, token in enumerate(outputs[n]):
+            same = sum(place < len(outputs[m]) and outputs[m][place] == token for m in lengths)
+            shares[row, place] = same / len(lengths)
+    return shares
+
+
+def draw_consensus(outputs: Mapping[int, Sequence[int]], path: Path) -> None:
+    """Write the consensus heat map as PNG: positions across, block lengths down, a dashed line at the bifurcation."""
+    lengths, shares = sorted(outputs), consensus(outputs)
+    figure = Figure(figsize=(max(5.0, shares.shape[1] / 14), 0.5 * len(lengths) + 1.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    image = panel.imshow(shares, aspect="auto", cmap="RdYlGn", vmin=1 / len(lengths), vmax=1.0, interpolation="none")
+    panel.set_yticks(range(len(lengths)), [str(n) for n in lengths])
+    panel.set_ylabel("block length")
+    panel.set_xlabel("position behind the prompt")
+    split = min(bifurcation_lengths(outputs).values(), default=shares.shape[1])
+    if split < shares.shape[1]:
+        panel.axvline(split - 0.5, color="black", linestyle="--", linewidth=1)
+    figure.colorbar(image, ax=panel, label="share of block lengths that agree")
+    figure.savefig(path, format="png", dpi=130)

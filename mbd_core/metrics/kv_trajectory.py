@@ -1,0 +1,218 @@
+"""KV caches as points: BlockBatch's trajectory coordinates and the bounds of its Propositions 1 to 3 (App. C).
+
+A cache is one vector per event, all keys and values of a lane flattened position by position. The bounds are
+statements about measured numbers: each check returns what was measured beside what the paper says it cannot exceed.
+
+Shape legend: N events or branches, L positions, D numbers of one position, V = L * D numbers of one cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+EventKind = Literal["block", "refresh"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A measured value and what bounds it from above; `holds` forgives float rounding."""
+
+    value: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.bound * (1 + 1e-6) + 1e-9
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane (N,), and the rest's length.
+
+    frame  (3, V): u0, e1, e2, orthonormal; a tangent direction is zero where the points span none
+    """
+
+    anchor: Array
+    frame: Array
+    z_N: Array
+    a_N: Array
+    q_N: Array
+    rest_N: Array
+
+    @property
+    def points(self) -> Array:
+        """(N, 3)."""
+        return np.stack((self.z_N, self.a_N, self.q_N), axis=1)
+
+
+def coordinates(caches_NV: Array, initial_N: Sequence[bool]) -> Coordinates:
+    """Eqs. 3 and 4: the anchor c0 is the mean of the initial caches, u0 its direction, e1 and e2 the leading right
+    singular vectors of the centred residuals. `ValueError` without an initial cache, or if the anchor is zero."""
+    if len(initial_N) != len(caches_NV) or not any(initial_N):
+        raise ValueError(f"{sum(initial_N)} of {len(caches_NV)} caches are initial ({len(initial_N)} flags); give one")
+    anchor = caches_NV[np.asarray(initial_N)].mean(axis=0)
+    norm = np.linalg.norm(anchor)
+    if norm == 0:
+        raise ValueError("the anchor is the zero vector and has no direction; give caches that hold keys")
+    u0 = anchor / norm
+    delta = caches_NV - anchor
+    z = delta @ u0
+    residual = delta - z[:, None] * u0
+    centred = residual - residual.mean(axis=0)
+    _, strength, right = np.linalg.svd(centred, full_matrices=False)
+    tangents = np.zeros((2, len(anchor)))
+    for i in range(min(2, len(strength))):
+        if strength[i] > 1e-9 * max(float(np.linalg.norm(caches_NV)), 1.0):
+            tangents[i] = right[i]
+    a, q = residual @ tangents[0], residual @ tangents[1]
+    rest = np.linalg.norm(residual - a[:, None] * tangents[0] - q[:, None] * tangents[1], axis=1)
+    return Coordinates(anchor, np.stack((u0, *tangents)), z, a, q, rest)
+
+
+def distance_bounds(caches_NV: Array, where: Coordinates) -> dict[tuple[int, int], Bound]:
+    """Prop. 3: of every pair of caches, the projected distance (Eq. 6) against the full one."""
+    points = where.points
+    pairs = [(i, j) for i in range(len(points)) for j in range(i)]
+    return {
+        (i, j): Bound(float(np.linalg.norm(points[i] - points[j])), float(np.linalg.norm(caches_NV[i] - caches_NV[j])))
+        for i, j in pairs
+    }
+
+
+def dispersion(caches_NV: Array) -> float:
+    """D_t: the mean squared distance over ordered pairs of branches at one event (App. C.4); 0 for a single one."""
+    count = len(caches_NV)
+    if count < 2:
+        return 0.0
+    spread = caches_NV - caches_NV.mean(axis=0)
+    return float(2 * count * (spread**2).sum() / (count * (count - 1)))
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """A block forward's correction of a cache (L, D), and which positions [start, stop) its block had."""
+
+    start: int
+    stop: int
+    correction_LD: Array
+
+
+def projected_energy(full_LD: Array, block_size: int) -> tuple[float, float]:
+    """Lemma 1: mean energy of a full refresh's correction inside a block, and the m / L share it must equal.
+
+    The mean runs over the blocks that tile the canvas, under which each position lies in a block with chance m / L;
+    `ValueError` if they do not tile it.
+    """
+    blocks = _tiles(full_LD, block_size)
+    mean = float(np.mean([(full_LD[start:stop] ** 2).sum() for start, stop in blocks]))
+    return mean, block_size / len(full_LD) * float((full_LD**2).sum())
+
+
+def projected_norm_bound(full_LD: Array, block_size: int) -> Bound:
+    """Prop. 1, first part: E |P_B d_full| <= sqrt(m / L) |d_full|."""
+    norms = [np.linalg.norm(full_LD[start:stop]) for start, stop in _tiles(full_LD, block_size)]
+    share = np.sqrt(block_size / len(full_LD))
+    return Bound(float(np.mean(norms)), float(share * np.linalg.norm(full_LD)))
+
+
+def block_movement_bound(full_LD: Array, updates: Sequence[BlockUpdate]) -> Bound:
+    """Prop. 1 with its residual: E |d_blk| <= sqrt(m / L) |d_full| + E |d_blk - P_B d_full|.
+
+    `updates` are what a block forward from the same cache and tokens would do, one for each of the blocks that tile
+    the canvas; else `ValueError`.
+    """
+    size = updates[0].stop - updates[0].start if updates else 0
+    if [(u.start, u.stop) for u in updates] != _tiles(full_LD, size):
+        raise ValueError(f"{len(updates)} updates do not tile {len(full_LD)} positions with blocks of {size}")
+    moved, residual = [], []
+    for update in updates:
+        inside = np.zeros_like(full_LD)
+        inside[update.start : update.stop] = full_LD[update.start : update.stop]
+        moved.append(np.linalg.norm(update.correction_LD))
+        residual.append(np.linalg.norm(update.correction_LD - inside))
+    share = np.sqrt(size / len(full_LD))
+    return Bound(float(np.mean(moved)), float(share * np.linalg.norm(full_LD) + np.mean(residual)))
+
+
+def _tiles(full_LD: Array, block_size: int) -> list[tuple[int, int]]:
+    length = len(full_LD)
+    if block_size < 1 or length % block_size:
+        raise ValueError(f"blocks of {block_size} do not tile {length} positions: the chance m / L needs whole ones")
+    return [(s, s + block_size) for s in range(0, length, block_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Prop. 2's premises on the error E (distance of a cache from the full forward's on the same tokens).
+
+    A block forward: E' <= (1 + growth) E + block_noise. A full refresh: E' <= contraction E + refresh_noise.
+    """
+
+    growth: float
+    block_noise: float
+    contraction: float
+    refresh_noise: float
+
+    def __post_init__(self) -> None:
+        if min(self.growth, self.block_noise, self.refresh_noise) < 0 or not 0 <= self.contraction < 1:
+            raise ValueError(f"{self} must have no negative number, and contraction below 1")
+
+    def rate(self, interval: int) -> float:
+        """rho = beta (1 + lambda)^R; errors stay bounded where it is below 1."""
+        return self.contraction * (1 + self.growth) ** interval
+
+    def after_blocks(self, error: float, count: int) -> float:
+        """Bound on the error `count` block forwards after a refresh that left `error`."""
+        a = 1 + self.growth
+        return a**count * error + self.block_noise * sum(a**i for i in range(count))
+
+    def after_refreshes(self, error: float, interval: int, count: int) -> float:
+        """Bound on the error right after `count` refreshes, each behind `interval` block forwards."""
+        rate, constant = self.rate(interval), self._constant(interval)
+        return rate**count * error + constant * sum(rate**j for j in range(count))
+
+    def limit(self, interval: int) -> float:
+        """lim sup of the error after refreshes, c / (1 - rho); infinite unless rho < 1."""
+        rate = self.rate(interval)
+        return self._constant(interval) / (1 - rate) if rate < 1 else float("inf")
+
+    def _constant(self, interval: int) -> float:
+        return self.contraction * self.after_blocks(0.0, interval) + self.refresh_noise
+
+
+def measured_drift(errors: Sequence[float], kinds: Sequence[EventKind], *, growth: float = 0.0) -> Drift:
+    """The smallest noise with which a run's events satisfy the premises, for a given `growth` and contraction 0.
+
+    `errors` has one number before the first event and one after each of `kinds`.
+    """
+    _check_events(errors, kinds)
+    block = [errors[i + 1] - (1 + growth) * errors[i] for i, kind in enumerate(kinds) if kind == "block"]
+    refresh = [errors[i + 1] for i, kind in enumerate(kinds) if kind == "refresh"]
+    return Drift(
+        growth=growth,
+        block_noise=max([0.0, *block]),
+        contraction=0.0,
+        refresh_noise=max(refresh, default=0.0),
+    )
+
+
+def error_bounds(errors: Sequence[float], kinds: Sequence[EventKind], drift: Drift) -> list[Bound]:
+    """Prop. 2 along a run: each event's error against the recurrence from the first one; intervals may vary."""
+    _check_events(errors, kinds)
+    bound, out = errors[0], []
+    for i, kind in enumerate(kinds):
+        refreshed = drift.contraction * bound + drift.refresh_noise
+        bound = refreshed if kind == "refresh" else drift.after_blocks(bound, 1)
+        out.append(Bound(errors[i + 1], bound))
+    return out
+
+
+def _check_events(errors: Sequence[float], kinds: Sequence[EventKind]) -> None:
+    if len(errors) != len(kinds) + 1:
+        raise ValueError(
+            f"{len(errors)} errors for {len(kinds)} events; give the first error and one behind each event"
+        )

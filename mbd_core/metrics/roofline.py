@@ -1,0 +1,165 @@
+"""The least time a decode step can take on a machine: bytes and FLOPs counted from the model, speeds measured.
+
+Counted are what no implementation can avoid: every touched weight read once, the keys and values of the prefix read
+once a sequence and those of the buffer written and read once, and the multiplications. Activations and logits are not
+counted: a perfect kernel keeps them on the chip.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mbd_core.ops.timing import best_seconds
+
+
+class ExpertSizes(Protocol):
+    """What is counted of a mixture's layers: `models.config.MoEConfig` has it."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def shared_size(self) -> int: ...
+
+
+class ModelSizes(Protocol):
+    """What is counted of a model: `models.config.ModelConfig` has it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def moe(self) -> ExpertSizes | None: ...
+    def is_sparse(self, layer: int) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What one decode step must move (bytes) and compute (floating-point operations, a multiply-add being two)."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a device reaches in the same run: bytes a second and floating-point operations a second."""
+
+    bandwidth: float
+    flops: float
+
+
+def distinct_experts(num_experts: int, per_token: int, tokens: int) -> float:
+    """How many experts `tokens` tokens touch on average if each picks `per_token` at random: E (1 - (1 - K/E)^T)."""
+    return num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens)
+
+
+def step_cost(
+    config: ModelSizes,
+    *,
+    rows: int,
+    buffer_size: int,
+    prefix: int,
+    block_size: int | None = None,
+    dtype_bytes: float = 2,
+    expert_bytes: float | None = None,
+    logit_tokens: int | None = None,
+) -> StepCost:
+    """One step of `rows` sequences with `buffer_size` slots each behind `prefix` stored tokens.
+
+    `block_size` is the model's unless given; `expert_bytes` is the size of an expert's weight where it differs (1 for
+    FP8); `logit_tokens` how many positions get logits, all of the buffer's unless given. For one tensor-parallel rank
+    pass `config.sharded(size)`. Raises `ValueError` for counts that are not positive.
+    """
+    block = config.block_size if block_size is None else block_size
+    if min(rows, buffer_size, block) < 1 or prefix < 0:
+        raise ValueError(
+            f"rows={rows}, buffer_size={buffer_size}, block_size={block} must be at least 1, prefix={prefix} 0 or more"
+        )
+    tokens = rows * buffer_size * block
+    logit_tokens = tokens if logit_tokens is None else logit_tokens
+    expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes
+    d, c = config.hidden_size, config.head_dim
+    attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
+    dense = 3 * d * config.intermediate_size
+
+    weight_bytes, per_token_flops = 0.0, 0.0
+    for layer in range(config.num_layers):
+        weight_bytes += attention * dtype_bytes
+        per_token_flops += 2 * attention
+        moe = config.moe if config.is_sparse(layer) else None
+        if moe is None:
+            weight_bytes += dense * dtype_bytes
+            per_token_flops += 2 * dense
+            continue
+        expert = 3 * d * moe.intermediate_size
+        always = d * moe.num_experts + 3 * d * moe.shared_size
+        touched = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        weight_bytes += always * dtype_bytes + touched * expert * expert_bytes
+        per_token_flops += 2 * (always + moe.experts_per_token * expert)
+    head = config.vocab_size * d
+    weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
+
+    # Slot i of a sequence sees the prefix and slots 0..i.
+    seen = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
+    attention_flops = 4.0 * config.num_layers * config.num_heads * c * seen
+    kv_token = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
+    return StepCost(
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_token * (rows * prefix + 2 * tokens),
+        flops=tokens * per_token_flops + attention_flops + 2.0 * logit_tokens * head,
+    )
+
+
+def floor_seconds(cost: StepCost, machine: Machine) -> float:
+    """The larger of the time to move the bytes and the time to do the operations."""
+    return max(cost.bytes / machine.bandwidth, cost.flops / machine.flops)
+
+
+def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes a second between the device's memory and its cores: the best of copy (2 passes) and triad (3 passes).
+
+    Arrays of `num_bytes` each, by default 1 GiB on CUDA and 128 MiB elsewhere; three of them must fit.
+    """
+    if num_bytes is None:
+        num_bytes = 2**30 if device.type == "cuda" else 2**27
+    a, b, c = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
+    copy = 2 * num_bytes / best_seconds(lambda: a.copy_(b), device, repeats)
+    triad = 3 * num_bytes / best_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), device, repeats)
+    return max(copy, triad)
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 5) -> float:
+    """Floating-point operations a second of a square matrix product, by default 8192 wide on CUDA, 1024 elsewhere."""
+    if size is None:
+        size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2.0 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), device, repeats)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Both speeds of this device, now."""
+    return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))

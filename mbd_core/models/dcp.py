@@ -1,0 +1,114 @@
+"""PyTorch's distributed checkpoints (DCP) as a source and a target of weights, one tensor in memory at a time.
+
+A training checkpoint holds the weights under `model.` beside optimizer and progress; only the weights matter here.
+"""
+
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from mbd_core.models.safetensor_files import TensorInfo
+
+METADATA = ".metadata"
+PREFIX = "model."
+
+
+class DcpFolder:
+    """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
+
+    Raises `ValueError` naming the file, and the tensor that it cuts off, where a file is missing or too short.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = _Reader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{folder / METADATA} is damaged or cut short: {error}") from None
+        tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        nested = any(name.startswith(f"{PREFIX}model.") for name in tensors)
+        self._stored = {
+            name.removeprefix(PREFIX) if nested else name: name
+            for name in tensors
+            if name.startswith(PREFIX if nested else ("model.", "lm_head."))
+        }
+        self.tensors = {
+            name: TensorInfo(folder / METADATA, tuple(tensors[key].size), tensors[key].properties.dtype)
+            for name, key in self._stored.items()
+        }
+        if not self.tensors:
+            raise ValueError(f"{folder / METADATA} lists no tensor of a model")
+        wanted = set(self._stored.values())
+        for index, where in (metadata.storage_data or {}).items():
+            path = folder / where.relative_path
+            if index.fqn not in wanted:
+                continue
+            if not path.exists():
+                raise ValueError(f"{folder} lacks the file {where.relative_path}, which holds '{index.fqn}'")
+            if path.stat().st_size < where.offset + where.length:
+                raise ValueError(f"{path} is cut short at tensor '{index.fqn}'")
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, put together from the pieces that training's ranks wrote."""
+        info, key = self.tensors[name], self._stored[name]
+        into = {key: torch.empty(info.shape, dtype=info.dtype)}
+        try:
+            with _one_process():
+                dcp.load(into, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {error}") from None
+        return into[key]
+
+
+def save_dcp(folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor]) -> None:
+    """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, `make` gives their values, one at a time.
+
+    A file a tensor: DCP's writer keeps everything in memory that goes into one file.
+    """
+    planner = _LazyPlanner(lambda name: make(name.removeprefix(PREFIX)))
+    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
+    with _one_process():
+        dcp.save({PREFIX + n: t for n, t in tensors.items()}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """DCP warns each time that it assumes to be alone; here it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+class _Reader(FileSystemReader):
+    """Parses the metadata once, not for every tensor."""
+
+    @functools.cached_property
+    def _parsed(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._parsed
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with meta tensors and asks for values when they are written."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._make(write_item.index.fqn)

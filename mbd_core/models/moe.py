@@ -1,0 +1,92 @@
+"""The mixture-of-experts MLP: a router, stacked experts, and the experts that every token shares.
+
+Two routers in one: LLaDA2's grouped sigmoid router with an offset that only steers the choice, and the softmax router
+of SDAR-MoE (Qwen3-MoE). Both work in float32 whatever the model's dtype.
+
+Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mbd_core.models.config import ModelConfig, MoEConfig
+from mbd_core.models.mlp import SwiGLU
+from mbd_core.ops.moe import experts
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and how much each counts."""
+
+    expert_bias: Tensor
+
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
+        if config.expert_bias:
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move with the module, but stay float32: in bfloat16 the offset would change which experts are chosen."""
+        before = self.expert_bias if self.config.expert_bias else None
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = before.to(self.expert_bias.device)
+        return self
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Float32 scores (T, E) before sigmoid or softmax."""
+        return F.linear(x_TD.float(), self.weight.float())
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids (T, K) and their float32 weights (T, K)."""
+        c = self.config
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
+        if c.num_groups > 1:
+            choice_TGe = choice_TE.unflatten(-1, (c.num_groups, -1))
+            best_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+            kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+            kept_TG = kept_TG.scatter(-1, best_TG.topk(c.topk_groups, dim=-1).indices, True)
+            choice_TE = choice_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(-2)
+        ids_TK = choice_TE.topk(c.experts_per_token, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        if c.norm_topk_prob and c.experts_per_token > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return ids_TK, weights_TK * c.routed_scaling
+
+
+class Experts(nn.Module):
+    """All experts of a layer, stacked: the layout of fused training checkpoints."""
+
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        e, f = config.num_experts, config.intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(e, f, hidden))
+        self.up_proj = nn.Parameter(torch.empty(e, f, hidden))
+        self.down_proj = nn.Parameter(torch.empty(e, hidden, f))
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
+
+
+class MoE(nn.Module):
+    """Each token's weighted experts plus the shared ones, on (..., D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.gate = Router(config.hidden_size, config.moe)
+        self.experts = Experts(config.hidden_size, config.moe)
+        shared = config.moe.shared_size
+        self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.flatten(0, -2)
+        out = self.experts(x_TD, *self.gate(x_TD)).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x)

@@ -1,0 +1,151 @@
+"""A checkpoint's safetensors files: what lies where, checked before anything is read; and writing them in shards."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a missing or malformed one is a `ValueError` that names it."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies and what it is, from its file's header."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def list_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint folder by name, file after file; only headers are read.
+
+    Raises `ValueError` naming the file and the tensor where a shard is missing, cut short or damaged, where two
+    shards hold one tensor, or where the index promises a tensor that its file lacks.
+    """
+    promised = _promised(folder)
+    found: dict[str, TensorInfo] = {}
+    for file in sorted(set(promised.values())) or [WEIGHTS]:
+        path = folder / file
+        if not path.exists():
+            inside = sorted(name for name, where in promised.items() if where == file)
+            holds = f", which holds '{inside[0]}' and {len(inside) - 1} more tensors" if inside else ""
+            raise ValueError(f"{folder} lacks the weights file {file}{holds}")
+        with open_file(path) as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                part = opened.get_slice(name)
+                if name in found:
+                    raise ValueError(f"{path} and {found[name].path.name} both hold the tensor '{name}'")
+                if part.get_dtype() not in DTYPES:
+                    raise ValueError(
+                        f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
+                    )
+                found[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    for name, file in promised.items():
+        if name not in found:
+            raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
+    return found
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor it cuts off."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short{_first_cut(path)}: {error}") from None
+
+
+def _promised(folder: Path) -> dict[str, str]:
+    """The index's tensor -> file map, empty where there is none."""
+    index = folder / INDEX
+    if not index.exists():
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    return weight_map
+
+
+def _first_cut(path: Path) -> str:
+    """The first tensor that reaches past the file's end, read from the header by hand; empty if that is cut too."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        raw = file.read(size) if size < path.stat().st_size else b""
+    try:
+        header = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return " in its header"
+    ends = sorted((v["data_offsets"][1], n) for n, v in header.items() if n != "__metadata__")
+    cut = [name for end, name in ends if 8 + size + end > path.stat().st_size]
+    return f" at tensor '{cut[0]}'" if cut else ""
+
+
+class ShardWriter:
+    """Writes tensors into safetensors files of at most `max_bytes` each (or one tensor), holding one in memory."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
+            self._flush()
+        # contiguous storage of its own: safetensors refuses tensors that share memory
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, give the files their final names, and an index if there are several."""
+        if self._pending or not self._shards:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._part(0).rename(self.folder / WEIGHTS)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._total += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0

@@ -1,0 +1,32 @@
+"""Which part of each tensor a tensor-parallel rank holds.
+
+Projections into heads and MLP channels are cut by output rows, those back by input columns; experts are not dealt out
+among ranks, each expert's width is cut. Everything else, the embeddings and the lm_head too, is whole on every rank.
+"""
+
+from dataclasses import dataclass
+
+ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias",
+        "gate_proj.weight", "up_proj.weight")  # fmt: skip
+COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.gate_proj", "experts.up_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Rank `rank` of `size` tensor-parallel ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size} tensor-parallel ranks does not exist")
+
+
+def split_dim(name: str) -> int | None:
+    """The dimension along which the decoder's tensor `name` is cut, None if every rank holds it whole."""
+    if name.endswith(ROWS):
+        return 0
+    if name.endswith(COLUMNS):
+        return 1
+    return 2 if name.endswith("experts.down_proj") else None

@@ -1,0 +1,331 @@
+"""Which attention kernel serves a device, and why the others do not.
+
+All of them stand behind the signature of `ops.reference.paged_attention`. GPU packages are imported only when a CUDA
+device asks for them. `Choice.bind` prepares once a step what all layers share.
+
+Shape legend: T packed query tokens, R rows, P pages a row, H query heads, C head channels.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mbd_core.ops import flash, reference
+from mbd_core.ops.merged import PagedAttentionLse
+
+
+class AttentionBackend(Protocol):
+    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages: `ops.reference.paged_attention`."""
+
+    def __call__(
+        self,
+        q_THC: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        exact: bool = False,
+        max_q: int | None = None,
+    ) -> Tensor: ...
+
+
+BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
+
+
+class Bind(Protocol):
+    """Lay a batch out once, for all layers of its step."""
+
+    def __call__(
+        self,
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        page_size: int,
+        exact: bool = False,
+        max_q: int | None = None,
+    ) -> BoundAttention: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The kernel in use: whole calls (`call`, `call_lse`), calls prepared once a step (`bind`), and why no other.
+
+    `reasons` has a sentence for every kernel that was not chosen.
+    """
+
+    name: str
+    call: AttentionBackend
+    call_lse: PagedAttentionLse
+    bind: Bind
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line to print when an engine starts."""
+        return "; ".join([f"attention: {self.name}", *(f"not {name}: {why}" for name, why in self.reasons.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a kernel must cope with. `capability` is the CUDA device's, None elsewhere."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    capability: tuple[int, int] | None
+    load: Callable[[str], Any] = importlib.import_module
+
+
+class UnavailableError(Exception):
+    """A kernel cannot serve a setting; the message says why."""
+
+
+def resolve(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    preference: str | None = None,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    capability: tuple[int, int] | None = None,
+    load: Callable[[str], Any] = importlib.import_module,
+) -> Choice:
+    """The first kernel that can serve the setting, or `preference` if it can.
+
+    On a CPU that is the reference; on CUDA the order is `KERNELS`' and the reference comes last. `capability` and
+    `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes no kernel takes, for an
+    unknown preference, and for one that cannot be honoured, with the reason.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    if preference is not None and preference != "reference" and preference not in KERNELS:
+        raise ValueError(f"attention={preference!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}")
+    if capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    setting = Setting(
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        capability=capability,
+        load=load,
+    )
+    reasons: dict[str, str] = {}
+    kernel: flash.Kernel | None = None
+    chosen = "reference"
+    for name, build in KERNELS.items():
+        if kernel is not None:
+            reasons[name] = f"{chosen} comes first"
+            continue
+        if preference is not None and preference != name:
+            reasons[name] = f"{preference} was asked for"
+            continue
+        if name in _ON_REQUEST and preference != name:
+            reasons[name] = "it is fetched from the network, so it is used only when asked for by name"
+            continue
+        try:
+            kernel, chosen = build(setting), name
+        except UnavailableError as error:
+            reasons[name] = str(error)
+    if preference not in (None, chosen):
+        raise ValueError(
+            f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
+        )
+    if kernel is None:
+        return Choice(
+            name="reference",
+            call=reference.paged_attention,
+            call_lse=reference.paged_attention_lse,
+            bind=_bind_reference,
+            reasons=reasons,
+        )
+    reasons["reference"] = f"{chosen} is faster on {device.type}"
+    return _choice(chosen, kernel, reasons)
+
+
+def _bind_reference(
+    *,
+    cu_seqlens_q: Tensor,
+    kv_lens_R: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    exact: bool = False,
+    max_q: int | None = None,
+) -> BoundAttention:
+    if exact:
+        bounds, kv_lens = cu_seqlens_q.tolist(), kv_lens_R.tolist()
+        return lambda q, k, v: reference.attend_by_rows(
+            q, k, v, bounds=bounds, kv_lens=kv_lens, page_table_RP=page_table_RP
+        )
+    bundles = reference.plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=page_size)
+    return lambda q, k, v: reference.attend_shared(q, k, v, bundles)
+
+
+def _choice(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> Choice:
+    def bind(
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        page_size: int,
+        exact: bool = False,
+        max_q: int | None = None,
+    ) -> BoundAttention:
+        rows = flash.lay_out(
+            cu_seqlens_q=cu_seqlens_q,
+            kv_lens_R=kv_lens_R,
+            page_table_RP=page_table_RP,
+            page_size=page_size,
+            max_q=max_q,
+            exact=exact,
+        )
+        return lambda q, k, v: kernel(q, k, v, rows)[0]
+
+    def call(
+        q_THC: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        exact: bool = False,
+        max_q: int | None = None,
+    ) -> Tensor:
+        bound = bind(
+            cu_seqlens_q=cu_seqlens_q,
+            kv_lens_R=kv_lens_R,
+            page_table_RP=page_table_RP,
+            page_size=k_pages.shape[1],
+            exact=exact,
+            max_q=max_q,
+        )
+        return bound(q_THC, k_pages, v_pages)
+
+    def call_lse(
+        q_THC: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        max_q: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows = flash.lay_out(
+            cu_seqlens_q=cu_seqlens_q,
+            kv_lens_R=kv_lens_R,
+            page_table_RP=page_table_RP,
+            page_size=k_pages.shape[1],
+            max_q=max_q,
+            exact=False,
+        )
+        return kernel(q_THC, k_pages, v_pages, rows)
+
+    return Choice(name=name, call=call, call_lse=call_lse, bind=bind, reasons=reasons)
+
+
+def _require(setting: Setting, *, page_multiple: int) -> None:
+    """What every flash kernel asks for."""
+    if setting.device.type != "cuda" or setting.capability is None:
+        raise UnavailableError(f"it needs a CUDA device, this is {setting.device.type}")
+    if setting.capability < (8, 0):
+        raise UnavailableError("it needs compute capability 8.0, this device has {}.{}".format(*setting.capability))
+    if setting.dtype not in (torch.float16, torch.bfloat16):
+        raise UnavailableError(f"it takes float16 and bfloat16, not {str(setting.dtype).removeprefix('torch.')}")
+    if setting.head_dim > 256 or setting.head_dim % 8:
+        raise UnavailableError(f"it takes head sizes up to 256 in steps of 8, not {setting.head_dim}")
+    if setting.page_size % page_multiple:
+        raise UnavailableError(f"its pages are multiples of {page_multiple} tokens, these have {setting.page_size}")
+
+
+def _load(setting: Setting, module: str, *attributes: str) -> tuple[Any, ...]:
+    try:
+        loaded = setting.load(module)
+        return tuple(getattr(loaded, attribute) for attribute in attributes)
+    except (ImportError, OSError, AttributeError) as error:
+        raise UnavailableError(f"{module} cannot be imported ({error})") from error
+
+
+def _vllm(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=16)
+    (function,) = _load(setting, "vllm.vllm_flash_attn", "flash_attn_varlen_func")
+    (supports,) = _load(setting, "vllm.vllm_flash_attn.flash_attn_interface", "is_fa_version_supported")
+    return flash.vllm_flash(function, fa_version=3 if supports(3) else 2)
+
+
+def _torch_paged(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=16)
+    varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        raise UnavailableError("varlen_attn takes a block table from torch 2.11 on")
+    major = setting.capability[0] if setting.capability is not None else 0
+    packages = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
+    if major not in packages:
+        raise UnavailableError("torch takes block tables only with FlashAttention 3 or 4 (capability 9 or 10)")
+    implementation, package = packages[major]
+    _load(setting, package)
+    (activate,) = _load(setting, "torch.nn.attention", "activate_flash_attention_impl")
+    try:
+        activate(implementation)
+    except (RuntimeError, ValueError) as error:
+        raise UnavailableError(f"{implementation} cannot be activated ({error})") from error
+    return flash.torch_varlen(varlen_attn, aux)
+
+
+def _torch_gathered(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=1)
+    varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
+    if "seqused_k" not in inspect.signature(varlen_attn).parameters:
+        raise UnavailableError("varlen_attn takes key lengths (seqused_k) from torch 2.11 on")
+    return flash.torch_varlen_gathered(varlen_attn, aux)
+
+
+def _flash_attn(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=256)
+    (function,) = _load(setting, "flash_attn", "flash_attn_varlen_func")
+    return flash.flash_2(function)
+
+
+def _hub(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=16)
+    (get_kernel,) = _load(setting, "kernels", "get_kernel")
+    try:
+        module = get_kernel("kernels-community/vllm-flash-attn3")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UnavailableError(f"the hub has no build for this machine or cannot be reached ({error})") from error
+    return flash.vllm_flash(module.flash_attn_varlen_func, fa_version=3)
+
+
+def _wheel(setting: Setting) -> flash.Kernel:
+    if not torch.__version__.startswith("2.4."):
+        raise UnavailableError(f"the standalone wheel was built for torch 2.4, this is {torch.__version__}")
+    _require(setting, page_multiple=16)
+    (function,) = _load(setting, "vllm_flash_attn", "flash_attn_varlen_func")
+    return flash.flash_2(function)
+
+
+KERNELS: dict[str, Callable[[Setting], flash.Kernel]] = {
+    "vllm-flash-attn": _vllm,
+    "torch-varlen": _torch_paged,
+    "flash-attn": _flash_attn,
+    "kernels-hub": _hub,
+    "vllm-flash-attn-wheel": _wheel,
+    "torch-varlen-gathered": _torch_gathered,
+}
+_ON_REQUEST = frozenset({"kernels-hub"})

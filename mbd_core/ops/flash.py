@@ -1,0 +1,149 @@
+"""Flash-attention kernels in our signature: which argument of theirs each of ours becomes.
+
+Every one takes non-causal rows of varying length over a paged cache. They differ in how they take the key lengths and
+in how they return the log-sum-exp.
+
+Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A batch's layout as the kernels want it: int32, maxima on the host. `max_k` is what a table row can hold."""
+
+    cu_seqlens_q: Tensor
+    kv_lens_R: Tensor
+    page_table_RP: Tensor
+    max_q: int
+    max_k: int
+    exact: bool
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
+"""Queries (T, H, C), key pages and value pages (pages, S, K, C), rows -> output (T, H, C) and log-sum-exp (T, H)."""
+
+
+def lay_out(
+    *,
+    cu_seqlens_q: Tensor,
+    kv_lens_R: Tensor,
+    page_table_RP: Tensor,
+    page_size: int,
+    max_q: int | None,
+    exact: bool,
+) -> Rows:
+    """`Rows` of a batch. Without `max_q` the longest row is read back from the device, which no graph can capture."""
+    if max_q is None:
+        max_q = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
+    return Rows(
+        cu_seqlens_q=cu_seqlens_q.int(),
+        kv_lens_R=kv_lens_R.int(),
+        page_table_RP=page_table_RP.int().contiguous(),
+        max_q=max_q,
+        max_k=page_table_RP.shape[1] * page_size,
+        exact=exact,
+    )
+
+
+def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
+    """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        return varlen_attn(
+            q,
+            k_pages,
+            v_pages,
+            rows.cu_seqlens_q,
+            None,
+            rows.max_q,
+            rows.max_k,
+            return_aux=aux_request(lse=True),
+            enable_gqa=q.shape[1] != k_pages.shape[2],
+            seqused_k=rows.kv_lens_R,
+            block_table=rows.page_table_RP,
+            num_splits=1 if rows.exact else None,
+        )
+
+    return kernel
+
+
+def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
+    """The same function without a block table (torch's own FlashAttention 2): pages are copied together first."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        table = rows.page_table_RP.long()
+        starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
+        return varlen_attn(
+            q,
+            k_pages[table].flatten(0, 2),
+            v_pages[table].flatten(0, 2),
+            rows.cu_seqlens_q,
+            starts,
+            rows.max_q,
+            rows.max_k,
+            return_aux=aux_request(lse=True),
+            enable_gqa=q.shape[1] != k_pages.shape[2],
+            seqused_k=rows.kv_lens_R,
+            num_splits=1 if rows.exact else None,
+        )
+
+    return kernel
+
+
+def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
+    """`vllm.vllm_flash_attn` and the hub's builds of it: key lengths as they are. Their log-sum-exp is (H, T)."""
+    version = (
+        {"fa_version": fa_version} if "fa_version" in inspect.signature(flash_attn_varlen_func).parameters else {}
+    )
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            seqused_k=rows.kv_lens_R,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+            return_softmax_lse=True,
+            num_splits=1 if rows.exact else 0,
+            **version,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
+    """`flash_attn` 2.x and the old standalone wheel: with a block table the key lengths are read from cumulative sums.
+
+    Neither splits keys in this call, so a row's result does not depend on the others and `exact` needs nothing.
+    """
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            cu_seqlens_k=F.pad(rows.kv_lens_R.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=rows.max_q,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+            return_attn_probs=True,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel

@@ -1,0 +1,148 @@
+"""FP8 weights: float8_e4m3fn values with a scale per output channel, or per block of input channels.
+
+A value is off by at most `max(|w| / 16, scale / 1024)`: half a step of three mantissa bits, or half the smallest step.
+Experts first: they are most of a mixture's bytes. On CUDA a per-channel linear multiplies in FP8, which rounds its
+inputs too (one scale a token); everywhere else weights are widened and only they are rounded.
+
+Shape legend: T tokens, O output channels, I input channels, N blocks of input channels, K experts a token, D model
+width, E experts, F expert width; `...` is nothing or E.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mbd_core.ops.moe import experts
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """`values` (..., O, I) in FP8; `scale` float32, (..., O) per channel or (..., O, N) per `block` inputs."""
+
+    values: Tensor
+    scale: Tensor
+    block: int | None
+
+    def __getitem__(self, chosen: Tensor) -> "Fp8Weight":
+        """Some experts of a stack."""
+        return Fp8Weight(self.values.view(torch.uint8)[chosen].view(FP8), self.scale[chosen], self.block)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() + 4 * self.scale.numel()
+
+
+def quantize(weight: Tensor, *, block: int | None = None) -> Fp8Weight:
+    """Round `weight` (..., O, I) to FP8 so that the largest value of a channel (or block) is FP8's largest.
+
+    Raises `ValueError` for a block that does not divide the input channels, and for values that are not finite.
+    """
+    inputs = weight.shape[-1]
+    if block is not None and (block < 1 or inputs % block):
+        raise ValueError(f"block={block} does not divide the {inputs} input channels; use 128 or None")
+    parts = weight.float().unflatten(-1, (-1, inputs if block is None else block))
+    largest = parts.abs().amax(-1)
+    if not bool(largest.isfinite().all()):
+        raise ValueError("the weight has values that are not finite; FP8 cannot hold them")
+    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    values = (parts / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(FP8).flatten(-2)
+    return Fp8Weight(values, scale[..., 0] if block is None else scale, block)
+
+
+def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """The weight (..., O, I) that the FP8 values stand for."""
+    if weight.block is None:
+        return (weight.values.float() * weight.scale[..., None]).to(dtype)
+    parts = weight.values.float().unflatten(-1, (-1, weight.block))
+    return (parts * weight.scale[..., None]).flatten(-2).to(dtype)
+
+
+def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """`x` (..., I) times the weight (O, I) transposed, in the dtype of `x`.
+
+    On CUDA with a scale per channel the product is taken in FP8, `x` being rounded with a scale a token.
+    """
+    if x.device.type != "cuda" or weight.block is not None:
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+    x_TI = x.reshape(-1, x.shape[-1])
+    scale_T = (x_TI.float().abs().amax(-1, keepdim=True) / _LARGEST).clamp(min=1e-12)
+    rounded_TI = (x_TI.float() / scale_T).clamp(-_LARGEST, _LARGEST).to(FP8)
+    out = torch._scaled_mm(
+        rounded_TI,
+        weight.values.t(),
+        scale_a=scale_T,
+        scale_b=weight.scale[None],
+        out_dtype=torch.bfloat16,
+    ).to(x.dtype)
+    return (out if bias is None else out + bias).unflatten(0, x.shape[:-1])
+
+
+def fp8_experts(
+    x_TD: Tensor, gate_EFD: Fp8Weight, up_EFD: Fp8Weight, down_EDF: Fp8Weight, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """`ops.moe.experts` (T, D) with FP8 weights.
+
+    On CUDA with a scale per channel the fused kernel widens them in registers; else the chosen experts' weights are
+    widened first and the loop runs on them.
+    """
+    stacks = (gate_EFD, up_EFD, down_EDF)
+    if x_TD.device.type == "cuda" and all(stack.block is None for stack in stacks):
+        from mbd_core.ops.moe_triton import fused_experts
+
+        scales = (gate_EFD.scale, up_EFD.scale, down_EDF.scale)
+        return fused_experts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)
+    chosen, local_TK = ids_TK.unique(return_inverse=True)
+    gate, up, down = (dequantize(stack[chosen], x_TD.dtype) for stack in stacks)
+    return experts(x_TD, gate, up, down, local_TK, weights_TK)
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer with an FP8 weight, made from one with a wide weight."""
+
+    def __init__(self, wide: nn.Linear, *, block: int | None = None) -> None:
+        super().__init__()
+        weight = quantize(wide.weight.detach(), block=block)
+        self.block = block
+        self.register_buffer("values", weight.values)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("bias", None if wide.bias is None else wide.bias.detach())
+
+    @property
+    def fp8_weight(self) -> Fp8Weight:
+        values, scale = self.get_buffer("values"), self.get_buffer("scale")
+        return Fp8Weight(values, scale, self.block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        return linear(x, self.fp8_weight, bias if isinstance(bias, Tensor) else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitError:
+    """What rounding weights did to logits: absolute differences, and the share of unchanged best tokens."""
+
+    max_abs: float
+    mean_abs: float
+    top1_agreement: float
+    positions: int
+
+
+def logit_error(wide: Tensor, rounded: Tensor) -> LogitError:
+    """Compare two sets of logits (..., V) of the same positions. Raises `ValueError` if their shapes differ."""
+    if wide.shape != rounded.shape:
+        raise ValueError(
+            f"logits of shapes {tuple(wide.shape)} and {tuple(rounded.shape)} are not of the same positions"
+        )
+    difference = (wide.float() - rounded.float()).abs()
+    same = (wide.argmax(-1) == rounded.argmax(-1)).float()
+    return LogitError(
+        max_abs=float(difference.max()),
+        mean_abs=float(difference.mean()),
+        top1_agreement=float(same.mean()),
+        positions=same.numel(),
+    )

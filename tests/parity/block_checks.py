@@ -1,0 +1,151 @@
+"""Decoding block by block in the engine: SDAR, LLaDA2 (plain, dInfer, DMax) and D2F on LLaDA and Dream."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from mbd_core.decoding.config import DecodingConfig, Soft
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.loader import load_model
+from mbd_core.types import Output, Request
+
+
+def check_sdar_generation(folder: Path, case: dict[str, Any]) -> None:
+    inputs, expected = case["inputs"], case["expected"]
+    size, length = inputs["block_length"], len(inputs["prompt"])
+    stops = tuple(inputs["stopping_criteria_idx"] or ())
+    model = with_config(load_model(folder), block_size=size, **({"eos_token_ids": stops} if stops else {}))
+    dynamic = inputs["remasking_strategy"] == "low_confidence_dynamic"
+    decoding = DecodingConfig(
+        block_size=size,
+        buffer_size=1,
+        tau_m2t=inputs["confidence_threshold"] if dynamic else 1.0,
+        tokens_per_step=size // inputs["denoising_steps"],
+        fallback="leftmost" if inputs["remasking_strategy"] == "sequential" else "confidence",
+    )
+    # the reference goes on to the end of the last block, whatever gen_length says
+    end = -(-(length + inputs["gen_length"]) // size) * size
+    request = Request(
+        request_id="case",
+        prompt=tuple(inputs["prompt"]),
+        max_tokens=end - length,
+        decoding=decoding,
+        ignore_eos=not stops,
+    )
+    output = Engine(model, EngineConfig(max_rows=1)).generate([request])[0]
+    wanted = expected["tokens"][length:]
+    if stops:
+        wanted = wanted[: next(i for i, t in enumerate(wanted) if t in stops)]
+    assert list(output.tokens) == wanted
+    counts = output.counts
+    assert counts.num_forwards - counts.num_store_forwards == expected["denoise_forwards"]
+    assert counts.num_store_forwards == expected["block_store_forwards"]
+
+
+def decode(
+    folder: Path, prompt: list[int], max_tokens: int, decoding: DecodingConfig, *, eos: int | None, **engine: Any
+) -> Output:
+    model = with_config(
+        load_model(folder), block_size=decoding.block_size, **({"eos_token_ids": (eos,)} if eos is not None else {})
+    )
+    request = Request(
+        request_id="case", prompt=tuple(prompt), max_tokens=max_tokens, decoding=decoding, ignore_eos=eos is None
+    )
+    config = EngineConfig(max_rows=1, buffer_size=decoding.buffer_size, **engine)
+    return Engine(model, config).generate([request])[0]
+
+
+def reaches(tau: float) -> float:
+    """The threshold that is exceeded exactly by what reaches `tau`: the references compare by >=, we by >."""
+    return max(0.0, math.nextafter(tau, 0.0))
+
+
+def before(tokens: list[int], eos: int) -> list[int]:
+    return tokens[: tokens.index(eos)] if eos in tokens else tokens
+
+
+def check_llada2_generation(folder: Path, case: dict[str, Any]) -> None:
+    """The reference computes every block anew and stores nothing: its forwards are our denoising ones."""
+    inputs, expected = case["inputs"], case["expected"]
+    size, length = inputs["block_length"], len(inputs["prompt"])
+    decoding = DecodingConfig(block_size=size, tau_m2t=inputs["threshold"], tokens_per_step=size // inputs["steps"])
+    # generation runs to the end of the last block, and the output is cut afterwards
+    end = -(-(length + inputs["gen_length"]) // size) * size
+    eos = inputs["eos_id"]
+    output = decode(folder, inputs["prompt"], end - length, decoding, eos=eos)
+    wanted = before(expected["output"], eos)
+    assert list(output.tokens)[: inputs["gen_length"]] == wanted
+    assert output.counts.num_forwards - output.counts.num_store_forwards == expected["nfe"]
+
+
+def check_dinfer(folder: Path, case: dict[str, Any]) -> None:
+    """SingleBD whose store rides on the next block's first forward, which is a buffer of 2 and tau_add = 1."""
+    inputs, expected = case["inputs"], case["expected"]
+    decoding = DecodingConfig(
+        block_size=inputs["block_length"], buffer_size=2, tau_add=1.0, tau_m2t=reaches(inputs["threshold"])
+    )
+    check_riding_store(folder, inputs, expected, decoding)
+
+
+def check_soft(folder: Path, case: dict[str, Any]) -> None:
+    inputs, expected = case["inputs"], case["expected"]
+    assert inputs["soft_top_k"] == 1 and inputs["max_steps_per_block"] == inputs["block_length"]
+    decoding = DecodingConfig(
+        block_size=inputs["block_length"],
+        buffer_size=2,
+        tau_add=1.0,
+        tau_m2t=reaches(inputs["threshold"]),
+        soft=Soft(stop_confidence=inputs["stop_confidence"]),
+    )
+    check_riding_store(folder, inputs, expected, decoding)
+
+
+def check_riding_store(
+    folder: Path, inputs: dict[str, Any], expected: dict[str, Any], decoding: DecodingConfig
+) -> None:
+    length, eos = len(inputs["prompt"]), inputs["eos_id"]
+    generated = expected["tokens"][length:]
+    output = decode(folder, inputs["prompt"], len(generated), decoding, eos=eos)
+    assert list(output.tokens) == before(generated, eos)
+    # the last block's own store, and nothing else, is ours alone
+    assert output.counts.num_store_forwards == 1
+    assert output.counts.num_forwards - 1 == expected["denoise_forwards"]
+
+
+def check_d2f(folder: Path, case: dict[str, Any]) -> None:
+    """D2F's reference goes on after an EOS until all resident blocks are full; ours stops at the EOS's block."""
+    inputs, expected = case["inputs"], case["expected"]
+    size, length = inputs["block_size"], len(inputs["prompt"])
+    num_blocks = inputs["max_new_tokens"] // size
+    fallback = {"default": "confidence", "neg_entropy": "neg_entropy", "margin_confidence": "margin"}
+    decoding = DecodingConfig(
+        block_size=size,
+        buffer_size=num_blocks,
+        tau_add=reaches(inputs["tau_add"]),
+        tau_semi=inputs["tau_act"],
+        tau_m2t=inputs["tau_conf"],
+        fallback=fallback[inputs["sampling_strategy"]],  # type: ignore[arg-type]
+        prompt_attention="full",
+    )
+    eos, generated = inputs["eos_token_id"], expected["tokens"][length:]
+    output = decode(folder, inputs["prompt"], num_blocks * size, decoding, eos=eos)
+    assert list(output.tokens) == before(generated, eos)
+    forwards = output.counts.num_forwards - 1  # the reference never stores what nothing follows
+    assert forwards == expected["forwards"] if eos not in generated else forwards <= expected["forwards"]
+
+
+def with_config(model: Decoder, **changes: Any) -> Decoder:
+    model.config = dataclasses.replace(model.config, **changes)
+    return model
+
+
+CHECKS = {
+    ("sdar", "gen"): check_sdar_generation,
+    ("llada2", "gen"): check_llada2_generation,
+    ("llada2", "dinfer"): check_dinfer,
+    ("llada2", "spd"): check_soft,
+    ("llada", "d2f"): check_d2f,
+    ("dream", "d2f"): check_d2f,
+}

@@ -1,0 +1,160 @@
+"""Converted checkpoints: there and back is the same bytes, and the model they make is the same model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from jobs.convert_checkpoint import main
+from mbd_core.models import convert as convert_module
+from mbd_core.models.config import ModelConfig, MoEConfig
+from mbd_core.models.convert import convert
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.loader import load_model, save_model
+
+LLADA2 = ModelConfig(
+    architecture="LLaDA2MoeModelLM", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4,
+    num_kv_heads=2, head_dim=8, rope_theta=6e5, rms_norm_eps=1e-6, max_positions=64, tie_word_embeddings=False,
+    mask_token_id=0, eos_token_ids=(1,), block_size=32, rotary_dim=4,
+    moe=MoEConfig(
+        num_experts=8, experts_per_token=2, intermediate_size=6, score="sigmoid", norm_topk_prob=True,
+        num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
+    ),
+)  # fmt: skip
+SDAR_MOE = replace(
+    LLADA2,
+    architecture="SDARMoeForCausalLM",
+    rotary_dim=None,
+    moe=MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=6, score="softmax", norm_topk_prob=True),
+)
+SDAR = replace(LLADA2, architecture="SDARForCausalLM", rotary_dim=None, moe=None, tie_word_embeddings=True)
+CONFIGS = {"llada2": LLADA2, "sdar-moe": SDAR_MOE, "sdar": SDAR}
+
+
+def saved(folder: Path, config: ModelConfig, **options) -> Path:
+    model = Decoder(config)
+    init_weights(model, seed=0)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("expert_bias"):
+            tensor.copy_(torch.arange(8) * 1.001)
+    save_model(folder, model, dtype=torch.bfloat16, extra={"notes.txt": "beside the weights"}, **options)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def run(*args: object) -> int:
+    return main([str(a) for a in args])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("middle", ["hf", "dcp"])
+def test_there_and_back_is_the_same_bytes(tmp_path: Path, config: ModelConfig, middle: str) -> None:
+    start = saved(tmp_path / "start", config)
+    assert run("--from", start, "--to", tmp_path / "there", "--experts", "fused", "--format", middle) == 0
+    assert (
+        run("--from", tmp_path / "there", "--to", tmp_path / "back", "--experts", "per-expert", "--format", "hf") == 0
+    )
+    assert contents(tmp_path / "back") == contents(start)
+    if middle == "hf":
+        model, again = load_model(start), load_model(tmp_path / "there")
+        assert again.config == model.config
+        assert all(torch.equal(t, again.state_dict()[n]) for n, t in model.state_dict().items())
+
+
+def test_fused_is_the_training_layout(tmp_path: Path) -> None:
+    start = saved(tmp_path / "start", LLADA2)
+    convert(start, tmp_path / "fused", experts="fused")
+    single = load_file(start / "model.safetensors")
+    stacked = load_file(tmp_path / "fused" / "model.safetensors")
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        wanted = [single[f"model.layers.2.mlp.experts.{e}.{part}.weight"] for e in range(8)]
+        assert torch.equal(stacked[f"model.layers.2.mlp.experts.{part}"], torch.stack(wanted))
+    assert stacked["model.layers.1.mlp.gate.expert_bias"].dtype == torch.float32
+    assert json.loads((tmp_path / "fused" / "config.json").read_text())["model_type"] == "llada2_moe_veomni"
+    convert(tmp_path / "fused", tmp_path / "again")  # nothing asked: nothing changed
+    assert contents(tmp_path / "again") == contents(tmp_path / "fused")
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_several_shards(tmp_path: Path, to: str) -> None:
+    start = saved(tmp_path / "start", LLADA2, max_shard_bytes=4000)
+    shards = sorted(start.glob("*.safetensors"))
+    assert len(shards) > 3 and all(p.stat().st_size < 8000 for p in shards)
+    convert(start, tmp_path / "there", experts="fused", to=to)
+    convert(tmp_path / "there", tmp_path / "back", experts="per_expert", to="hf", max_shard_bytes=4000)
+    assert contents(tmp_path / "back") == contents(start)
+
+
+def test_trainers_checkpoint_becomes_a_model(tmp_path: Path) -> None:
+    start = saved(tmp_path / "start", LLADA2)
+    model = load_model(start)
+    state = {"model": model.state_dict(), "optimizer": {"momentum": torch.ones(3)}, "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    code = run("--from", tmp_path / "step-7", "--to", tmp_path / "hf", "--format", "hf", "--config", start)
+    assert code == 0
+    assert contents(tmp_path / "hf") == contents(start)
+
+
+def test_dcp_can_be_loaded_by_a_trainer(tmp_path: Path) -> None:
+    start = saved(tmp_path / "start", SDAR_MOE)
+    convert(start, tmp_path / "dcp", experts="fused", to="dcp")
+    model = load_model(start)
+    state = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(t, state["model"][n]) for n, t in model.state_dict().items())
+
+
+def test_memory_is_about_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the writer holds back never exceeds a shard, and of the source one tensor is kept."""
+    start = saved(tmp_path / "start", replace(LLADA2, num_layers=6))
+    held = []
+
+    class Watched(convert_module.ShardWriter):
+        def add(self, name, tensor):
+            super().add(name, tensor)
+            held.append(sum(t.untyped_storage().nbytes() for t in self._pending.values()))
+
+    monkeypatch.setattr(convert_module, "ShardWriter", Watched)
+    convert(start, tmp_path / "there", experts="fused", max_shard_bytes=8000)
+    assert max(held) <= 8000
+    assert sum(p.stat().st_size for p in (tmp_path / "there").glob("*.safetensors")) > 5 * 8000
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = saved(tmp_path / "start", LLADA2)
+
+    def refused(sentence: str, *more: object, source: Path = start, target: Path = tmp_path / "out") -> None:
+        assert run("--from", source, "--to", target, "--experts", "fused", *more) == 2
+        said = capsys.readouterr()
+        assert sentence in said.err and said.err.count("\n") == 1 and not said.out
+        assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("out", "."))) == []
+
+    refused("is not a model folder: it has no config.json", source=tmp_path)
+    refused("exists already", target=start)
+    convert(start, tmp_path / "dcp", to="dcp")
+    file = sorted((tmp_path / "dcp").glob("*.distcp"))[0]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:10])
+    refused("is cut short at tensor 'model.", source=tmp_path / "dcp")
+    file.unlink()
+    refused(f"lacks the file {file.name}, which holds 'model.", source=tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    refused(".metadata is damaged", source=tmp_path / "dcp")
+    weights = load_file(start / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({n: t for n, t in weights.items() if n != name}, start / "model.safetensors")
+    refused(f"lacks 1 tensors, the first is '{name}'")
+    save_file(weights | {name: weights[name].float()}, start / "model.safetensors")
+    refused(f"'{name}' is torch.float32 but")
+    path = start / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused("is damaged or cut short at tensor '")
+    (start / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    refused("architectures=['GPT2LMHeadModel']; supported: ")
