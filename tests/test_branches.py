@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
 
-from mbd_core.decoding.branches import BranchedCanvas, Likely, Phase, compatible, distinct_lengths
+from mbd_core.decoding.branches import BranchedCanvas, Likely, Phase, compatible, distinct_lengths, likeliest
 from mbd_core.decoding.canvas import CanvasPlan
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas_plan import Lane
@@ -147,7 +147,9 @@ def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, tak
     middle.lane.fill(torch.tensor([begin + 1]), torch.tensor([8]), torch.zeros(1, dtype=torch.float64))
     row = torch.full((1, VOCAB), -9.0)
     row[0, 6], row[0, 8] = 2.0, 2.0
-    large.likely.see(torch.tensor([0]), row)  # position 1 was never seen: nothing is likely there
+    large.likely.see(
+        torch.tensor([0]), *likeliest(row, tau_merge)
+    )  # position 1 was never seen: nothing is likely there
     large.lane.fill(torch.tensor([begin + 1]), torch.tensor([3]), torch.zeros(1, dtype=torch.float64))
     small.lane.fill(torch.tensor([begin + 1]), torch.tensor([4]), torch.zeros(1, dtype=torch.float64))
     decoder._merge()
@@ -164,7 +166,7 @@ def test_a_branch_remembers_every_token_over_its_threshold() -> None:
     logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
     for tau in (0.05, 0.2, 0.5, 1.0):
         likely = Likely(20, tau)
-        likely.see(torch.arange(20), logits)
+        likely.see(torch.arange(20), *likeliest(logits, tau))
         p = logits.softmax(-1).double()
         for token in range(VOCAB):
             got = likely.of(torch.full((1, 20), token))[0]

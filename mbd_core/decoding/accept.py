@@ -25,26 +25,26 @@ class Prediction:
 
 def predict(
     logits_PV: Tensor,
-    where_RNB: Tensor,
+    where_RNB: Tensor | None,
     forbidden_V: Tensor,
     *,
+    shape: torch.Size,
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
-    """What `choose` says of each asked position, scattered to the true positions of `where_RNB`.
+    """What `choose` says of each asked position, put at the true positions of `where_RNB` (`None`: all) of `shape`.
 
     `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more than confidence.
     """
     token_P, confidence_P = choose(logits_PV, forbidden_V, draw)
     score_P = confidence_P if fallback_P is None else score(logits_PV, confidence_P, fallback_P)
-    token = torch.zeros(where_RNB.shape, dtype=torch.int64, device=logits_PV.device)
-    token[where_RNB] = token_P
-    values = []
-    for value_P in (confidence_P, score_P):
-        value = torch.zeros(where_RNB.shape, dtype=torch.float32, device=logits_PV.device)
-        value[where_RNB] = value_P
-        values.append(value)
-    return Prediction(token, *values)
+    values = (token_P, confidence_P, score_P)
+    if where_RNB is None:
+        return Prediction(*(value.view(shape) for value in values))
+    placed = [torch.zeros(shape, dtype=value.dtype, device=value.device) for value in values]
+    for place, value in zip(placed, values, strict=True):
+        place[where_RNB] = value
+    return Prediction(*placed)
 
 
 def score(logits_PV: Tensor, confidence_P: Tensor, fallback_P: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.canvas_accept import best, guess, over_threshold
+from mbd_core.decoding.canvas_accept import Guess, best, guess, over_threshold
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas_plan import CanvasPlan, CanvasUpdate, Lane, query
 from mbd_core.decoding.sampling import Sampling
@@ -50,23 +50,29 @@ class BranchStats:
     num_filled: int
 
 
-class Likely:
-    """A branch's probability map: the tokens over tau_merge at each position, of the last forward that showed it.
+def likeliest(logits_PV: Tensor, tau_merge: float) -> tuple[Tensor, Tensor]:
+    """The K likeliest tokens of each position and their probabilities (P, K), in one copy to the host.
 
-    Fewer than 1 / tau_merge tokens can be over it, so K = ceil(1 / tau_merge) remember all that may be merged.
+    Fewer than 1 / tau_merge tokens can be over tau_merge, so K = ceil(1 / tau_merge) hold all that may be merged.
     """
+    count = min(math.ceil(1 / tau_merge), logits_PV.shape[1])
+    top = logits_PV.float().softmax(-1).topk(count, dim=-1)
+    host = torch.stack((top.indices.double(), top.values.double())).cpu()
+    return host[0].long(), host[1]
+
+
+class Likely:
+    """A branch's probability map: the likeliest tokens at each position, by the last forward that showed it."""
 
     def __init__(self, num_positions: int, tau_merge: float) -> None:
-        self._count = math.ceil(1 / tau_merge)
-        self._tokens_GK = torch.full((num_positions, self._count), -1)
-        self._p_GK = torch.zeros(num_positions, self._count, dtype=torch.float64)
+        count = math.ceil(1 / tau_merge)
+        self._tokens_GK = torch.full((num_positions, count), -1)
+        self._p_GK = torch.zeros(num_positions, count, dtype=torch.float64)
 
-    def see(self, offsets_P: Tensor, logits_PV: Tensor) -> None:
-        top = logits_PV.float().softmax(-1).topk(min(self._count, logits_PV.shape[1]), dim=-1)
-        width = top.values.shape[1]
-        both = torch.stack((top.indices.double(), top.values.double())).cpu()
-        self._tokens_GK[offsets_P, :width] = both[0].long()
-        self._p_GK[offsets_P, :width] = both[1]
+    def see(self, offsets_P: Tensor, tokens_PK: Tensor, p_PK: Tensor) -> None:
+        """Replace what was known of some positions by their `likeliest` tokens."""
+        self._tokens_GK[offsets_P, : tokens_PK.shape[1]] = tokens_PK
+        self._p_GK[offsets_P, : p_PK.shape[1]] = p_PK
 
     def of(self, tokens_SG: Tensor) -> Tensor:
         """Probability of each of S proposals a position (S, G); 0 for what is not remembered."""
@@ -192,15 +198,25 @@ class BranchedCanvas:
         self.num_query_positions += sum(stop - start for start, stop in map(self._range, taking_part))
         self._copies = []
         before = [b.lane.copy() for b in self.branches]
-        shown = [self._shown(b, wanted) for b in taking_part]
+        positions_P, logits_PV = torch.cat([self._shown(b, wanted) for b in taking_part]), torch.cat(logits)
+        if self.canvas.forbid_eos:
+            logits_PV[:, list(self._eos)] = -torch.inf
+        g = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._forbidden_V)
+        tokens_PK, p_PK = likeliest(logits_PV, self.settings.tau_merge)
+        ends = torch.tensor([len(rows) for rows in logits]).cumsum(0).tolist()
+        parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         if phase is Phase.INIT:  # one forward serves all
             self._copies = [(0, b.index) for b in self.branches[1:]]
-            taking_part, shown, logits = self.branches, shown * self.num_lanes, logits * self.num_lanes
+            taking_part, parts = self.branches, parts * self.num_lanes
         certainty: dict[int, float] = {}
-        for branch, positions_P, logits_PV in zip(taking_part, shown, logits, strict=True):
+        for branch, part in zip(taking_part, parts, strict=True):
             branch.forwards[phase] += 1
-            self._decode(branch, positions_P, logits_PV)
-            self._measure_eos(branch, positions_P, logits_PV, certainty)
+            branch.likely.see(positions_P[part] - self.prompt_length, tokens_PK[part], p_PK[part])
+            self._decode(branch, g.at(part))
+            eos = self._ending_eos(branch)
+            if eos is not None:
+                row = logits_PV[part][int((positions_P[part] == eos).nonzero())]
+                certainty[branch.index] = float(row.float().softmax(-1)[branch.lane.tokens[eos]])
         self.num_forwards += 1
         self._after(phase, taking_part, certainty)
         return self._difference(before)
@@ -233,35 +249,14 @@ class BranchedCanvas:
         if self.settings.eos_test == "always":
             self._end_at_eos(self._running(), certainty)
 
-    def _decode(self, branch: Branch, positions_P: Tensor, logits_PV: Tensor) -> None:
-        """Fill the window by threshold, and remember what the branch holds likely."""
-        if self.canvas.forbid_eos:
-            logits_PV = logits_PV.clone()
-            logits_PV[:, list(self._eos)] = -torch.inf
-        branch.likely.see(positions_P - self.prompt_length, logits_PV)
-        open_P = torch.isin(positions_P, branch.open)
-        g = guess(
-            logits_PV[open_P.to(logits_PV.device)],
-            positions_P[open_P],
-            self.num_forwards,
-            self.canvas,
-            self.sampling,
-            self._forbidden_V,
-        )
+    def _decode(self, branch: Branch, seen: Guess) -> None:
+        """Fill the window by threshold; what was seen beyond its masks was for the probability map alone."""
+        g = seen.at(torch.isin(seen.position_P, branch.open))
         if not len(g.position_P):
             return
         chosen = over_threshold(g, self.canvas.tau, None) | best(g.score_P, 1)
         branch.lane.fill(g.position_P[chosen], g.token_P[chosen], g.confidence_P[chosen].log())
         branch.num_decoded += int(chosen.sum())
-
-    def _measure_eos(
-        self, branch: Branch, positions_P: Tensor, logits_PV: Tensor, certainty: dict[int, float]
-    ) -> None:
-        """Note how probable this forward finds the EOS that ends the branch, if one does."""
-        eos = self._ending_eos(branch)
-        if eos is not None:
-            row = int((positions_P == eos).nonzero())
-            certainty[branch.index] = float(logits_PV[row].float().softmax(-1)[branch.lane.tokens[eos]])
 
     def _ending_eos(self, branch: Branch) -> int | None:
         """The first EOS of the window if that is full; with `eos_test` "always" of any block, if all up to it are."""

@@ -12,6 +12,7 @@ reallocated, and every slot of a step reads the state before the step.
 Shape legend: R rows (sequences), N slots, B block size, P positions asked for.
 """
 
+import copy
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -56,6 +57,9 @@ _WHOLE = (
     "softens", "top_k", "seed", "forward",
 )  # fmt: skip
 _REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
+_PER_SLOT = (
+    "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
+)  # fmt: skip
 _NEVER = 2.0  # a threshold no confidence exceeds
 _ALWAYS = -1.0  # one that every number exceeds
 
@@ -108,8 +112,21 @@ class BlockBuffer:
         self.state_RN = torch.full(slots, int(SlotState.DUMMY), dtype=torch.int8, device=device)
         self.num_steps_RN = torch.zeros(slots, dtype=torch.int64, device=device)
         self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
+        self._whole = torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device)
+        self._real = torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device)
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self._slots = torch.arange(num_slots, device=device)
+        self._offsets = torch.arange(block_size, device=device)
+        self._name_parts()
+
+    def _name_parts(self) -> None:
+        """Each setting as a view of its column; each per-slot tensor with what stands in an empty slot."""
+        for column, name in enumerate(_WHOLE):
+            setattr(self, f"{name}_R", self._whole[:, column])
+        for column, name in enumerate(_REAL):
+            setattr(self, f"{name}_R", self._real[:, column])
         self._per_slot = {
-            self.tokens_RNB: mask_token_id,
+            self.tokens_RNB: self.mask_token_id,
             self.masked_RNB: True,
             self.confidence_RNB: 0.0,
             self.weight_RNB: 1.0,
@@ -117,15 +134,14 @@ class BlockBuffer:
             self.num_steps_RN: 0,
             self.stability_RN: 1.0,
         }
-        self._whole = torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device)
-        self._real = torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device)
-        for column, name in enumerate(_WHOLE):
-            setattr(self, f"{name}_R", self._whole[:, column])
-        for column, name in enumerate(_REAL):
-            setattr(self, f"{name}_R", self._real[:, column])
-        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
-        self._slots = torch.arange(num_slots, device=device)
-        self._offsets = torch.arange(block_size, device=device)
+
+    def head(self, num_rows: int) -> "BlockBuffer":
+        """The first rows as a buffer of their own over the same memory."""
+        view = copy.copy(self)
+        for name in (*_PER_SLOT, "_whole", "_real"):
+            setattr(view, name, getattr(self, name)[:num_rows])
+        view._name_parts()
+        return view
 
     @property
     def positions_RNB(self) -> Tensor:
@@ -165,17 +181,28 @@ class BlockBuffer:
         left = (self.masked_RNB & editable).sum(-1)
         return 1.0 - _share(left, editable.sum(-1), empty=0.0)
 
-    def draw(self, where_RNB: Tensor) -> Draw:
-        """What drawing needs at the true positions of `where_RNB`."""
-        row_P = where_RNB.nonzero(as_tuple=True)[0]
+    def draw(self, where_RNB: Tensor | None) -> Draw:
+        """What drawing needs at the true positions of `where_RNB`, `None` for all."""
+        row_P = self._row_at(where_RNB)
         return Draw(
             temperature_P=self.temperature_R[row_P],
             top_p_P=self.top_p_R[row_P],
             top_k_P=self.top_k_R[row_P],
             seed_P=self.seed_R[row_P],
-            position_P=self.positions_RNB[where_RNB],
+            position_P=self.positions_RNB.flatten() if where_RNB is None else self.positions_RNB[where_RNB],
             forward_P=self.forward_R[row_P],
         )
+
+    def fallback_at(self, where_RNB: Tensor | None) -> Tensor:
+        """The rows' `FALLBACKS` numbers at the true positions of `where_RNB`, `None` for all."""
+        return self.fallback_R[self._row_at(where_RNB)]
+
+    def _row_at(self, where_RNB: Tensor | None) -> Tensor:
+        if where_RNB is not None:
+            return where_RNB.nonzero(as_tuple=True)[0]
+        rows, slots, positions = self.masked_RNB.shape
+        places = torch.arange(rows * slots * positions, device=self.masked_RNB.device)
+        return places // (slots * positions)
 
     def join(self, row: int, request: Request) -> None:
         """Seat a request: its boundary block, with the prompt's remainder, becomes slot 0 and is ACTIVE at once."""
@@ -232,6 +259,14 @@ class BlockBuffer:
         """Put a saved row where another may have been since."""
         for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
             tensor[row] = value
+
+    def save_all(self) -> list[Tensor]:
+        """All rows' state as a value, for `restore_all`."""
+        return [t.clone() for t in (*self._per_slot, self._whole, self._real)]
+
+    def restore_all(self, saved: list[Tensor]) -> None:
+        for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
+            tensor.copy_(value)
 
     def activate(self) -> None:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.

@@ -24,6 +24,10 @@ class Guess:
     confidence_P: Tensor
     score_P: Tensor
 
+    def at(self, where: Tensor | slice) -> "Guess":
+        """The guess of some of its positions."""
+        return Guess(self.position_P[where], self.token_P[where], self.confidence_P[where], self.score_P[where])
+
 
 def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
     """The request's own noise at `position_P` in its `forward`-th forward: nothing else of a batch enters."""

@@ -22,14 +22,16 @@ class TooManyRequests(RuntimeError):
 class TextStep:
     """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
 
-    A request that met a stop string ends with finish_reason "stop"; its tokens and counts then include the token that
-    completed the stop string and none after it.
+    A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
+    include the token that completed the stop string and none after it. `logprobs` goes with `new_tokens`, where the
+    request asked for it.
     """
 
     request_id: str
     text: str
     new_tokens: tuple[int, ...]
     output: Output | None
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,11 @@ class AsyncEngine:
         self._texts: dict[str, CommittedText] = {}  # worker thread only
 
     @property
+    def capacity(self) -> int:
+        """Requests that may run and wait together."""
+        return self._capacity
+
+    @property
     def load(self) -> Load:
         """How busy the engine is, as of its last step."""
         return Load(running=self._running, waiting=max(0, len(self._streams) - self._running))
@@ -126,7 +133,7 @@ class AsyncEngine:
         if "" in stop:
             raise ValueError("stop holds an empty string; leave it out")
         if len(requests) > self._capacity:
-            raise ValueError(f"{len(requests)} prompts at once; at most {self._capacity} are taken")
+            raise ValueError(f"{len(requests)} requests at once; at most {self._capacity} are taken")
         if len(self._streams) + len(requests) > self._capacity:
             raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
         stream = TextStream(self, requests, stop)
@@ -220,15 +227,22 @@ class AsyncEngine:
         if text.stopped:
             ended = output if output is not None else self._engine.abort(out.request_id)
             assert ended is not None, "a request that made a step is known to the engine"
-            counts = replace(ended.counts, num_tokens=text.num_tokens)
-            output = replace(ended, tokens=ended.tokens[: text.num_tokens], finish_reason="stop", counts=counts)
+            output = replace(
+                ended,
+                tokens=ended.tokens[: text.num_tokens],
+                finish_reason="stop",
+                counts=replace(ended.counts, num_tokens=text.num_tokens),
+                logprobs=None if ended.logprobs is None else ended.logprobs[: text.num_tokens],
+            )
         if output is not None:
             del self._texts[out.request_id]
+        told = text.num_tokens - before
         return TextStep(
             request_id=out.request_id,
             text="".join(pieces),
-            new_tokens=out.new_tokens[: text.num_tokens - before],
+            new_tokens=out.new_tokens[:told],
             output=output,
+            logprobs=None if out.logprobs is None else out.logprobs[:told],
         )
 
     def _deliver(self, submitted: list[TextStream], turn: _Turn) -> None:

@@ -31,7 +31,7 @@ class CanvasRuns:
 
     def __init__(self, config: ModelConfig, cache: PagedKVCache, forbidden_V: Tensor) -> None:
         self._config, self._cache = config, cache
-        self._forbidden_V = forbidden_V.cpu()
+        self._forbidden_V = forbidden_V
         self._runs: dict[int, CanvasRun] = {}
 
     def join(self, sequence: Sequence) -> None:
@@ -89,7 +89,7 @@ class CanvasRuns:
     def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:
         """Hand every canvas its part of the logits of `rows()`; what each made of it."""
         counts = [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
-        parts = iter(logits_AV.cpu().split(counts))
+        parts = iter(logits_AV.split(counts))
         return [(run, run.decoder.update([next(parts) for _ in run.plan.queries])) for run in self._runs.values()]
 
     @property

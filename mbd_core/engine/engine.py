@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.accept import predict
-from mbd_core.decoding.buffer import BlockBuffer, Commit
+from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
-from mbd_core.engine.batch import Batch, Rows, pack
+from mbd_core.engine.batch import pack
 from mbd_core.engine.canvas import CanvasRuns
+from mbd_core.engine.layout import completing, prompt_rows, resident_slots
+from mbd_core.engine.program import DecodePrograms, ProgramKind
+from mbd_core.engine.report import Report, before, pack_report, unpack_report
 from mbd_core.engine.runner import EagerRunner
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import Sequence, pages_needed
@@ -42,8 +45,9 @@ class EngineConfig:
     num_pages           pages of KV memory
     max_prefill_tokens  prompt tokens stored a step, at most
     prefix_caching      keep stored blocks, prompt and generated, for requests that begin alike
-    static_shapes       send every slot of every row through the model, used or not, so that a decode step always
-                        has max_rows * buffer_size blocks (Alg. 5); otherwise only resident slots (Alg. 4)
+    static_shapes       in steps that only decode send every slot of the rows in use through the model, resident or
+                        not (Alg. 5), so that a CUDA graph can be replayed; otherwise only resident slots (Alg. 4).
+                        `None`: on a GPU
     batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
                         for bit
     attention           the attention kernel by name; by default the best there is
@@ -56,7 +60,7 @@ class EngineConfig:
     num_pages: int = 512
     max_prefill_tokens: int = 2048
     prefix_caching: bool = True
-    static_shapes: bool = False
+    static_shapes: bool | None = None
     batch_invariant: bool = False
     attention: str | None = None
 
@@ -74,16 +78,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One step's work: the batch, which of its logits are the buffer's, and which sequences take part."""
+    """Who takes part in a step: sequences whose blocks are decoded, prompt chunks to be stored."""
 
-    batch: Batch
-    asked_RNB: Tensor
-    num_asked: int
-    slot_end_RN: Tensor
-    storing_only_R: Tensor
     decoding: list[Sequence]
     chunks: list[PrefillChunk]
-    snapshot: Tensor | None
+    kind: ProgramKind
     started: float
 
 
@@ -145,8 +144,18 @@ class Engine:
         self._forbidden_V[c.mask_token_id] = True
         self._forbidden_V[vocab_limit or c.vocab_size :] = True
         self._canvases = CanvasRuns(c, cache, self._forbidden_V)
-        self._tables_RP = torch.zeros((config.max_rows, 1), dtype=torch.int64, device=device)
+        longest = min(config.num_pages, -(-c.max_positions // self.page_size) + config.buffer_size)
+        self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
         self._table_of: list[tuple[int, ...]] = [()] * config.max_rows
+        self.static_shapes = device.type == "cuda" if config.static_shapes is None else config.static_shapes
+        self._programs = DecodePrograms(
+            self.runner,
+            self.buffer,
+            self._tables_RP,
+            self._forbidden_V,
+            page_size=self.page_size,
+            batch_invariant=config.batch_invariant,
+        )
         if trace is not None:
             trace.block_size = self.block_size
         self._trace = trace
@@ -266,12 +275,18 @@ class Engine:
         if not self.has_work:
             return []
         plan = self._schedule()
-        logits_AV = self.runner.forward(plan.batch)
-        commit = self._commit(plan, logits_AV[: plan.num_asked])
-        return [*self._collect(plan, commit), *self._collect_canvases(plan, logits_AV[plan.num_asked :])]
+        if self.static_shapes and plan.decoding and not plan.chunks and not self._canvases.running:
+            report_RX, canvas_logits_AV = self._programs.run(plan.kind, num_pages=self._width), None
+        else:
+            report_RX, canvas_logits_AV = self._mixed_step(plan)
+        outputs = self._collect(plan, report_RX)
+        if canvas_logits_AV is not None:
+            outputs += self._collect_canvases(plan, canvas_logits_AV)
+        self._num_steps += 1
+        return outputs
 
     def _schedule(self) -> Plan:
-        """Make room, admit, choose prompt chunks, seat sequences whose prompt is complete, activate slots, lay out."""
+        """Make room, admit, choose prompt chunks, seat sequences whose prompt is complete."""
         started = time.perf_counter()
         for sequence in self.scheduler.grow(self._upto):
             self._put_aside(sequence)
@@ -283,27 +298,17 @@ class Engine:
         for sequence in decoding:
             if not sequence.seated:
                 self._seat(sequence)
-        self.buffer.activate()
         self._update_tables()
-        asked_RNB = self.buffer.asked_RNB
-        prompt = self._prompt_rows(chunks)
-        slots, slot_end_RN, num_asked = self._slot_rows(asked_RNB, chunks, before=len(prompt.tokens_T))
-        canvases = self._canvases.rows(before=len(prompt.tokens_T) + len(slots.tokens_T))
-        batch = pack(
-            [g for g in (prompt, slots, canvases) if g is not None],
-            page_size=self.page_size,
-            batch_invariant=self.config.batch_invariant,
-        )
-        return Plan(
-            batch=batch,
-            asked_RNB=asked_RNB,
-            num_asked=num_asked,
-            slot_end_RN=slot_end_RN,
-            storing_only_R=~self.buffer.active_RN.any(-1),
-            decoding=decoding,
-            chunks=chunks,
-            snapshot=self._snapshot(),
-            started=started,
+        return Plan(decoding=decoding, chunks=chunks, kind=self._kind(decoding), started=started)
+
+    def _kind(self, decoding: list[Sequence]) -> ProgramKind:
+        """What this step's decoding asks for."""
+        requests = [s.request for s in decoding]
+        return ProgramKind(
+            num_rows=self._programs.bucket(max((s.row for s in decoding), default=0) + 1),
+            draws=any(r.sampling.temperature > 0 for r in requests),
+            scores=any(r.decoding.fallback not in ("confidence", "leftmost") for r in requests),
+            softens=any(r.decoding.soft is not None for r in requests),
         )
 
     def _upto(self, sequence: Sequence) -> int:
@@ -337,185 +342,89 @@ class Engine:
 
     def _update_tables(self) -> None:
         """Bring the device's page table up to date; rows without a sequence keep what they had, nobody reads it."""
-        running = self.scheduler.running
-        width = max((len(s.pages) for s in running.values()), default=1)
-        if width > self._tables_RP.shape[1]:
-            self._tables_RP = torch.nn.functional.pad(self._tables_RP, (0, width - self._tables_RP.shape[1]))
-        for row, sequence in running.items():
+        for row, sequence in self.scheduler.running.items():
             now = (sequence.arrival, sequence.num_preemptions, len(sequence.pages))
-            if self._table_of[row] != now:
+            if self._table_of[row] != now and sequence.request.decoding.canvas is None:
                 self._tables_RP[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
                 self._table_of[row] = now
 
     @property
     def _width(self) -> int:
-        """Pages that any running sequence has at most."""
-        return max((len(s.pages) for s in self.scheduler.running.values()), default=1)
+        """Pages that any sequence in the buffer or on its way there has at most."""
+        running = self.scheduler.running.values()
+        return max((len(s.pages) for s in running if s.request.decoding.canvas is None), default=1)
 
-    def _prompt_rows(self, chunks: list[PrefillChunk]) -> Rows:
-        """Prompt blocks to be stored, a row each; a prompt under full attention is one row."""
-        size, device = self.block_size, self.buffer.tokens_RNB.device
-        tokens: list[int] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        rows: list[int] = []
-        for chunk in chunks:
-            tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
-            step = size if chunk.start >= chunk.sequence.origin else chunk.stop - chunk.start
-            row_starts = range(chunk.start, chunk.stop, step)
-            starts += row_starts
-            lengths += [step] * len(row_starts)
-            rows += [chunk.sequence.row] * len(row_starts)
-        starts_K, lengths_K = torch.tensor([starts, lengths], dtype=torch.int64, device=device)
-        before_K = torch.nn.functional.pad(lengths_K.cumsum(0), (1, 0))[:-1]
-        offset = (starts_K - before_K).repeat_interleave(lengths_K, output_size=len(tokens))
-        return Rows(
-            tokens_T=torch.tensor(tokens, dtype=torch.int64, device=device),
-            positions_T=torch.arange(len(tokens), device=device) + offset,
-            lengths_K=size if all(n == size for n in lengths) else lengths,
-            kv_lens_K=starts_K + lengths_K,
-            pages_KP=self._tables_RP[torch.tensor(rows, dtype=torch.int64, device=device), : self._width],
-            stored_K=torch.ones(len(rows), dtype=torch.bool, device=device),
-            logits_at_A=torch.zeros(0, dtype=torch.int64, device=device),
-            asked=[0] * len(rows),
+    def _mixed_step(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Prompt chunks, resident slots and canvases in one forward; the report, and the canvases' logits."""
+        config, shift = self.config, self.model.config.shift_logits
+        self.buffer.activate()
+        seen_RX = before(self.buffer)
+        tables_RP = self._tables_RP[:, : self._width]
+        prompt = prompt_rows(plan.chunks, tables_RP, block_size=self.block_size)
+        slots = resident_slots(
+            self.buffer,
+            tables_RP,
+            plan.chunks,
+            shift=shift,
+            softens=plan.kind.softens,
+            whole=config.batch_invariant,
         )
-
-    def _slot_rows(self, asked_RNB: Tensor, chunks: list[PrefillChunk], *, before: int) -> tuple[Rows, Tensor, int]:
-        """Slots, a row each: all of them under static shapes, else the resident ones; and the packed token at which
-        each slot ends (R, N), and how many positions are asked for."""
-        buffer, device = self.buffer, self.buffer.tokens_RNB.device
-        size, resident_RN = self.block_size, buffer.resident_RN
-        included = torch.ones_like(resident_RN) if self.config.static_shapes else resident_RN
-        row, slot = included.nonzero(as_tuple=True)
-        stored = resident_RN[row, slot]
-        positions_KB = buffer.positions_RNB[row, slot]
-        asked_KB = asked_RNB[row, slot]
-        logits_at = asked_KB.flatten().nonzero()[:, 0] + before
-        softens = any(s.request.decoding.soft is not None for s in self.scheduler.running.values())
-        if self.model.config.shift_logits:
-            logits_at = self._predecessors(logits_at, row, slot, chunks)
-        slot_end_RN = torch.zeros_like(resident_RN, dtype=torch.int64)
-        slot_end_RN[row, slot] = torch.arange(len(row), device=device) * size + size - 1 + before
-        rows = Rows(
-            tokens_T=buffer.tokens_RNB[row, slot].flatten(),
-            positions_T=positions_KB.flatten(),
-            lengths_K=size,
-            kv_lens_K=torch.where(stored, positions_KB[:, -1] + 1, 1),
-            pages_KP=self._tables_RP[row, : self._width],
-            stored_K=stored,
-            logits_at_A=logits_at,
-            weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
-            asked=asked_KB.sum(-1).tolist() if self.config.batch_invariant else None,
+        canvases = self._canvases.rows(before=len(prompt.tokens_T) + len(slots.rows.tokens_T))
+        batch = pack(
+            [g for g in (prompt, slots.rows, canvases) if g is not None],
+            page_size=self.page_size,
+            batch_invariant=config.batch_invariant,
         )
-        return rows, slot_end_RN, len(logits_at)
-
-    def _predecessors(self, logits_at: Tensor, row: Tensor, slot: Tensor, chunks: list[PrefillChunk]) -> Tensor:
-        """Where logits are to be read of a model whose logits predict the next position: one token earlier.
-
-        Slots of a row lie behind one another. In front of slot 0 stands the last committed position: in this forward
-        if its prompt chunk is, else in the runner's memory.
-        """
-        last = [-1 - row for row in range(self.config.max_rows)]
-        for chunk, stop in self._completing(chunks):
-            last[chunk.sequence.row] = stop - 1
-        before = sum(c.stop - c.start for c in chunks)
-        slot_row = (logits_at - before) // self.block_size
-        opens = (slot[slot_row] == 0) & ((logits_at - before) % self.block_size == 0)
-        return torch.where(opens, torch.tensor(last, device=row.device)[row[slot_row]], logits_at - 1)
-
-    def _completing(self, chunks: list[PrefillChunk]) -> list[tuple[PrefillChunk, int]]:
-        """Chunks that complete their sequence's prefix, each with the packed token it stops at."""
-        out, stop = [], 0
-        for chunk in chunks:
-            stop += chunk.stop - chunk.start
-            if chunk.stop == chunk.sequence.prefix_length:
-                out.append((chunk, stop))
-        return out
-
-    def _snapshot(self) -> Tensor | None:
-        """Slot states and mask ratios as the forward sees them (R, 2 N), for a trace."""
-        if self._trace is None:
-            return None
-        return torch.cat((self.buffer.state_RN.double(), 1.0 - self.buffer.progress_RN), dim=1)
-
-    def _commit(self, plan: Plan, logits_AV: Tensor) -> Commit:
-        """What the forward says of the buffer's asked positions, and what follows from it."""
-        running = [s.request for s in plan.decoding]
-        draws = any(r.sampling.temperature > 0 for r in running)
-        scores = any(r.decoding.fallback not in ("confidence", "leftmost") for r in running)
-        asked = plan.asked_RNB
+        logits_AV = self.runner.forward(batch)
+        num_asked = len(slots.rows.logits_at_A)
         prediction = predict(
-            logits_AV,
-            asked,
+            logits_AV[:num_asked],
+            slots.where_RNB,
             self._forbidden_V,
-            draw=self.buffer.draw(asked) if draws else None,
-            fallback_P=self.buffer.fallback_R[asked.nonzero(as_tuple=True)[0]] if scores else None,
+            shape=self.buffer.masked_RNB.shape,
+            draw=self.buffer.draw(slots.where_RNB) if plan.kind.draws else None,
+            fallback_P=self.buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
         )
         commit = self.buffer.commit(prediction)
-        if self.model.config.shift_logits:
-            self._remember(plan, commit)
-        return commit
-
-    def _remember(self, plan: Plan, commit: Commit) -> None:
-        """Keep the hidden states of positions that were committed last, from which the next ones are predicted."""
-        completing = self._completing(plan.chunks)
-        if completing:
-            device = commit.num_blocks_R.device
-            rows = torch.tensor([c.sequence.row for c, _ in completing], device=device)
-            self.runner.remember(rows, torch.tensor([stop - 1 for _, stop in completing], device=device))
-        left = commit.num_blocks_R.nonzero()[:, 0]
-        if len(left):
-            self.runner.remember(left, plan.slot_end_RN[left, commit.num_blocks_R[left] - 1])
+        if shift:
+            stored = completing(plan.chunks)
+            if stored:
+                rows, at = torch.tensor(stored, device=logits_AV.device).T
+                self.runner.remember(rows, at)
+            self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
+        return pack_report(seen_RX, commit), logits_AV[num_asked:]
 
     # -- after the forward --------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, commit: Commit) -> list[StepOutput]:
+    def _collect(self, plan: Plan, report_RX: Tensor) -> list[StepOutput]:
         """Count the step, hand out what was committed, let finished sequences go. One copy to the host."""
-        size = self.block_size
-        told = self._trace is not None or any(s.request.logprobs for s in plan.decoding)
-        parts = [
-            commit.num_blocks_R[:, None],
-            plan.storing_only_R[:, None],
-            commit.accepted_RN,
-            commit.edited_RN,
-            commit.tokens_RNB.flatten(1),
-            commit.masked_RNB.flatten(1),
-        ]
-        if told:
-            parts.append(commit.confidence_RNB.flatten(1))
-        if plan.snapshot is not None:
-            parts.append(plan.snapshot)
-        copied = torch.cat([p.double() for p in parts], dim=1).cpu().numpy()
-        width = np.cumsum([p.shape[1] for p in parts])[:-1]
-        num_blocks, storing_only, accepted, edited, tokens, masked, *rest = np.split(copied, width, axis=1)
-        confidence = rest.pop(0) if told else None
+        report = unpack_report(report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
         seconds = time.perf_counter() - plan.started
         self.scheduler.stored(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
-        if self._trace is not None:
-            self._record(plan, rest[0], accepted, edited, tokens, masked, confidence)
+        if self._trace is not None and plan.decoding:
+            self._record(self._trace, plan.decoding, report)
         outputs = []
         for sequence in plan.decoding:
             row = sequence.row
             sequence.num_forwards += 1
-            sequence.num_store_forwards += int(storing_only[row, 0])
+            sequence.num_store_forwards += int(report.storing_only_R[row])
             sequence.decode_seconds += seconds
-            left = int(num_blocks[row, 0]) * size
+            left = report.num_blocks_R[row]
             if left:
-                told_here = confidence[row, :left] if confidence is not None and sequence.request.logprobs else None
-                outputs.append(self._emit(sequence, tokens[row, :left].astype(np.int64).tolist(), told_here))
-        self._num_steps += 1
+                tokens = report.tokens_RNB[row, :left].flatten().tolist()
+                outputs.append(self._emit(sequence, tokens, report.confidence_RNB[row, :left].flatten()))
         return outputs
 
-    def _emit(self, sequence: Sequence, committed: list[int], confidence: np.ndarray | None) -> StepOutput:
+    def _emit(self, sequence: Sequence, committed: list[int], confidence: np.ndarray) -> StepOutput:
         """The useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
         useful = slice(max(0, len(request.prompt) - start), max(0, sequence.end - start))
         self.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
-        logprobs = None if confidence is None else np.log(confidence[useful]).tolist()
+        logprobs = np.log(confidence[useful]).tolist() if request.logprobs else None
         return self._hand_out(sequence, committed[useful], logprobs, ended=ended)
 
     def _hand_out(
@@ -542,8 +451,7 @@ class Engine:
         )
 
     def _collect_canvases(self, plan: Plan, logits_AV: Tensor) -> list[StepOutput]:
-        """The canvases' part of the step: tokens decided without a gap are handed out, but with several branches,
-        which may still be overwritten, only at the end."""
+        """The canvases' part of the step: tokens decided without a gap are handed out."""
         outputs = []
         updates = self._canvases.update(logits_AV)
         seconds = time.perf_counter() - plan.started
@@ -556,7 +464,7 @@ class Engine:
                     [
                         StepTrace(
                             request_id=sequence.request.request_id,
-                            step=self._num_steps - 1,
+                            step=self._num_steps,
                             slot=lane,
                             block=block,
                             state="ACTIVE",
@@ -567,9 +475,8 @@ class Engine:
                         for (lane, block), accepted in update.accepted.items()
                     ]
                 )
-            sure = decoder.done or decoder.num_lanes == 1
             known = len(sequence.emitted)
-            fresh = decoder.tokens[known:] if sure else []
+            fresh = decoder.tokens[known:]
             if not decoder.done:  # an EOS counts when the blocks up to its own are complete
                 fresh = list(itertools.takewhile(lambda t: t not in self.model.config.eos_token_ids, fresh))
             if fresh or decoder.done:
@@ -577,33 +484,20 @@ class Engine:
                 outputs.append(self._hand_out(sequence, fresh, logprobs, ended=decoder.done))
         return outputs
 
-    def _record(
-        self,
-        plan: Plan,
-        snapshot: np.ndarray,
-        accepted: np.ndarray,
-        edited: np.ndarray,
-        tokens: np.ndarray,
-        masked: np.ndarray,
-        confidence: np.ndarray | None,
-    ) -> None:
-        assert self._trace is not None
-        if not plan.decoding:
-            return
-        rows = [s.row for s in plan.decoding]
-        states, mask_ratios = np.split(snapshot[rows], 2, axis=1)
-        detail: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-        if self._trace.detail:
-            assert confidence is not None
-            shape = (len(rows), self.buffer.num_slots, self.block_size)
-            hidden = masked[rows] > 0
-            detail = (
-                np.where(hidden, -1, tokens[rows]).reshape(shape),
-                np.where(hidden, 0.0, confidence[rows]).reshape(shape),
-            )
-        first = [(s.committed - s.origin) // self.block_size for s in plan.decoding]
-        ids = [s.request.request_id for s in plan.decoding]
-        self._trace.add(self._num_steps, ids, first, states, mask_ratios, accepted[rows], edited[rows], *detail)
+    def _record(self, trace: "TraceRecorder", decoding: list[Sequence], report: Report) -> None:
+        rows = [s.row for s in decoding]
+        masked = report.masked_RNB[rows]
+        trace.add(
+            self._num_steps,
+            [s.request.request_id for s in decoding],
+            [(s.committed - s.origin) // self.block_size for s in decoding],
+            report.states_RN[rows],
+            report.mask_ratio_RN[rows],
+            report.accepted_RN[rows],
+            report.edited_RN[rows],
+            np.where(masked, -1, report.tokens_RNB[rows]) if trace.detail else None,
+            np.where(masked, 0.0, report.confidence_RNB[rows]) if trace.detail else None,
+        )
 
     def _finish(self, sequence: Sequence) -> None:
         if self.scheduler.is_running(sequence):

@@ -1,7 +1,8 @@
 """A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,37 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.decoding.config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.models.config import ModelConfig
-from mbd_core.models.loader import load_generation_defaults, load_model, load_tokenizer
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.loader import (
+    check_tensors,
+    detect_layout,
+    drop_tied_head,
+    load_config,
+    load_generation_defaults,
+    load_model,
+    load_tokenizer,
+)
+from mbd_core.models.names import stored_tensors
+from mbd_core.models.safetensor_files import list_tensors
 from mbd_core.trace import TraceRecorder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
+
+    config        with the EOS ids that count (`generation_config.json`'s, where it names more than config.json)
+    defaults      `generation_config.json`
+    stored_dtype  what most weights are stored as
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    defaults: dict[str, Any]
+    stored_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -24,28 +54,104 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     config: ModelConfig
     defaults: dict[str, Any]
+    stored_dtype: torch.dtype
 
     def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
         """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
-        return decoding_config(self.defaults, overrides, block_size=self.config.block_size)
+        return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
+
+    @property
+    def backend(self) -> str:
+        """What computes: device, dtype (and how the weights are stored, if otherwise), attention kernel."""
+        weights = self.engine.model.model.norm.weight
+        dtype = _name(weights.dtype)
+        stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
+        return f"torch {weights.device.type} {dtype}{stored}, attention {self.engine.attention.name}"
 
 
-def load_engine(folder: Path, config: EngineConfig, *, trace: TraceRecorder | None = None) -> LoadedModel:
-    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder."""
-    model = load_model(folder, dtype=torch.float32)
-    tokenizer = load_tokenizer(folder, model.config)
+def read_folder(folder: Path) -> ModelFolder:
+    """Check everything of a model folder that can be checked without reading weights.
+
+    Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
+    missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or ids that do not fit.
+    """
+    config = load_config(folder)
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
+    found = list_tensors(folder)
+    drop_tied_head(config, found)
+    check_tensors(folder, config, found, stored_tensors(config, shapes, detect_layout(config, shapes, found)))
+    tokenizer = load_tokenizer(folder, config)
     defaults = load_generation_defaults(folder)
-    _check_agreement(folder, model.config, defaults)
-    engine = Engine(model, config, trace=trace, vocab_limit=len(tokenizer))
-    return LoadedModel(folder.name, engine, tokenizer, model.config, defaults)
+    dtypes = [info.dtype for info in found.values()]
+    return ModelFolder(
+        path=folder,
+        config=_agreed(folder, config, defaults),
+        tokenizer=tokenizer,
+        defaults=defaults,
+        stored_dtype=max(set(dtypes), key=dtypes.count),
+    )
 
 
-def _check_agreement(folder: Path, config: ModelConfig, defaults: Mapping[str, Any]) -> None:
-    """The ids that both JSON files name must be the same ones."""
-    eos = defaults.get("eos_token_id", list(config.eos_token_ids))
-    for name, there, here in (
-        ("mask_token_id", defaults.get("mask_token_id", config.mask_token_id), config.mask_token_id),
-        ("eos_token_id", set(eos if isinstance(eos, list) else [eos]), set(config.eos_token_ids)),
-    ):
-        if there != here:
-            raise ValueError(f"{folder}: generation_config.json says {name}={there}, config.json says {here}")
+def load_engine(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    trace: TraceRecorder | None = None,
+    device: torch.device | None = None,
+) -> LoadedModel:
+    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
+
+    Without `device` it goes to the GPU if there is one. There weights stay as stored; a CPU computes in float32.
+    """
+    found = read_folder(folder)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
+    model.config = found.config
+    engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
+    defaults = found.defaults
+    if config.block_size is not None and found.config.attention == "full":
+        defaults = {**defaults, "block_size": config.block_size}  # such a model was not trained with any
+    loaded = LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
+    log.info("%s: %s; %s", folder.name, loaded.backend, engine.attention.describe())
+    return loaded
+
+
+def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:
+    """What to tell of T2T editing under a model whose `generation_config.json` does not recommend it; else `None`."""
+    if decoding.t2t is None or defaults.get("t2t") is not None:
+        return None
+    return (
+        f"{name}: decoding.t2t was asked for, but its generation_config.json names none: a model that was not trained "
+        "to edit its own tokens may overwrite right ones"
+    )
+
+
+def _agreed(folder: Path, config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig:
+    """`config` with `generation_config.json`'s EOS ids, which may be more; the mask id must be the same in both."""
+    mask = defaults.get("mask_token_id", config.mask_token_id)
+    if mask != config.mask_token_id:
+        raise ValueError(
+            f"{folder}: generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}"
+        )
+    given = defaults.get("eos_token_id")
+    if given is None:
+        return config
+    eos = given if isinstance(given, list) else [given]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
+        raise ValueError(
+            f"{folder}: generation_config.json says eos_token_id={given!r}, which is no list of token ids"
+        )
+    if not set(config.eos_token_ids) <= set(eos):
+        ours = list(config.eos_token_ids)
+        raise ValueError(f"{folder}: generation_config.json says eos_token_id={given}, config.json says {ours}")
+    if set(eos) == set(config.eos_token_ids):
+        return config
+    try:
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.json: {error}") from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

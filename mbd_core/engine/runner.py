@@ -67,3 +67,11 @@ class EagerRunner:
     def remember(self, rows: Tensor, at: Tensor) -> None:
         """Keep the last forward's hidden states of packed tokens `at` for sequences `rows`."""
         self._last_RD[rows] = self._hidden_TD[at]
+
+    @torch.inference_mode()
+    def remember_committed(self, slot_end_RN: Tensor, num_blocks_R: Tensor) -> None:
+        """`remember` for every row that committed blocks, at the last token of the last of them; static shapes."""
+        last = (num_blocks_R - 1).clamp(min=0)
+        at_R = slot_end_RN.gather(1, last[:, None])[:, 0]
+        kept = self._last_RD[: len(at_R)]
+        kept.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], kept))

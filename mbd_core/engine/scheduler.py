@@ -14,6 +14,7 @@ One step of the engine:
     grow(upto) -> admit() -> prefill() -> the forward -> stored(chunks), commit(sequence, tokens), release(sequence)
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -62,7 +63,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self._by_id: dict[str, Sequence] = {}
-        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
         self._root = chain_root(namespace)
         self._num_arrivals = 0
         self._blocked: Sequence | None = None
@@ -141,7 +142,7 @@ class Scheduler:
                 self._blocked = sequence
                 break
             self.waiting.popleft()
-            sequence.row = self._free_rows.pop()
+            sequence.row = heapq.heappop(self._free_rows)
             self.running[sequence.row] = sequence
             admitted.append(sequence)
         return admitted
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         del self.running[sequence.row]
-        self._free_rows.append(sequence.row)
+        heapq.heappush(self._free_rows, sequence.row)
         self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
         sequence.pages = []
         self._blocked = None

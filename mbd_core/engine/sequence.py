@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mbd_core.decoding.branches import distinct_lengths
+from mbd_core.decoding.canvas import num_lanes
 from mbd_core.types import Counts, FinishReason, Output, Request
 
 
@@ -87,7 +87,7 @@ class Sequence:
     @property
     def num_lanes(self) -> int:
         """How many times it holds its positions: once, or once a lane of a canvas."""
-        return num_lanes(self.request)
+        return lanes(self.request)
 
     @property
     def shares_prefix(self) -> bool:
@@ -155,14 +155,10 @@ def grid_origin(request: Request) -> int:
     return len(request.prompt) if request.decoding.prompt_attention == "full" else 0
 
 
-def num_lanes(request: Request) -> int:
-    """Sets of keys a request needs: one, with guidance two, with branches one each."""
+def lanes(request: Request) -> int:
+    """Sets of keys a request needs: one, or one a lane of its canvas."""
     canvas = request.decoding.canvas
-    if canvas is None:
-        return 1
-    if canvas.branches is not None:
-        return len(distinct_lengths(canvas.branches, request.max_tokens))
-    return 2 if canvas.cfg_scale else 1
+    return 1 if canvas is None else num_lanes(canvas, request.max_tokens)
 
 
 def span(request: Request, block_size: int) -> int:
@@ -176,4 +172,4 @@ def span(request: Request, block_size: int) -> int:
 
 def pages_needed(request: Request, *, block_size: int, page_size: int) -> int:
     """Pages that hold a request to its end, its last block whole."""
-    return num_lanes(request) * -(-span(request, block_size) // page_size)
+    return lanes(request) * -(-span(request, block_size) // page_size)

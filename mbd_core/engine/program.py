@@ -1,0 +1,109 @@
+"""The device's part of a decode step as one repeatable call: forward, acceptance, slot transitions, report.
+
+It reads and writes buffers that are never reallocated, and looks at nothing on the host; so on a GPU it is captured
+once per `ProgramKind` as a CUDA graph and replayed. Elsewhere the same call is made again.
+
+Shape legend: R rows (sequences), N slots, B block size, X columns of a report.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.accept import predict
+from mbd_core.decoding.buffer import BlockBuffer
+from mbd_core.engine.batch import pack
+from mbd_core.engine.layout import all_slots
+from mbd_core.engine.report import before, pack_report
+from mbd_core.engine.runner import EagerRunner
+
+
+@dataclass(frozen=True)
+class ProgramKind:
+    """What a step's program depends on beside its buffers: the number of rows, and which work some row asks for."""
+
+    num_rows: int
+    draws: bool
+    scores: bool
+    softens: bool
+
+
+class DecodePrograms:
+    """Programs for the first `num_rows` rows of a buffer (powers of two, so that few are made), made when needed."""
+
+    def __init__(
+        self,
+        runner: EagerRunner,
+        buffer: BlockBuffer,
+        tables_RP: Tensor,
+        forbidden_V: Tensor,
+        *,
+        page_size: int,
+        batch_invariant: bool,
+    ) -> None:
+        self._runner, self._buffer, self._tables_RP, self._forbidden_V = runner, buffer, tables_RP, forbidden_V
+        self._page_size, self._batch_invariant = page_size, batch_invariant
+        self._records = tables_RP.device.type == "cuda" and not batch_invariant
+        self._recorded: dict[ProgramKind, Recording] = {}
+
+    def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
+        """One step; its report (R, X), on the device, good until the next. No row has more than `num_pages` pages."""
+        if not self._records:
+            return self._program(kind, num_pages)()
+        if kind not in self._recorded:
+            program = self._program(kind, self._tables_RP.shape[1])
+            self._recorded[kind] = Recording(program, self._buffer)
+        return self._recorded[kind].replay()
+
+    def bucket(self, num_rows: int) -> int:
+        """The least power of two that holds `num_rows` rows, at most all."""
+        return min(1 << (num_rows - 1).bit_length(), len(self._tables_RP))
+
+    def _program(self, kind: ProgramKind, num_pages: int) -> Callable[[], Tensor]:
+        buffer = self._buffer.head(kind.num_rows)
+        tables_RP = self._tables_RP[: kind.num_rows, :num_pages]
+        shift = self._runner.model.config.shift_logits
+
+        def step() -> Tensor:
+            buffer.activate()
+            seen_RX = before(buffer)
+            slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens)
+            batch = pack([slots.rows], page_size=self._page_size, batch_invariant=self._batch_invariant)
+            prediction = predict(
+                self._runner.forward(batch),
+                slots.where_RNB,
+                self._forbidden_V,
+                shape=buffer.masked_RNB.shape,
+                draw=buffer.draw(None) if kind.draws else None,
+                fallback_P=buffer.fallback_at(None) if kind.scores else None,
+            )
+            commit = buffer.commit(prediction)
+            if shift:
+                self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
+            return pack_report(seen_RX, commit)
+
+        return step
+
+
+class Recording:
+    """A step captured as a CUDA graph. Warming up runs it, so the buffer is put back afterwards."""
+
+    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer) -> None:
+        saved = buffer.save_all()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+                buffer.restore_all(saved)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._report_RX = step()
+
+    def replay(self) -> Tensor:
+        """Run the captured step; its report, overwritten by the next replay."""
+        self._graph.replay()
+        return self._report_RX

@@ -1,0 +1,61 @@
+"""What one decode step tells the host: one array, one copy.
+
+Shape legend: R rows (sequences), N slots, B block size, X columns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.buffer import BlockBuffer, Commit
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step on the host, by row. `states_RN` and `mask_ratio_RN` are what the forward saw, the rest what it did."""
+
+    num_blocks_R: np.ndarray
+    storing_only_R: np.ndarray
+    states_RN: np.ndarray
+    mask_ratio_RN: np.ndarray
+    accepted_RN: np.ndarray
+    edited_RN: np.ndarray
+    tokens_RNB: np.ndarray
+    masked_RNB: np.ndarray
+    confidence_RNB: np.ndarray
+
+
+def before(buffer: BlockBuffer) -> Tensor:
+    """What the forward will see: storing only, states, mask ratios (R, 1 + 2 N)."""
+    storing_only = ~buffer.active_RN.any(-1, keepdim=True)
+    return torch.cat((storing_only.double(), buffer.state_RN.double(), 1.0 - buffer.progress_RN), dim=1)
+
+
+def pack_report(seen_RX: Tensor, commit: Commit) -> Tensor:
+    """All of a step as one float64 tensor (R, X); token ids and counts are exact in it."""
+    whole = (commit.num_blocks_R[:, None], commit.accepted_RN, commit.edited_RN)
+    positions = (commit.tokens_RNB, commit.masked_RNB, commit.confidence_RNB)
+    parts = [seen_RX, *(t.double() for t in whole), *(t.flatten(1).double() for t in positions)]
+    return torch.cat(parts, dim=1)
+
+
+def unpack_report(packed_RX: Tensor, *, num_slots: int, block_size: int) -> Report:
+    """The copy to the host, and its parts by name."""
+    n, nb = num_slots, num_slots * block_size
+    host = packed_RX.cpu().numpy()
+    parts = np.split(host, np.cumsum([1, n, n, 1, n, n, nb, nb]), axis=1)
+    storing_only, states, mask_ratio, num_blocks, accepted, edited, tokens, masked, confidence = parts
+    shape = (len(host), num_slots, block_size)
+    return Report(
+        num_blocks_R=num_blocks[:, 0].astype(np.int64),
+        storing_only_R=storing_only[:, 0] > 0,
+        states_RN=states.astype(np.int8),
+        mask_ratio_RN=mask_ratio,
+        accepted_RN=accepted.astype(np.int64),
+        edited_RN=edited.astype(np.int64),
+        tokens_RNB=tokens.astype(np.int64).reshape(shape),
+        masked_RNB=(masked > 0).reshape(shape),
+        confidence_RNB=confidence.reshape(shape),
+    )

@@ -1,0 +1,87 @@
+"""The device's part of a decode step: the same memory and the same shapes every time, and the same step as eager."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_exactness import MASK, B, build, engine, gist, request
+
+from mbd_core.engine.batch import Batch
+from mbd_core.engine.engine import Engine
+from mbd_core.types import Request
+
+
+def static_memory(served: Engine) -> dict[str, int]:
+    """Addresses of all that a recorded step reads and writes."""
+    buffer, runner = served.buffer, served.runner
+    tensors = {n: t for n, t in vars(buffer).items() if isinstance(t, torch.Tensor)}
+    tensors |= {"tables": served._tables_RP, "last": runner._last_RD, "k": runner.cache.k, "v": runner.cache.v}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(t.shape) for t in vars(batch).values() if isinstance(t, torch.Tensor))
+
+
+def requests() -> Iterator[Request]:
+    for i, method in enumerate(("multi", "t2t", "single", "multi", "soft", "t2t")):
+        yield request(f"r{i}", 40 + i, method, max_tokens=40 - 6 * i, ignore_eos=True)
+
+
+def test_buffers_are_never_reallocated_and_a_kind_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(build(), static_shapes=True, batch_invariant=False)
+    memory = static_memory(served)
+    seen: dict[object, set[object]] = {}
+    run = served._programs.run
+
+    def spy(kind, *, num_pages):
+        forward = served.runner.forward
+
+        def watched(batch: Batch):
+            # the table is cut to the pages in use; on a GPU it has its full width
+            seen.setdefault((kind, num_pages), set()).add(shapes(batch))
+            return forward(batch)
+
+        monkeypatch.setattr(served.runner, "forward", watched)
+        try:
+            return run(kind, num_pages=num_pages)
+        finally:
+            monkeypatch.setattr(served.runner, "forward", forward)
+
+    monkeypatch.setattr(served._programs, "run", spy)
+    served.generate(list(requests()))
+    assert static_memory(served) == memory
+    assert seen and all(len(found) == 1 for found in seen.values())
+    assert len({kind.num_rows for kind, _ in seen}) > 1  # as rows fall empty, smaller programs run
+
+
+@pytest.mark.parametrize("kind", [{}, {"architecture": "DreamModel", "attention": "full", "shift_logits": True}])
+def test_a_program_is_the_eager_step(kind: dict) -> None:
+    model = build(**kind)
+    methods = ("d2f", "d2f block-causal") if kind else ("multi", "t2t", "soft")
+    rng = random.Random(2)
+    batch = [request(f"r{i}", i, rng.choice(methods)) for i in range(8)]
+    eager = [gist(o) for o in engine(model, static_shapes=False).generate(batch)]
+    assert [gist(o) for o in engine(model, static_shapes=True).generate(batch)] == eager
+
+
+def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:
+    served = engine(build())
+    whole, head = served.buffer, served.buffer.head(2)
+    whole.join(1, request("a", 1, "multi", prompt=tuple(range(2, 2 + B + 1))))
+    assert head.state_RN.tolist() == whole.state_RN[:2].tolist()
+    head.activate()
+    head.masked_RNB[1, 0] = False
+    assert not whole.masked_RNB[1, 0].any() and whole.tokens_RNB[0, 0, 0] == MASK
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_is_the_eager_step() -> None:
+    model = build().cuda()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(8)]
+    eager = engine(model, static_shapes=False, batch_invariant=False)
+    replayed = engine(model, static_shapes=True, batch_invariant=False)
+    wanted = [o.tokens for o in eager.generate(batch)]
+    assert [o.tokens for o in replayed.generate(batch)] == wanted
+    assert replayed._programs._recorded
