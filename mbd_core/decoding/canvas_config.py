@@ -83,6 +83,8 @@ class Branches:
     eos_test: Literal["always", "block_forward"] = "always"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.block_lengths, list | tuple):
+            raise ValueError(f"branches.block_lengths={self.block_lengths!r} must be a list of block lengths")
         object.__setattr__(self, "block_lengths", tuple(self.block_lengths))
         for length in self.block_lengths:
             check_count("branches.", "block_lengths", length)
