@@ -99,13 +99,19 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
     assert [gist(o) for o in engine(model).generate(requests)] == alone
     assert [gist(o) for o in engine(model, static_shapes=True).generate(requests)] == alone
 
+    ahead = engine(model, static_shapes=True, overlap=True)
+    assert [gist(o) for o in ahead.generate(requests)] == alone
+    ahead.check_integrity()
+    assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
+
     warm = engine(model)
     warm.generate(requests)
     assert [gist(o) for o in warm.generate(requests)] == alone  # every prefix is known now
 
-    preempted = engine(model)
-    assert [gist(o) for o in run_with_preemption(preempted, requests, random.Random(5))] == alone
-    preempted.check_integrity()
+    for overlap in (False, True):
+        preempted = engine(model, static_shapes=overlap, overlap=overlap)
+        assert [gist(o) for o in run_with_preemption(preempted, requests, random.Random(5))] == alone
+        preempted.check_integrity()
 
 
 def run_with_preemption(served: Engine, requests: list[Request], rng: random.Random) -> list[Output]:
@@ -182,15 +188,17 @@ def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder])
     assert math.exp(output.logprobs[0]) <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["block_causal", "shifted"])
-def test_ten_thousand_random_operations_lose_nothing(models: dict[str, Decoder], kind: str) -> None:
+@pytest.mark.parametrize(("kind", "overlap"), [("block_causal", False), ("shifted", False), ("block_causal", True)])
+def test_ten_thousand_random_operations_lose_nothing(models: dict[str, Decoder], kind: str, overlap: bool) -> None:
     """add, step, abort and preempt in any order, with fewer pages than the requests could use."""
     rng = random.Random(kind)
     methods = list(BLOCKWISE if kind == "block_causal" else FULL)
-    served = engine(models[kind], num_pages=40, batch_invariant=False, max_rows=5)
+    served = engine(
+        models[kind], num_pages=40, batch_invariant=False, max_rows=5, static_shapes=overlap, overlap=overlap
+    )
     known: list[str] = []
     done, preemptions, number = 0, 0, 0
-    for _ in range(5000):
+    for _ in range(3400):
         act = rng.choices(("add", "step", "abort", "preempt"), (3, 10, 0.5, 0.5))[0]
         if act == "add" and len(known) < 12:
             r = request(f"r{number}", number, rng.choice(methods), logprobs=False)

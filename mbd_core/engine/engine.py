@@ -20,7 +20,7 @@ from mbd_core.engine.batch import pack
 from mbd_core.engine.canvas import CanvasRuns
 from mbd_core.engine.layout import completing, prompt_rows, resident_slots
 from mbd_core.engine.program import DecodePrograms, ProgramKind
-from mbd_core.engine.report import Report, before, pack_report, unpack_report
+from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.engine.runner import EagerRunner
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import Sequence, pages_needed
@@ -48,6 +48,8 @@ class EngineConfig:
     static_shapes       in steps that only decode send every slot of the rows in use through the model, resident or
                         not (Alg. 5), so that a CUDA graph can be replayed; otherwise only resident slots (Alg. 4).
                         `None`: on a GPU
+    overlap             launch a static step before the results of the one before are read, where that is safe.
+                        `None`: on a GPU
     batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
                         for bit
     attention           the attention kernel by name; by default the best there is
@@ -61,6 +63,7 @@ class EngineConfig:
     max_prefill_tokens: int = 2048
     prefix_caching: bool = True
     static_shapes: bool | None = None
+    overlap: bool | None = None
     batch_invariant: bool = False
     attention: str | None = None
 
@@ -80,10 +83,19 @@ class EngineConfig:
 class Plan:
     """Who takes part in a step: sequences whose blocks are decoded, prompt chunks to be stored."""
 
+    step: int
     decoding: list[Sequence]
     chunks: list[PrefillChunk]
     kind: ProgramKind
     started: float
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that runs on the device while the host does something else."""
+
+    plan: Plan
+    report: HostCopy
 
 
 class Engine:
@@ -160,6 +172,10 @@ class Engine:
             trace.block_size = self.block_size
         self._trace = trace
         self._num_steps = 0
+        self.overlap = device.type == "cuda" if config.overlap is None else config.overlap
+        self._launched: Launched | None = None
+        self._held: list[StepOutput] = []
+        self._collected = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -227,7 +243,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._launched or self._held)
 
     @property
     def num_running(self) -> int:
@@ -240,6 +256,7 @@ class Engine:
 
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
+        self._held += self._land()
         sequence = self.scheduler.preempt_youngest()
         if sequence is None:
             return None
@@ -272,18 +289,41 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """One forward for all sequences; what it committed. Without work it does nothing."""
+        if self._held:
+            held, self._held = self._held, []
+            return held
         if not self.has_work:
             return []
+        if self._launched is not None and not self._may_run_ahead():
+            return self._land()
         plan = self._schedule()
-        if self.static_shapes and plan.decoding and not plan.chunks and not self._canvases.running:
-            report_RX, canvas_logits_AV = self._programs.run(plan.kind, num_pages=self._width), None
-        else:
+        if not (self.static_shapes and plan.decoding and not plan.chunks and not self._canvases.running):
+            assert self._launched is None
             report_RX, canvas_logits_AV = self._mixed_step(plan)
-        outputs = self._collect(plan, report_RX)
-        if canvas_logits_AV is not None:
-            outputs += self._collect_canvases(plan, canvas_logits_AV)
-        self._num_steps += 1
+            return [*self._collect(plan, HostCopy(report_RX)), *self._collect_canvases(plan, canvas_logits_AV)]
+        report_RX = self._programs.run(plan.kind, num_pages=self._width)
+        launched = Launched(plan, HostCopy(report_RX))
+        if not self.overlap:
+            return self._collect(launched.plan, launched.report)
+        outputs = self._land()
+        self._launched = launched
         return outputs
+
+    def _land(self) -> list[StepOutput]:
+        """Collect the step that was launched and not waited for, if there is one."""
+        launched, self._launched = self._launched, None
+        return [] if launched is None else self._collect(launched.plan, launched.report)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step can be launched before the last one's results are known: nobody is to be seated or
+        stored, and there are pages for whatever both steps may fill."""
+        running = self.scheduler.running
+        if not running or any(not s.seated for s in running.values()) or self._canvases.running:
+            return False
+        if self.scheduler.waiting and len(running) < self.config.max_rows:
+            return False
+        missing = sum(max(0, -(-self._upto(s) // self.page_size) - len(s.pages)) for s in running.values())
+        return missing <= self.scheduler.pool.num_free
 
     def _schedule(self) -> Plan:
         """Make room, admit, choose prompt chunks, seat sequences whose prompt is complete."""
@@ -299,7 +339,14 @@ class Engine:
             if not sequence.seated:
                 self._seat(sequence)
         self._update_tables()
-        return Plan(decoding=decoding, chunks=chunks, kind=self._kind(decoding), started=started)
+        self._num_steps += 1
+        return Plan(
+            step=self._num_steps - 1,
+            decoding=decoding,
+            chunks=chunks,
+            kind=self._kind(decoding),
+            started=started,
+        )
 
     def _kind(self, decoding: list[Sequence]) -> ProgramKind:
         """What this step's decoding asks for."""
@@ -316,6 +363,8 @@ class Engine:
         if sequence.request.decoding.canvas is not None:
             return sequence.first_window
         window = sequence.request.decoding.buffer_size * self.block_size
+        if self._launched is not None:
+            window *= 2  # the step under way may commit as much
         return min(sequence.span, max(sequence.prefix_length, sequence.committed) + window)
 
     def _seat(self, sequence: Sequence) -> None:
@@ -396,18 +445,22 @@ class Engine:
 
     # -- after the forward --------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, report_RX: Tensor) -> list[StepOutput]:
-        """Count the step, hand out what was committed, let finished sequences go. One copy to the host."""
-        report = unpack_report(report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
-        seconds = time.perf_counter() - plan.started
+    def _collect(self, plan: Plan, copy: HostCopy) -> list[StepOutput]:
+        """Count the step, hand out what was committed, let finished sequences go.
+
+        Of a step launched ahead, sequences that had ended or were aborted by then have no share.
+        """
+        report = unpack_report(copy.read(), num_slots=self.buffer.num_slots, block_size=self.block_size)
+        seconds = self._seconds(plan)
+        decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         self.scheduler.stored(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
-        if self._trace is not None and plan.decoding:
-            self._record(self._trace, plan.decoding, report)
+        if self._trace is not None and decoding:
+            self._record(self._trace, plan.step, decoding, report)
         outputs = []
-        for sequence in plan.decoding:
+        for sequence in decoding:
             row = sequence.row
             sequence.num_forwards += 1
             sequence.num_store_forwards += int(report.storing_only_R[row])
@@ -417,6 +470,12 @@ class Engine:
                 tokens = report.tokens_RNB[row, :left].flatten().tolist()
                 outputs.append(self._emit(sequence, tokens, report.confidence_RNB[row, :left].flatten()))
         return outputs
+
+    def _seconds(self, plan: Plan) -> float:
+        """Wall time of a step: since it was scheduled, or since the one before it was collected."""
+        now = time.perf_counter()
+        since, self._collected = max(plan.started, self._collected), now
+        return now - since
 
     def _emit(self, sequence: Sequence, committed: list[int], confidence: np.ndarray) -> StepOutput:
         """The useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
@@ -464,7 +523,7 @@ class Engine:
                     [
                         StepTrace(
                             request_id=sequence.request.request_id,
-                            step=self._num_steps,
+                            step=plan.step,
                             slot=lane,
                             block=block,
                             state="ACTIVE",
@@ -484,11 +543,11 @@ class Engine:
                 outputs.append(self._hand_out(sequence, fresh, logprobs, ended=decoder.done))
         return outputs
 
-    def _record(self, trace: "TraceRecorder", decoding: list[Sequence], report: Report) -> None:
+    def _record(self, trace: "TraceRecorder", step: int, decoding: list[Sequence], report: Report) -> None:
         rows = [s.row for s in decoding]
         masked = report.masked_RNB[rows]
         trace.add(
-            self._num_steps,
+            step,
             [s.request.request_id for s in decoding],
             [(s.committed - s.origin) // self.block_size for s in decoding],
             report.states_RN[rows],

@@ -41,10 +41,28 @@ def pack_report(seen_RX: Tensor, commit: Commit) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def unpack_report(packed_RX: Tensor, *, num_slots: int, block_size: int) -> Report:
-    """The copy to the host, and its parts by name."""
+class HostCopy:
+    """A packed report on its way to the host; begun at once, waited for when it is read."""
+
+    def __init__(self, packed_RX: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host_RX = packed_RX
+        if packed_RX.is_cuda:
+            self._host_RX = torch.empty(packed_RX.shape, dtype=packed_RX.dtype, pin_memory=True)
+            self._host_RX.copy_(packed_RX, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> np.ndarray:
+        """The report (R, X), when it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host_RX.numpy()
+
+
+def unpack_report(host: np.ndarray, *, num_slots: int, block_size: int) -> Report:
+    """A report (R, X), its parts by name."""
     n, nb = num_slots, num_slots * block_size
-    host = packed_RX.cpu().numpy()
     parts = np.split(host, np.cumsum([1, n, n, 1, n, n, nb, nb]), axis=1)
     storing_only, states, mask_ratio, num_blocks, accepted, edited, tokens, masked, confidence = parts
     shape = (len(host), num_slots, block_size)
