@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.moe import MoE, Router
+from mbd_core.models.moe import Experts, MoE, Router, choose_experts
+from mbd_core.ops.moe import experts, grouped
 
 GROUPED = MoEConfig(
     num_experts=16, experts_per_token=4, intermediate_size=12, score="sigmoid", norm_topk_prob=True,
@@ -89,6 +90,74 @@ def test_layer_is_the_sum_over_its_experts(config: MoEConfig) -> None:
                 gate, up, down = (getattr(moe.experts, f"{p}_proj")[e] for p in ("gate", "up", "down"))
                 wanted += weight * (down @ (F.silu(gate @ token) * (up @ token)))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def chosen(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert ids (T, 4) and weights (T, 4) of `count` tokens."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(count)])
+    return ids, torch.rand(count, 4, generator=generator)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("width", [16, 18], ids=["aligned", "odd"])
+def test_chosen_experts_are_the_loop(dtype: torch.dtype, atol: float, width: int) -> None:
+    """Whatever was chosen, outputs and gradients are the loop's."""
+    layer = drawn(Experts(16, replace(SOFTMAX, intermediate_size=width))).to(dtype)
+    quick = width == 16 and dtype != torch.float64
+    assert layer.choice.call is (grouped if quick else experts)
+    x, (ids, weights) = tokens(24).to(dtype).requires_grad_(), chosen(24)
+    wanted = experts(x, layer.gate_proj, layer.up_proj, layer.down_proj, ids, weights)
+    found = layer(x, ids, weights)
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=atol)
+    inputs = (x, *layer.parameters())
+    for got, want in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, want, atol=20 * atol, rtol=atol)
+
+
+def test_experts_heed_autocast() -> None:
+    """Grouped products do not by themselves: with bfloat16 activations on float32 weights they would fail."""
+    layer, (ids, weights) = drawn(Experts(16, replace(SOFTMAX, intermediate_size=16))), chosen(24)
+    wide = layer(tokens(24), ids, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for x in (tokens(24), tokens(24).bfloat16()):
+            found = layer(x, ids, weights)
+            assert found.dtype == x.dtype and layer.choice.call is grouped
+            torch.testing.assert_close(found.float(), wide, atol=0.3, rtol=0.05)
+            assert not torch.equal(found.float(), wide)
+
+
+def test_gradients_rule_out_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    names = {
+        differentiable: choose_experts(
+            torch.device("cuda"), torch.bfloat16, 64, 64, differentiable=differentiable
+        ).name
+        for differentiable in (True, False)
+    }
+    choose_experts.cache_clear()
+    assert names == {True: "grouped", False: "triton+grouped"}
+
+
+def test_rows_computed_apart_keep_their_bits_in_any_batch() -> None:
+    """What batch-invariant mode rests on, with grouped experts too: a call sees one row, wherever that lies."""
+    config = replace(CONFIG, moe=replace(GROUPED, intermediate_size=16), hidden_size=16)
+    model = drawn(Decoder(config)).eval()
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(2, 64, (length,), generator=generator) for length in (4, 4, 1, 4, 7, 4)]
+
+    def hidden(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        split = [len(row) for row in batch]
+        positions = torch.cat([torch.arange(n) for n in split])
+        with torch.inference_mode():
+            out = model(torch.cat(batch), positions, lambda layer, q, k, v: q + 0 * v[:, :1], split=split)
+        return list(out.split(split))
+
+    assert model.model.layers[1].mlp.experts.choice.call is grouped
+    alone = [hidden([row])[0] for row in rows]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1], [2, 0, 4]):
+        for index, found in zip(order, hidden([rows[i] for i in order]), strict=True):
+            assert torch.equal(found, alone[index])
 
 
 def test_offsets_stay_float32_through_every_move() -> None:

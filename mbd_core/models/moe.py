@@ -6,6 +6,7 @@ of SDAR-MoE (Qwen3-MoE). Both work in float32 whatever the model's dtype.
 Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.mlp import SwiGLU
-from mbd_core.ops.moe import experts
+from mbd_core.ops.moe import ExpertsChoice, resolve_experts
 
 
 class Router(nn.Module):
@@ -61,8 +62,26 @@ class Router(nn.Module):
         return ids_TK, weights_TK * c.routed_scaling
 
 
+@functools.cache
+def choose_experts(
+    device: torch.device, dtype: torch.dtype, expert_size: int, hidden_size: int, *, differentiable: bool
+) -> ExpertsChoice:
+    """`ops.moe.resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
+    return resolve_experts(
+        device,
+        dtype,
+        expert_size=expert_size,
+        hidden_size=hidden_size,
+        has_triton=False if differentiable else None,
+    )
+
+
 class Experts(nn.Module):
-    """All experts of a layer, stacked: the layout of fused training checkpoints."""
+    """All experts of a layer, stacked: the layout of fused training checkpoints.
+
+    Which implementation computes them depends on the device, the dtype (autocast's, where it is on) and whether
+    gradients are recorded. Some group tokens by what else is in a call: a batch-invariant forward makes one a row.
+    """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
         super().__init__()
@@ -71,8 +90,25 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(e, f, hidden))
         self.down_proj = nn.Parameter(torch.empty(e, hidden, f))
 
+    @property
+    def choice(self) -> ExpertsChoice:
+        """The implementation that `forward` would use now."""
+        _, width, hidden = self.gate_proj.shape
+        dtype = self._dtype(self.gate_proj)
+        differentiable = torch.is_grad_enabled()
+        return choose_experts(self.gate_proj.device, dtype, width, hidden, differentiable=differentiable)
+
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        return experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
+        dtype = self._dtype(x_TD)
+        tensors = (x_TD, self.gate_proj, self.up_proj, self.down_proj)
+        x, gate, up, down = (t.to(dtype) for t in tensors)
+        return self.choice.call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
+
+    @staticmethod
+    def _dtype(tensor: Tensor) -> torch.dtype:
+        """What a matrix product of `tensor` is computed in: grouped products and kernels do not heed autocast."""
+        device = tensor.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 class MoE(nn.Module):

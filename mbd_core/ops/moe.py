@@ -165,6 +165,8 @@ def _triton_obstacle(device: torch.device, has_triton: bool) -> str | None:
 
 
 def _grouped_obstacle(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"torch's grouped matmul does not take {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return None
     if capability is None or capability < (9, 0):

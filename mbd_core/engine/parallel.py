@@ -1,0 +1,271 @@
+"""Tensor parallelism: every rank runs the same engine on its shard, and only what rank 0 was asked to do crosses.
+
+Rank 0 is a `ParallelEngine`, used like any other. Before each step it tells the others what was added, aborted and
+preempted since the last one; they do the same (`follow`) and step with it. Requests are all that crosses: what a step
+decides follows from the logits, which are the same on every rank bit for bit, and from nothing else, no clock and no
+random state. With each step goes a fingerprint of rank 0's slots: a rank that has others is out of step and ends.
+"""
+
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import multiprocessing
+
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.group import Group, Rank, RankLost, init_group, load_shard, open_store
+from mbd_core.models.config import ModelConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.loader import load_config
+from mbd_core.types import Output, Request, StepOutput
+
+if TYPE_CHECKING:
+    from mbd_core.trace import TraceRecorder
+
+
+class OutOfStep(RuntimeError):
+    """A follower's slots are not rank 0's: different hardware, libraries or weights, or a defect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """Rank 0's first message: what a follower builds its engine from, so that no two can be set up differently.
+
+    num_threads  of the CPU, on which the rounding of a matrix product may depend
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    vocab_limit: int | None
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Add:
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Preempt:
+    pass
+
+
+Command = Add | Abort | Preempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """Every later message: what to do, and the fingerprint there must be before a step; "idle" is a sign of life."""
+
+    then: Literal["step", "idle", "stop"]
+    commands: tuple[Command, ...] = ()
+    fingerprint: int = 0
+
+
+class ParallelEngine(Engine):
+    """Rank 0's engine. Its methods are `Engine`'s; `close()` lets the followers go.
+
+    A thread sends a sign of life while there is no work, so that followers can tell silence from death. A step that
+    fails leaves the ranks in different states: every later one raises `RankLost`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        group: Group,
+        trace: "TraceRecorder | None" = None,
+        vocab_limit: int | None = None,
+    ) -> None:
+        """`model` is rank 0's shard (`load_shard`); returns when the followers have been told what to build."""
+        rank = group.rank
+        if rank.rank != 0:
+            raise ValueError(f"rank {rank.rank} cannot lead: rank 0 does, the others call follow()")
+        if model.shard != rank.shard:
+            raise ValueError(f"the model is part {model.shard} and the rank is to hold {rank.shard}; use load_shard()")
+        super().__init__(model, config, trace=trace, vocab_limit=vocab_limit)
+        self._group = group
+        self._commands: list[Command] = []
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._closed = threading.Event()
+        group.tell(
+            Welcome(model=model.config, engine=config, vocab_limit=vocab_limit, num_threads=torch.get_num_threads())
+        )
+        self._pulse = threading.Thread(target=self._beat, name="tensor-parallel pulse", daemon=True)
+        self._pulse.start()
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._commands.append(Add(request))
+
+    def abort(self, request_id: str) -> Output | None:
+        output = super().abort(request_id)
+        if output is not None:
+            self._commands.append(Abort(request_id))
+        return output
+
+    def preempt(self) -> str | None:
+        request_id = super().preempt()
+        if request_id is not None:
+            self._commands.append(Preempt())
+        return request_id
+
+    def step(self) -> list[StepOutput]:
+        """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
+        if not self.has_work:
+            return []
+        with self._lock:
+            if self._failure is not None:
+                raise RankLost(self._failure)
+            self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
+            orders = Orders(then="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
+            self._group.tell(orders)
+            self._commands.clear()
+            outputs = super().step()
+            self._failure = None
+            return outputs
+
+    def close(self) -> None:
+        """Let the followers go, if they are still there; does nothing the second time."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._pulse.join()
+        if self._failure is None:
+            self._failure = "the engine was closed"
+            self._group.tell(Orders(then="stop"))
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._group.rank.timeout / 4):
+            with self._lock:
+                if self._failure is not None:
+                    return
+                try:
+                    self._group.tell(Orders(then="idle"))
+                except RankLost as error:
+                    self._failure = str(error)
+
+
+def follow(model: Decoder, group: Group) -> None:
+    """Do what rank 0 does until it says stop; `model` is this rank's shard.
+
+    Raises `ValueError` if it is part of another model, `RankLost` if rank 0 is gone, `OutOfStep` if the two have come
+    to different states; the process should then end, which the other ranks notice.
+    """
+    welcome: Welcome = group.hear()
+    if welcome.model != model.config:
+        raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {welcome.model}")
+    if group.rank.kind == "cpu":
+        torch.set_num_threads(welcome.num_threads)
+    engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit)
+    while (orders := group.hear()).then != "stop":
+        if orders.then == "idle":
+            continue
+        for command in orders.commands:
+            match command:
+                case Add(request):
+                    engine.add(request)
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case Preempt():
+                    engine.preempt()
+        if fingerprint(engine) != orders.fingerprint:
+            raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
+        engine.step()
+
+
+def fingerprint(engine: Engine) -> int:
+    """A checksum of what the engine's running requests have come to: their slots, and what was given out last."""
+    buffer = engine.buffer
+    slots = (buffer.tokens_RNB, buffer.masked_RNB, buffer.state_RN)
+    numbers = torch.cat([part.flatten().to(torch.int64) for part in slots]).cpu().numpy().tobytes()
+    running = engine.scheduler.running.items()
+    given = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in running]
+    return zlib.crc32(repr(given).encode(), zlib.crc32(numbers))
+
+
+def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:
+    """A follower's whole life, in a process of its own: join, load the shard, follow, leave."""
+    group = init_group(rank)
+    try:
+        follow(load_shard(folder, group, dtype=dtype), group)
+    finally:
+        group.close()
+
+
+def _run_spawned(index: int, folder: Path, ranks: list[Rank], dtype: torch.dtype | None) -> None:
+    run_follower(folder, ranks[index + 1], dtype)
+
+
+@contextmanager
+def run_parallel(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    size: int,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    timeout: float = 120.0,
+    trace: "TraceRecorder | None" = None,
+    vocab_limit: int | None = None,
+) -> Iterator[ParallelEngine]:
+    """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
+
+    Raises `ValueError` for a model that does not divide, before anything is started. When a follower fails, the
+    `RankLost` that ends the body carries its traceback as a note.
+    """
+    load_config(folder).sharded(size)
+    store = open_store("127.0.0.1", size=size, timeout=timeout)
+    ranks = [
+        Rank(
+            rank=rank,
+            size=size,
+            address="127.0.0.1",
+            port=store.port,
+            device=f"cuda:{rank}" if device == "cuda" else device,
+            timeout=timeout,
+        )
+        for rank in range(size)
+    ]
+    followers = multiprocessing.spawn(
+        _run_spawned, args=(folder, ranks, dtype), nprocs=size - 1, join=False, daemon=True
+    )
+    group: Group | None = None
+    engine: ParallelEngine | None = None
+    try:
+        group = init_group(ranks[0], store=store)
+        engine = ParallelEngine(
+            load_shard(folder, group, dtype=dtype), config, group=group, trace=trace, vocab_limit=vocab_limit
+        )
+        yield engine
+        engine.close()
+        for process in followers.processes:
+            process.join(timeout)
+    except RankLost as error:
+        try:
+            followers.join(timeout=1, grace_period=0)
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as reason:
+            error.add_note(f"a follower ended: {reason}")
+        raise
+    finally:
+        if engine is not None:
+            with suppress(RankLost):
+                engine.close()
+        for process in followers.processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if group is not None:
+            group.close()
