@@ -6,10 +6,11 @@ ones, so `from __future__ import annotations` must not be added.
 
 import json
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,29 @@ from ray.serve.config import BackpressureConfig
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from actors.logprobs import ChoiceLogprobs, TokenTexts
 from actors.openai_schema import (
     MAX_TOKENS_DEFAULT,
     ApiError,
     ChatRequest,
+    Choice,
     CompletionRequest,
     GenerationRequest,
     Reply,
-    decode_counts,
     parse,
 )
+from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.engine.load import LoadedModel, load_engine
-from mbd_core.types import Counts
+from mbd_core.engine.load import LoadedModel, edit_note, load_engine
+from mbd_core.engine.sequence import pages_needed
+from mbd_core.trace import TraceRecorder
+from mbd_core.types import Counts, Output
 from mbd_core.types import Request as EngineRequest
 
 log = logging.getLogger("ray.serve")
+
+TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +53,19 @@ class EndpointArgs:
 
     folder       the model folder, on the replica's machine
     name         the name clients call the model by
+    engine       the engine's sizes and switches
     max_waiting  requests that may wait for a row; more get 429
     num_threads  torch's threads a replica
+    trace        a folder for step traces, on the replica's machine; each replica writes into one of its own in it,
+                 the newest `TRACE_FILES` files of `TRACE_ROWS_PER_FILE` rows
     """
 
     folder: str
     name: str
-    max_rows: int = 16
-    buffer_size: int = 4
-    num_pages: int = 512
+    engine: EngineConfig = EngineConfig()
     max_waiting: int = 256
     num_threads: int = 1
+    trace: str | None = None
 
 
 class EventStream(StreamingResponse):
@@ -121,16 +130,37 @@ class Endpoint:
 
     def __init__(self, args: EndpointArgs) -> None:
         torch.set_num_threads(args.num_threads)
-        sizes = EngineConfig(max_rows=args.max_rows, buffer_size=args.buffer_size, num_pages=args.num_pages)
         self.args = args
-        self.loaded: LoadedModel = load_engine(Path(args.folder), sizes)
+        self.trace = None if args.trace is None else self._recorder(Path(args.trace))
+        self.loaded: LoadedModel = load_engine(Path(args.folder), args.engine, trace=self.trace)
+        self.defaults = {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
         self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
+        self.token_texts = TokenTexts(self.loaded.tokenizer)
         self.created = int(time.time())
+        self.edit_noted = False
+        log.info(self.describe())
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order: what was traced last is written."""
+        if hasattr(self, "engine"):  # the model could be loaded
+            await self.engine.stop()
+            if self.trace is not None:
+                self.trace.close()
+
+    def _recorder(self, folder: Path) -> TraceRecorder:
+        own = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
+        return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
 
     def _decode(self, tokens: list[int]) -> str:
         text = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def describe(self) -> str:
+        """What computes here and why not otherwise, and the decoding of a request that asks for nothing; one line."""
+        backend, attention = self.loaded.backend, self.loaded.engine.attention.describe()
+        defaults = ", ".join(f"{name}={value}" for name, value in self.defaults.items() if value is not None)
+        return f"{self.args.name}: {backend}; {attention}; defaults: {defaults}"
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica when this raises."""
@@ -138,20 +168,23 @@ class Endpoint:
 
     @api.get("/health")
     async def health(self) -> Response:
-        """Whether requests are served, and how many are."""
+        """Whether requests are served, how many are, and by what."""
         try:
             self.engine.check_health()
             ready = True
         except EngineFailed:
             ready = False
-        weights = next(self.loaded.engine.model.parameters())
-        load = self.engine.load
+        engine, load = self.loaded.engine, self.engine.load
         body = {
             "model": self.args.name,
             "ready": ready,
             "running": load.running,
             "waiting": load.waiting,
-            "backend": f"torch {weights.device.type} {str(weights.dtype).removeprefix('torch.')}",
+            "backend": self.loaded.backend,
+            "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
+            "defaults": self.defaults,
+            "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
+            "prefix_cache": {"looked_up": engine.scheduler.pool.lookups, "found": engine.scheduler.pool.hits},
         }
         return JSONResponse(body, status_code=200 if ready else 503)
 
@@ -207,103 +240,157 @@ class Endpoint:
         assert isinstance(tokens, list)
         return tokens
 
-    def _engine_requests(
-        self, asked: GenerationRequest, prompts: list[list[int]], *, field: str
-    ) -> list[EngineRequest]:
-        """One engine request a prompt; raises `ApiError` naming the field that cannot be honoured."""
-        engine, name = self.loaded.engine, asked.budget_field
-        limit = min(self.loaded.config.max_positions, engine.scheduler.pool.capacity * engine.page_size)
+    def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
         try:
             decoding = self.loaded.decoding(asked.decoding or {})
         except ValueError as error:
             raise ApiError(400, f"decoding: {error}", param="decoding", code="invalid_value") from None
-        if decoding.buffer_size > engine.config.buffer_size:
-            message = f"decoding: buffer_size={decoding.buffer_size} exceeds this server's {engine.config.buffer_size}"
-            raise ApiError(400, message, param="decoding", code="invalid_value")
+        note = None if self.edit_noted else edit_note(self.args.name, self.loaded.defaults, decoding)
+        if note is not None:
+            self.edit_noted = True
+            log.warning(note)
+        return decoding
+
+    def _engine_requests(
+        self, asked: GenerationRequest, prompts: list[list[int]], *, field: str, seed: int
+    ) -> list[EngineRequest]:
+        """The engine's requests, prompt by prompt; raises `ApiError` naming the field that cannot be honoured."""
         if not prompts:
             raise ApiError(400, f"{field}: no prompt was given", param=field, code="invalid_value")
+        decoding, samplings, capacity = self._decoding(asked), asked.samplings(seed), self.engine.capacity
+        if len(prompts) * len(samplings) > capacity:
+            name = field if len(prompts) > capacity else "n"
+            message = f"{name}: {len(prompts) * len(samplings)} choices at once; this server takes at most {capacity}"
+            raise ApiError(400, message, param=name, code="invalid_value")
         made = []
         for prompt in prompts:
-            room = limit - len(prompt)
-            if not prompt:
-                message = f"{field}: the prompt is empty; give at least one token"
-                raise ApiError(400, message, param=field, code="invalid_value")
-            if room < 1:
-                message = f"{field}: {len(prompt)} tokens leave no room to generate; the limit is {limit} in all"
-                raise ApiError(400, message, param=field, code="context_length_exceeded")
-            if max(prompt) >= self.loaded.config.vocab_size:
-                message = f"{field}: token {max(prompt)} lies outside the vocabulary"
-                raise ApiError(400, message, param=field, code="invalid_value")
-            budget = min(room, MAX_TOKENS_DEFAULT) if asked.budget is None else asked.budget
-            if budget > room:
-                message = f"{name}: {budget} do not fit behind a prompt of {len(prompt)} tokens; at most {room} do"
-                raise ApiError(400, message, param=name, code="context_length_exceeded")
-            made.append(
-                EngineRequest(request_id=uuid.uuid4().hex, prompt=tuple(prompt), max_tokens=budget, decoding=decoding)
+            request = EngineRequest(
+                request_id="",
+                prompt=tuple(prompt),
+                max_tokens=self._budget(asked, prompt, field=field),
+                decoding=decoding,
+                logprobs=asked.wants_logprobs,
             )
+            self._check_fit(request, asked)
+            made += [replace(request, request_id=uuid.uuid4().hex, sampling=sampling) for sampling in samplings]
         return made
+
+    def _budget(self, asked: GenerationRequest, prompt: list[int], *, field: str) -> int:
+        """How many tokens may follow the prompt."""
+        engine, name = self.loaded.engine, asked.budget_field
+        limit = min(self.loaded.config.max_positions, engine.scheduler.pool.capacity * engine.page_size)
+        room = limit - len(prompt)
+        if not prompt:
+            message = f"{field}: the prompt is empty; give at least one token"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        if room < 1:
+            message = f"{field}: {len(prompt)} tokens leave no room to generate; the limit is {limit} in all"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
+        if max(prompt) >= self.loaded.config.vocab_size:
+            message = f"{field}: token {max(prompt)} lies outside the vocabulary"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        budget = min(room, MAX_TOKENS_DEFAULT) if asked.budget is None else asked.budget
+        if budget > room:
+            message = f"{name}: {budget} do not fit behind a prompt of {len(prompt)} tokens; at most {room} do"
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+        return budget
+
+    def _check_fit(self, request: EngineRequest, asked: GenerationRequest) -> None:
+        """What depends on the method: the pages it takes, and whether this engine has it."""
+        engine, name = self.loaded.engine, asked.budget_field
+        pages = pages_needed(request, block_size=engine.block_size, page_size=engine.page_size)
+        if pages > engine.scheduler.pool.capacity:
+            message = f"{name}: {request.max_tokens} take {pages} pages; there are {engine.scheduler.pool.capacity}"
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
+        try:
+            engine.validate(request)
+        except ValueError as error:  # prompt, budget and pages have been checked
+            raise ApiError(400, f"decoding: {error}", param="decoding", code="invalid_value") from None
 
     async def _answer(self, asked: GenerationRequest, prompts: list[list[int]], *, field: str) -> Response:
         chat = isinstance(asked, ChatRequest)
-        requests = self._engine_requests(asked, prompts, field=field)
+        seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
+        requests = self._engine_requests(asked, prompts, field=field, seed=seed)
         try:
             stream = await self.engine.submit(requests, stop=asked.stop_strings)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
-        prefix = "chatcmpl" if chat else "cmpl"
-        reply = Reply(id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=self.args.name, chat=chat)
+        reply = Reply(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.args.name,
+            chat=chat,
+            num_choices=asked.num_choices,
+            seed=seed if asked.draws else None,
+        )
+        telling = None
+        if asked.wants_logprobs:
+            telling = [ChoiceLogprobs(self.token_texts, self._decode, chat=chat) for _ in requests]
         if asked.stream:
-            return EventStream(self._events(reply, stream, include_usage=asked.usage_in_stream), stream)
+            return EventStream(self._events(reply, stream, telling, include_usage=asked.usage_in_stream), stream)
         try:
-            return JSONResponse(await self._gather(reply, stream))
+            return JSONResponse(await self._gather(reply, stream, telling))
         finally:
             stream.close()
 
-    async def _gather(self, reply: Reply, stream: TextStream) -> dict[str, Any]:
-        """The whole answer, its choices in the order of the prompts."""
+    async def _gather(self, reply: Reply, stream: TextStream, telling: list[ChoiceLogprobs] | None) -> dict[str, Any]:
+        """The whole answer, its choices in the order of the requests; `telling` tells each one's log-probabilities."""
         texts = {r.request_id: "" for r in stream.requests}
-        outputs = {}
+        outputs: dict[str, Output] = {}
         async for step in stream:
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output
         ordered = [outputs[i] for i in texts]
-        return reply.full(list(texts.values()), [o.finish_reason for o in ordered], [o.counts for o in ordered])
+        choices = [
+            Choice(
+                text=text,
+                reason=output.finish_reason,
+                logprobs=telling[i].add(output.tokens, output.logprobs or ()) if telling is not None else None,
+            )
+            for i, (text, output) in enumerate(zip(texts.values(), ordered, strict=True))
+        ]
+        return reply.full(choices, [o.counts for o in ordered])
 
-    async def _events(self, reply: Reply, stream: TextStream, *, include_usage: bool) -> AsyncIterator[str]:
+    async def _events(
+        self, reply: Reply, stream: TextStream, telling: list[ChoiceLogprobs] | None, *, include_usage: bool
+    ) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`."""
         index = {r.request_id: i for i, r in enumerate(stream.requests)}
-        counts: list[Counts] = []
+        counts: dict[int, Counts] = {}
         nothing: dict[str, Any] = {"usage": None} if include_usage else {}
         try:
             if reply.chat:
                 for i in index.values():
                     yield event(reply.chunk(i, first=True) | nothing)
             async for step in stream:
-                if step.text:
-                    yield event(reply.chunk(index[step.request_id], text=step.text) | nothing)
+                i, told = index[step.request_id], None
+                if telling is not None and step.new_tokens:
+                    told = telling[i].add(step.new_tokens, step.logprobs or ())
+                if step.text or told:
+                    yield event(reply.chunk(i, text=step.text, logprobs=told) | nothing)
                 if step.output is None:
                     continue
-                counts.append(step.output.counts)
-                last = reply.chunk(index[step.request_id], reason=step.output.finish_reason) | nothing
+                counts[i] = step.output.counts
+                last = reply.chunk(i, reason=step.output.finish_reason) | nothing
                 if len(counts) == len(index) and not include_usage:
-                    last["mbd"] = decode_counts(counts)
+                    last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
                 yield event(last)
             if include_usage:
-                yield event(reply.usage_chunk(counts) | {"mbd": decode_counts(counts)})
+                yield event(reply.usage_chunk([counts[i] for i in sorted(counts)]))
             yield "data: [DONE]\n\n"
         except Exception as error:  # the status has been sent: the client is told inside the stream
             yield event(internal_error(error).body)
 
 
-def build(args: EndpointArgs, *, replicas: int = 1) -> serve.Application:
-    """The Serve application: `replicas` endpoints, each a process with its own copy of the model.
+def build(args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0) -> serve.Application:
+    """The Serve application: `replicas` endpoints, each a process with its own copy of the model and `num_gpus` GPUs.
 
     A replica takes every request and refuses beyond its own bound with 429; Serve's queue before it is bounded too.
     """
     return Endpoint.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         num_replicas=replicas,
-        max_ongoing_requests=max(1000, 2 * (args.max_rows + args.max_waiting)),
+        max_ongoing_requests=max(1000, 2 * (args.engine.max_rows + args.max_waiting)),
         max_queued_requests=args.max_waiting,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         max_constructor_retry_count=2,
@@ -311,5 +398,5 @@ def build(args: EndpointArgs, *, replicas: int = 1) -> serve.Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": 1, "num_gpus": num_gpus},
     ).bind(args)

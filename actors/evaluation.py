@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mbd_core.decoding.config import DecodingConfig
+from mbd_core.decoding.config import DecodingConfig, from_fields
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import LoadedModel, load_engine
 from mbd_core.multitf.data import chat_prompts
@@ -68,7 +68,7 @@ class Decode:
                 request_id=str(row["sample"]),
                 prompt=tuple(prompt),
                 max_tokens=row["max_tokens"],
-                decoding=DecodingConfig(**json.loads(row["config"])),
+                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
             )
             for row, prompt in zip(rows, prompts, strict=True)
         ]

@@ -5,16 +5,19 @@ strictly: a string is not a number, and an unknown field is an error.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from mbd_core.decoding.sampling import Sampling
 from mbd_core.types import Counts
 
 MAX_STOPS = 16
 MAX_TOKENS_DEFAULT = 256
+MAX_CHOICES = 128
+SEEDS = 2**64  # a seed has 64 bits, with sign
 
 
 class ApiError(Exception):
@@ -55,11 +58,15 @@ def _only(*values: Any) -> Callable[[Any], Any]:
 NotSupported = Annotated[Any, AfterValidator(_only())]
 OnlyFalse = Annotated[Any, AfterValidator(_only(False))]
 OnlyZero = Annotated[Any, AfterValidator(_only(0))]
-OnlyOne = Annotated[Any, AfterValidator(_only(1))]
 OnlyPlainText = Annotated[Any, AfterValidator(_only({"type": "text"}))]
 
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
 class Strict(BaseModel):
@@ -72,7 +79,11 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What the two generating routes have in common. `decoding` holds `DecodingConfig` fields of this request."""
+    """What the two generating routes have in common.
+
+    decoding  `DecodingConfig` fields of this request, parts as objects
+    top_k     beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
+    """
 
     model: str
     max_tokens: PositiveInt | None = None
@@ -80,15 +91,16 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     decoding: dict[str, Any] | None = None
-    # Greedy decoding depends on none of these.
-    seed: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    seed: Seed | None = None
+    n: NumChoices | None = None
+    # Nothing depends on these.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     # Taken with their neutral value only.
-    temperature: OnlyZero = None
-    n: OnlyOne = None
-    top_p: OnlyOne = None
     presence_penalty: OnlyZero = None
     frequency_penalty: OnlyZero = None
     logit_bias: NotSupported = None
@@ -101,11 +113,42 @@ class GenerationRequest(Strict):
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        for name, neutral in (("top_p", 1), ("top_k", 0)):
+            value = getattr(self, name)
+            if self.temperature is None and value not in (None, neutral):
+                raise ValueError(f"{name}: {value} says nothing at temperature 0, the default here; give temperature")
         return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, and a seed matters."""
+        return bool(self.temperature)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token's log-probability is asked for."""
+        raise NotImplementedError
+
+    def samplings(self, seed: int) -> list[Sampling]:
+        """How each answer to a prompt is drawn: the i-th with `seed + i` (which wraps around at 64 bits)."""
+        return [
+            Sampling(
+                temperature=self.temperature or 0.0,
+                top_p=1.0 if self.top_p is None else self.top_p,
+                top_k=self.top_k or 0,
+                seed=(seed + i + SEEDS // 2) % SEEDS - SEEDS // 2,
+            )
+            for i in range(self.num_choices)
+        ]
 
     @property
     def budget(self) -> int | None:
@@ -124,10 +167,20 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: NotSupported = None
+    logprobs: OnlyZero = None
     suffix: NotSupported = None
     echo: OnlyFalse = None
-    best_of: OnlyOne = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _no_selection(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.num_choices):
+            raise ValueError(f"best_of: {self.best_of} is not supported; leave it out or give n's {self.num_choices}")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -159,8 +212,8 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     response_format: OnlyPlainText = None
-    logprobs: OnlyFalse = None
-    top_logprobs: NotSupported = None
+    logprobs: bool | None = None
+    top_logprobs: OnlyZero = None
     tools: NotSupported = None
     tool_choice: NotSupported = None
     parallel_tool_calls: NotSupported = None
@@ -180,6 +233,10 @@ class ChatRequest(GenerationRequest):
         if len(both) > 1:
             raise ValueError("max_completion_tokens: differs from max_tokens; give one of them")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def budget(self) -> int | None:
@@ -236,61 +293,84 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One finished answer; `logprobs` in the shape of its route, where asked for."""
+
+    text: str
+    reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What all objects of one answer share, and their shapes."""
+    """What all objects of one answer share, and their shapes.
+
+    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is told where tokens are drawn. Counts are
+    those of all choices, in their order.
+    """
 
     id: str
     created: int
     model: str
     chat: bool
+    num_choices: int = 1
+    seed: int | None = None
 
     def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
-    def full(self, texts: list[str], reasons: list[str], counts: list[Counts]) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], counts: Sequence[Counts]) -> dict[str, Any]:
         """The whole answer in one object."""
-        choices = [
-            {
-                "index": index,
-                **self._content(text),
-                "logprobs": None,
-                "finish_reason": reason,
-            }
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        made = [
+            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason}
+            for index, c in enumerate(choices)
         ]
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._frame(kind, choices=choices, usage=usage(counts), mbd=decode_counts(counts))
+        return self._frame(kind, choices=made, usage=self.usage(counts), mbd=self.measures(counts))
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
 
-    def chunk(self, index: int, *, text: str = "", first: bool = False, reason: str | None = None) -> dict[str, Any]:
+    def chunk(
+        self,
+        index: int,
+        *,
+        text: str = "",
+        first: bool = False,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """One streamed piece of choice `index`: its beginning, some text, or its end."""
         if self.chat:
             delta = {"role": "assistant", "content": ""} if first else {"content": text} if reason is None else {}
             choice: dict[str, Any] = {"index": index, "delta": delta}
         else:
             choice = {"index": index, "text": text}
-        choice |= {"logprobs": None, "finish_reason": reason}
+        choice |= {"logprobs": logprobs, "finish_reason": reason}
         return self._frame(self._chunk_kind, choices=[choice])
 
-    def usage_chunk(self, counts: list[Counts]) -> dict[str, Any]:
+    def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:
         """The extra last piece for `stream_options.include_usage`."""
-        return self._frame(self._chunk_kind, choices=[], usage=usage(counts))
+        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts))
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.chat else "text_completion"
 
+    def usage(self, counts: Sequence[Counts]) -> dict[str, Any]:
+        """OpenAI's token counts: each prompt once, as its first choice found it, and the tokens of all choices."""
+        prompts = counts[:: self.num_choices]
+        prompt, completion = sum(c.num_prompt_tokens for c in prompts), sum(c.num_tokens for c in counts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
+        }
 
-def usage(counts: list[Counts]) -> dict[str, int]:
-    """OpenAI's token counts, over all choices."""
-    prompt, completion = sum(c.num_prompt_tokens for c in counts), sum(c.num_tokens for c in counts)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def decode_counts(counts: list[Counts]) -> dict[str, float]:
-    """The `mbd` field: sums of the raw counts over all choices, and tokens per forward as their ratio."""
-    columns = [asdict(c) for c in counts]
-    total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
-    return {**asdict(total), "tpf": total.tpf}
+    def measures(self, counts: Sequence[Counts]) -> dict[str, float]:
+        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed."""
+        columns = [asdict(c) for c in counts]
+        total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {**asdict(total), "tpf": total.tpf, **seed}

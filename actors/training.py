@@ -17,7 +17,7 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from mbd_core.models.loader import load_config
+from mbd_core.engine.load import read_folder
 from mbd_core.multitf.run import export, prepare
 from mbd_core.multitf.trainer import StepMetrics, Trainer
 from mbd_core.recipes import CHECKPOINTS, TrainingRecipe
@@ -61,7 +61,7 @@ class TrainingRun:
                 f"storage={self.storage} and out={self.out} must be absolute: workers have folders of their own"
             )
         if self.recipe.base is not None:
-            load_config(CHECKPOINTS / self.recipe.base)  # a base that is not there is told before Ray starts
+            read_folder(CHECKPOINTS / self.recipe.base)  # a base that is not whole is told before Ray starts
 
     @property
     def folder(self) -> Path:

@@ -3,6 +3,11 @@
     ray job submit --working-dir . -- python jobs/eval_sweep.py --models tiny-bd,tiny-mbd \\
         --tasks gsm-mini,code-mini --grid "tau_m2t=0.7,0.9;buffer_size=2,4" --out $PWD/results
 
+Every method of mbd_core/decoding/presets.py goes by its name, any other is a name with its decoding fields; the grid
+reaches into parts:
+
+    ... --methods single,multi,t2t,dmax --method 'mine={"t2t": {"max_edits": 8}}' --grid "t2t.tau=0.3,0.5"
+
 Uses the cluster of RAY_ADDRESS (which a submitted job has) or a local one of its own. Writes into DIR
 `samples/*.parquet` (one row a sample), `plot.png`, `report.md` and, last, `report.json`. A submitted job runs in a
 copy of the working directory, so give it an absolute DIR.
@@ -30,22 +35,25 @@ from tqdm import tqdm
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.load import edit_note, read_folder
 from mbd_core.metrics.plot import draw_plot
 from mbd_core.metrics.report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
 from mbd_core.metrics.throughput import Sample
-from mbd_core.models.loader import load_config, load_generation_defaults, load_tokenizer
+from mbd_core.models.loader import load_config, load_generation_defaults
 from mbd_core.recipes import CHECKPOINTS, model_folder
 from mbd_core.tasks.benchmark import Benchmark, find_task, load_benchmark
-from mbd_core.tasks.sweep import METHODS, Variant, parse_grid, plan_variants
+from mbd_core.tasks.sweep import METHODS, MULTI, SINGLE, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.types import Counts
 
-DEFAULT_GRID = "buffer_size=4"
 REPORT = "report.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All that is run: every model's variants on every benchmark's problems. `models` maps names to where they are."""
+    """All that is run: every model's variants on every benchmark's problems. `models` maps names to where they are.
+
+    `notes` are sentences a reader should have seen before judging.
+    """
 
     models: dict[str, str]
     variants: dict[str, list[Variant]]
@@ -53,6 +61,8 @@ class Sweep:
     engine: EngineConfig
     max_tokens: int
     seed: int
+    methods: Methods
+    notes: list[str]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row a sample; a model's rows stand together, a problem's configurations beside each other."""
@@ -85,11 +95,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for samples and report")
     parser.add_argument(
         "--grid",
-        default=DEFAULT_GRID,
-        help='decoding fields and values, all combined: "tau_m2t=0.7,0.9;buffer_size=2,4" (default: %(default)s); '
-        "buffer_size, tau_add and tau_semi concern the method multi only",
+        default="",
+        help='decoding fields and values, all combined: "tau_m2t=0.7,0.9;t2t.tau=0.3,0.5" (default: none); a '
+        "field is varied under the methods it concerns (buffer_size, tau_add, tau_semi: those with several slots)",
     )
-    parser.add_argument("--methods", default=",".join(METHODS), help=f"{names} (default: %(default)s)")
+    parser.add_argument("--methods", help=f"{names} (default: {SINGLE},{MULTI} and those of --method)")
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help='define a method by its decoding fields: \'T2T={"t2t": {"tau": 0.4}}\'; repeatable',
+    )
     parser.add_argument("--limit", type=int, help="problems a task (default: 500 generated ones, all of a file)")
     parser.add_argument("--seed", type=int, default=0, help="which problems a generated task draws (default: 0)")
     parser.add_argument("--split", choices=("train", "valid", "test"), default="test", help="of generated tasks")
@@ -110,8 +127,11 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     tasks = [find_task(name) for name in _names(args.tasks, "--tasks")]
     files = _data_files(args.data, [task.name for task in tasks])
-    grid, methods = parse_grid(args.grid), _names(args.methods, "--methods")
+    grid, methods = parse_grid(args.grid), parse_methods(args.method)
+    own = [name for name in methods if name not in METHODS]
+    names = [SINGLE, MULTI, *own] if args.methods is None else _names(args.methods, "--methods")
     models: dict[str, str] = {}
+    notes: list[str] = []
     variants: dict[str, list[Variant]] = {}
     for given in _names(args.models, "--models"):
         folder = model_folder(given)
@@ -119,12 +139,18 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
         if name in models:
             raise ValueError(f"two models are named '{name}': {models[name]} and {given}; rename one folder")
         models[name] = given if folder == CHECKPOINTS / given else str(folder.resolve())
-        config = load_config(folder)
-        if not load_tokenizer(folder, config).chat_template:
+        found = read_folder(folder)
+        if not found.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         variants[name] = plan_variants(
-            grid, methods, defaults=load_generation_defaults(folder), block_size=config.block_size
+            grid, names, methods=methods, defaults=found.defaults, block_size=found.config.block_size
         )
+        for variant in variants[name]:
+            full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
+            if full and found.config.attention != "full":
+                raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+        told = (edit_note(name, found.defaults, v.decoding) for v in variants[name])
+        notes += dict.fromkeys(note for note in told if note is not None)
     benchmarks = [
         load_benchmark(task, split=args.split, seed=args.seed, limit=args.limit, data=files.get(task.name))
         for task in tasks
@@ -137,6 +163,8 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
         engine=EngineConfig(max_rows=args.batch, buffer_size=slots),
         max_tokens=args.max_tokens,
         seed=args.seed,
+        methods={name: methods[name] for name in names},
+        notes=notes,
     )
 
 
@@ -158,9 +186,13 @@ def check_cpus(num_actors: int) -> float:
 
 
 def run_sweep(sweep: Sweep, *, num_actors: int) -> Iterator[pa.Table]:
-    """Decode and grade on the connected cluster; tables of finished samples as they come."""
+    """Decode and grade on the connected cluster; tables of finished samples as they come.
+
+    Every engine gets a GPU where the cluster has enough of them; else all run on CPUs.
+    """
     import ray.data
 
+    num_gpus = int(ray.cluster_resources().get("GPU", 0) >= num_actors)
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect` shows one bar for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     asked = pa.Table.from_pylist(list(sweep.rows()), schema=ASKED)
@@ -175,6 +207,7 @@ def run_sweep(sweep: Sweep, *, num_actors: int) -> Iterator[pa.Table]:
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=num_actors),
             num_cpus=1,
+            num_gpus=num_gpus,
         )
         .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
     )
@@ -214,7 +247,7 @@ def write_report(rows: list[Row], aups: list[AupRow], *, sweep: Sweep, settings:
                 "model": row.key.model,
                 "method": row.key.method,
                 "task": row.key.task,
-                "config": dict(row.config),
+                "config": json.loads(row.key.config),
                 **asdict(row.summary),
             }
             for row in rows
@@ -232,7 +265,7 @@ def describe(sweep: Sweep, args: argparse.Namespace, *, num_cpus: float, seconds
     """What a reader needs to judge the numbers, or to run them again."""
     return {
         "models": {name: _described(model_folder(where)) for name, where in sweep.models.items()},
-        "methods": _names(args.methods, "--methods"),
+        "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
         "grid": args.grid,
         "tasks": {
             b.task.name: {"rule": b.task.rule, "source": b.source, "n": len(b.problems), "sha256": b.sha256}
@@ -242,6 +275,7 @@ def describe(sweep: Sweep, args: argparse.Namespace, *, num_cpus: float, seconds
         "max_tokens": sweep.max_tokens,
         "engine": asdict(sweep.engine),
         "actors": args.actors,
+        "notes": sweep.notes,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
         "each engine runs on one",
         "versions": {name: version(name) for name in ("torch", "ray", "transformers")},
@@ -258,6 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sweep = plan_sweep(args)
     except ValueError as error:
         return _refuse(error)
+    for note in sweep.notes:
+        print(f"eval_sweep: note: {note}", file=sys.stderr)
 
     import ray  # takes seconds: bad input is told first
 

@@ -1,8 +1,12 @@
-"""Serve a model over OpenAI's HTTP API: `python jobs/serve.py --model tiny-mbd`, until Ctrl-C or SIGTERM."""
+"""Serve a model over OpenAI's HTTP API: `python jobs/serve.py --model tiny-mbd`, until Ctrl-C or SIGTERM.
+
+Exit codes: 0 stopped, 1 it could not be served, 2 bad input (a checkpoint that is not whole, too), in one sentence.
+"""
 
 import argparse
 import signal
 import sys
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -10,52 +14,90 @@ from ray import serve
 from actors.endpoint import EndpointArgs, build
 from cluster.local import connect
 from mbd_core.decoding.config import decoding_config
-from mbd_core.models.loader import load_config, load_generation_defaults
+from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.load import read_folder
+from mbd_core.ops.attention import KERNELS
 from mbd_core.recipes import model_folder
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = EndpointArgs(folder="", name="")
+    engine = defaults.engine
     parser.add_argument("--model", required=True, help="a shipped model's name, or a model folder")
     parser.add_argument("--name", help="what clients call it (default: the folder's name)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--max-rows", type=int, default=defaults.max_rows, help="sequences decoded at once")
-    parser.add_argument("--buffer-size", type=int, default=defaults.buffer_size, help="most slots a request may ask")
-    parser.add_argument("--num-pages", type=int, default=defaults.num_pages, help="pages of KV memory a replica")
+    parser.add_argument("--max-rows", type=int, default=engine.max_rows, help="sequences decoded at once")
+    parser.add_argument("--buffer-size", type=int, default=engine.buffer_size, help="most slots a request may ask")
+    parser.add_argument("--num-pages", type=int, default=engine.num_pages, help="pages of KV memory a replica")
     parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="more waiting requests get 429")
+    parser.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=engine.prefix_caching,
+        help="keep stored blocks for requests that begin alike (default: yes)",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute every request by itself: slower, its numbers are the same whatever runs beside it",
+    )
+    parser.add_argument(
+        "--attention", choices=[*KERNELS, "reference"], help="the attention kernel (default: the best there is)"
+    )
+    parser.add_argument("--block-size", type=int, help="for a model that was trained without blocks (LLaDA, Dream)")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="write step traces, a folder a replica in DIR")
     parser.add_argument("--threads", type=int, default=defaults.num_threads, help="torch threads a replica")
     args = parser.parse_args(argv)
-    for name in ("replicas", "max_rows", "buffer_size", "num_pages", "max_waiting", "threads"):
-        if getattr(args, name) < 1:
+    for name in ("replicas", "max_rows", "buffer_size", "num_pages", "block_size", "max_waiting", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return args
 
 
 def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
-    """The replica's arguments; `ValueError` for an unknown model, or one whose own defaults cannot be served."""
+    """The replica's arguments; `ValueError` for an unknown or damaged model, or one whose own defaults cannot be
+    served."""
     folder = model_folder(args.model).resolve()
-    default = decoding_config(load_generation_defaults(folder), {}, block_size=load_config(folder).block_size)
+    found = read_folder(folder)
+    defaults, block_size = found.defaults, found.config.block_size
+    if args.block_size is not None and found.config.attention == "full":
+        defaults, block_size = {**defaults, "block_size": args.block_size}, args.block_size
+    elif args.block_size not in (None, block_size):
+        raise ValueError(f"--block-size {args.block_size} cannot be honoured: {folder.name} has {block_size}")
+    default = decoding_config(defaults, {}, block_size=block_size)
     if default.buffer_size > args.buffer_size:
         raise ValueError(
             f"{folder.name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "
             f"--buffer-size {args.buffer_size} must be at least that"
         )
+    if args.trace is not None and args.trace.exists() and not args.trace.is_dir():
+        raise ValueError(f"--trace {args.trace} is a file, not a folder")
     return EndpointArgs(
         folder=str(folder),
         name=args.name or folder.name,
-        max_rows=args.max_rows,
-        buffer_size=args.buffer_size,
-        num_pages=args.num_pages,
+        engine=EngineConfig(
+            max_rows=args.max_rows,
+            buffer_size=args.buffer_size,
+            block_size=args.block_size,
+            num_pages=args.num_pages,
+            prefix_caching=args.prefix_caching,
+            batch_invariant=args.batch_invariant,
+            attention=args.attention,
+        ),
         max_waiting=args.max_waiting,
         num_threads=args.threads,
+        trace=None if args.trace is None else str(args.trace.resolve()),
     )
 
 
 def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
-    """Start the endpoint on the cluster of `RAY_ADDRESS`, or on a Ray of its own; stop what was started at the end."""
+    """Start the endpoint on the cluster of `RAY_ADDRESS`, or on a Ray of its own; stop what was started at the end.
+
+    Every replica gets a GPU where the cluster has enough of them; else all run on CPUs.
+    """
     connect(num_cpus=max(4, replicas + 2), worker_logs=False)
     try:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
@@ -67,7 +109,12 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
         signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-        serve.run(build(made, replicas=replicas), name=made.name, route_prefix="/")
+        num_gpus = int(ray.cluster_resources().get("GPU", 0) >= replicas)
+        try:
+            handle = serve.run(build(made, replicas=replicas, num_gpus=num_gpus), name=made.name, route_prefix="/")
+        except RuntimeError as error:
+            raise RuntimeError(_reason(made.name) or str(error)) from error
+        print(handle.describe.remote().result(), flush=True)
         url = f"http://{host}:{port}"
         print(f"serving {made.name} at {url}/v1", flush=True)
         body = f'{{"model": "{made.name}", "messages": [{{"role": "user", "content": "2 + 3?"}}]}}'
@@ -80,6 +127,14 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
         ray.shutdown()
 
 
+def _reason(name: str) -> str:
+    """What Serve knows of why an application's replicas could not start: a traceback, or nothing."""
+    application = serve.status().applications.get(name)
+    if application is None:
+        return ""
+    return "\n".join(d.message for d in application.deployments.values()).strip()
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
@@ -90,9 +145,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         serve_forever(made, host=args.host, port=args.port, replicas=args.replicas)
     except RuntimeError as error:
-        # Ray puts the remote traceback into the message; its last line says what was wrong.
-        print(f"serve: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
-        return 1
+        # The message may be a remote traceback; its last line says what was wrong.
+        reason = str(error).strip().splitlines()[-1]
+        refused = reason.startswith("ValueError: ")  # what only a replica can find out: its GPU, its copy of the model
+        print(f"serve: {reason.removeprefix('ValueError: ')}", file=sys.stderr)
+        return 2 if refused else 1
     return 0
 
 

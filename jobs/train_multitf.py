@@ -5,6 +5,7 @@ Without a cluster (no RAY_ADDRESS) it starts one for itself. Exit codes: 0 done,
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mbd_core.recipes import RECIPES
 
 
-def main() -> int:
-    args = parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     if args.recipe not in RECIPES:
         return refuse(f"unknown recipe {args.recipe!r}; known: {', '.join(sorted(RECIPES))}")
     if args.steps is not None and args.steps < 1:

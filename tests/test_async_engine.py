@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStep, TooManyRequests
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import LoadedModel, load_engine
@@ -109,13 +110,16 @@ def loaded(tiny_model_dir: Path) -> LoadedModel:
 
 def request(loaded: LoadedModel, name: str, prompt: str = "Tom has 3", **fields: Any) -> Request:
     """A request that runs to its budget (`ignore_eos`); `decoding` fields go by their names."""
-    max_tokens = fields.pop("max_tokens", 24)
+    max_tokens, sampling = fields.pop("max_tokens", 24), fields.pop("sampling", Sampling())
+    logprobs = fields.pop("logprobs", False)
     return Request(
         request_id=name,
         prompt=tuple(loaded.tokenizer.encode(prompt)),
         max_tokens=max_tokens,
         decoding=loaded.decoding(fields),
+        sampling=sampling,
         ignore_eos=True,
+        logprobs=logprobs,
     )
 
 
@@ -141,6 +145,11 @@ async def collect(engine: AsyncEngine, made: Request, *, stop: tuple[str, ...] =
     output = steps[-1].output
     assert output is not None
     assert tuple(t for s in steps for t in s.new_tokens) == output.tokens
+    if made.logprobs:
+        assert tuple(p for s in steps for p in s.logprobs or ()) == output.logprobs
+        assert all(len(s.new_tokens) == len(s.logprobs or ()) for s in steps)
+    else:
+        assert {s.logprobs for s in steps} == {output.logprobs} == {None}
     return "".join(s.text for s in steps), output
 
 
@@ -191,6 +200,28 @@ def test_a_stop_string_ends_the_request_in_the_engine(loaded: LoadedModel) -> No
     assert output.counts.num_forwards < whole.counts.num_forwards
     assert stop in decode(loaded)(list(output.tokens))
     assert stop not in decode(loaded)(list(output.tokens[:-1]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_come_with_their_tokens_up_to_the_stop(loaded: LoadedModel, temperature: float) -> None:
+    long = request(
+        loaded, "r", max_tokens=80, logprobs=True, sampling=Sampling(temperature=temperature, top_k=40, seed=5)
+    )
+    whole = loaded.engine.generate([long])[0]
+    text = decode(loaded)(list(whole.tokens))
+    stop = text[len(text) // 2 :][:3]
+
+    async def scenario() -> tuple[Output, Output]:
+        async with running(loaded) as engine:
+            (_, free), (_, stopped) = [await collect(engine, long, stop=s) for s in ((), (stop,))]
+            return free, stopped
+
+    free, stopped = run(scenario())
+    assert whole.logprobs is not None
+    assert len(whole.logprobs) == len(whole.tokens) == 80
+    assert free.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert stopped.logprobs == pytest.approx(whole.logprobs[: len(stopped.tokens)], abs=1e-5)
+    assert 0 < len(stopped.tokens) < 80
 
 
 def test_leaving_frees_the_request(loaded: LoadedModel) -> None:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+MOST = 2**31 - 1  # counts stand in integer tensors
 LEAST_TAU_MERGE = 0.01  # bounds how many of a position's likeliest tokens a branch must remember
 
 
@@ -15,6 +16,8 @@ def check_count(owner: str, name: str, value: object, *, least: int = 1) -> None
     """Raise `ValueError` unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{owner}{name}={value!r} must be a whole number of at least {least}")
+    if value > MOST:
+        raise ValueError(f"{owner}{name}={value!r} must be at most {MOST}")
 
 
 def check_share(owner: str, name: str, value: object) -> None:

@@ -36,6 +36,8 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be a number over 0 and up to 1")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 0 (0: no limit)")
+        if self.top_k >= 2**31:
+            raise ValueError(f"top_k={self.top_k} must be less than {2**31}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number of 64 bits")
 

@@ -1,6 +1,5 @@
 """A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +24,6 @@ from mbd_core.models.loader import (
 from mbd_core.models.names import stored_tensors
 from mbd_core.models.safetensor_files import list_tensors
 from mbd_core.trace import TraceRecorder
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +59,11 @@ class LoadedModel:
 
     @property
     def backend(self) -> str:
-        """What computes: device, dtype (and how the weights are stored, if otherwise), attention kernel."""
+        """What computes: device and dtype, and how the weights are stored if otherwise."""
         weights = self.engine.model.model.norm.weight
         dtype = _name(weights.dtype)
         stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
-        return f"torch {weights.device.type} {dtype}{stored}, attention {self.engine.attention.name}"
+        return f"torch {weights.device.type} {dtype}{stored}"
 
 
 def read_folder(folder: Path) -> ModelFolder:
@@ -112,9 +109,7 @@ def load_engine(
     defaults = found.defaults
     if config.block_size is not None and found.config.attention == "full":
         defaults = {**defaults, "block_size": config.block_size}  # such a model was not trained with any
-    loaded = LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
-    log.info("%s: %s; %s", folder.name, loaded.backend, engine.attention.describe())
-    return loaded
+    return LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:

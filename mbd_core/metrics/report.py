@@ -1,6 +1,6 @@
 """A sweep's report: the rows, both AUPs with their points, and the table in the layout of the paper's Table 1."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class RunKey:
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration's summary and the few fields that tell it from the row's other configurations."""
+    """One configuration's summary and the few fields that tell it from its method's other configurations."""
 
     key: RunKey
     config: Mapping[str, Any]
@@ -53,14 +53,13 @@ class AupRow:
 
 def build_rows(samples: Mapping[RunKey, Sequence[Sample]], *, configs: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Summaries in the order of `samples`; `configs` maps a key's JSON text to its fields."""
-    differing = _differing(configs.values())
+    fields = {text: dict(_flat(config)) for text, config in configs.items()}
+    of_method: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for key in samples:
+        of_method.setdefault((key.model, key.method), []).append(fields[key.config])
+    differing = {method: _differing(of) for method, of in of_method.items()}
     return [
-        Row(
-            key,
-            configs[key.config],
-            ", ".join(f"{name}={configs[key.config][name]}" for name in differing),
-            summarize(of),
-        )
+        Row(key, configs[key.config], _varied(fields[key.config], differing[key.model, key.method]), summarize(of))
         for key, of in samples.items()
     ]
 
@@ -165,13 +164,23 @@ def _points(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"({p:.2f}, {y:.2f})" for p, y in points)
 
 
-def _differing(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields that are set, those of parts under dotted names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        elif value is not None:
+            yield f"{path}{name}", tuple(value) if isinstance(value, list) else value
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Fields that do not have one value in all configurations."""
-    values: dict[str, set[Any]] = {}
-    for config in configs:
-        for name, value in config.items():
-            values.setdefault(name, set()).add(value)
-    return [name for name, seen in values.items() if len(seen) > 1]
+    names = dict.fromkeys(name for config in configs for name in config)
+    return [name for name in names if len({config.get(name) for config in configs}) > 1]
+
+
+def _varied(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={config[name]}" for name in names if name in config)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,6 +24,7 @@ from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.families import read_config, write_config
 from mbd_core.models.names import ExpertLayout, Shape, Stored, stored_tensors
+from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.safetensor_files import (
     MAX_SHARD_BYTES,
     ShardWriter,
@@ -35,6 +36,7 @@ from mbd_core.models.safetensor_files import (
 from mbd_core.models.shard import Shard, split_dim
 
 FLOAT32_ALWAYS = ("expert_bias",)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -54,12 +56,14 @@ def load_generation_defaults(folder: Path) -> dict[str, Any]:
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
     # tokenizer.json is the whole tokenizer; without it the class named by the checkpoint has to build one
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no tokenizer that can be loaded: {error}") from None
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {' '.join(str(error).split())}") from None
     if tokenizer.mask_token_id != config.mask_token_id:
         raise ValueError(
             f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
@@ -128,6 +132,8 @@ def save_model(
     """
     if model.shard.size > 1:
         raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
+    if quantized_parts(model) is not None:
+        raise ValueError("the model's weights were rounded to FP8; save the one that it was made from")
     config = model.config
     kept = dtype or model.model.embed_tokens.weight.dtype
     ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,15 +19,28 @@ SLOW = {"buffer_size": 1, "tau_m2t": 1.0}  # one token a forward
 
 
 @pytest.fixture(scope="module")
-def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def url(serve_instance: str, tiny_model_dir: Path, traces: Path) -> Iterator[str]:
+    """The endpoint. Once all tests are through, it is ended, and the trace of what it did must be whole."""
     from ray import serve
 
     from actors.endpoint import EndpointArgs, build
+    from mbd_core.engine.engine import EngineConfig
+    from mbd_core.trace import read_trace
 
-    args = EndpointArgs(folder=str(tiny_model_dir), name=MODEL, max_rows=4, num_pages=200, max_waiting=6)
+    # batch_invariant: what one request's log-probabilities are must not depend on who else is there, not in a bit
+    engine = EngineConfig(max_rows=4, num_pages=200, batch_invariant=True)
+    args = EndpointArgs(folder=str(tiny_model_dir), name=MODEL, engine=engine, max_waiting=6, trace=str(traces))
     serve.run(build(args), name="endpoint", route_prefix="/")
     yield serve_instance
     serve.delete("endpoint")
+    (own,) = traces.iterdir()
+    assert own.name.startswith("replica-")
+    assert {"ACTIVE", "TO_CACHE"} <= {row.state for row in read_trace(own)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +77,11 @@ def wait_idle(url: str) -> dict[str, Any]:
 def test_health_and_models(url: str, client: openai.OpenAI) -> None:
     state = wait_idle(url)
     assert (state["model"], state["ready"]) == (MODEL, True)
-    assert "cpu" in state["backend"]
+    assert state["backend"] == "torch cpu float32"
+    assert state["attention"]["name"] == "reference"
+    assert "needs a CUDA device" in state["attention"]["not_chosen"]["vllm-flash-attn"]
+    assert (state["defaults"]["tau_m2t"], state["defaults"]["buffer_size"], state["defaults"]["t2t"]) == (0.9, 4, None)
+    assert (state["defaults"]["temperature"], state["engine"]["batch_invariant"]) == (0, True)
     assert [m.id for m in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
@@ -200,19 +218,41 @@ REFUSED = [
     ("completions", complete(prompt=[-1]), 400, "prompt"),
     ("completions", complete(prompt=[512]), 400, "prompt"),
     ("completions", complete(prompt=[7] * 600), 400, "prompt"),
-    ("completions", complete(prompt=["x"] * 11), 400, None),
+    ("completions", complete(prompt=["x"] * 11), 400, "prompt"),
     ("completions", complete(max_tokens=0), 400, "max_tokens"),
     ("completions", complete(max_tokens=-3), 400, "max_tokens"),
     ("completions", complete(max_tokens="9"), 400, "max_tokens"),
     ("completions", complete(max_tokens=True), 400, "max_tokens"),
     ("completions", complete(max_tokens=512), 400, "max_tokens"),
-    ("completions", complete(temperature=0.7), 400, "temperature"),
+    ("completions", complete(temperature=-0.1), 400, "temperature"),
+    ("completions", complete(temperature=2.1), 400, "temperature"),
+    ("completions", complete(temperature="1"), 400, "temperature"),
+    ("completions", complete(temperature=True), 400, "temperature"),
+    ("completions", '{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "temperature"),
+    ("completions", complete(temperature=1, top_p=0), 400, "top_p"),
+    ("completions", complete(temperature=1, top_p=1.1), 400, "top_p"),
+    ("completions", complete(temperature=1, top_p=[0.5]), 400, "top_p"),
     ("completions", complete(top_p=0.9), 400, "top_p"),
-    ("completions", complete(n=2), 400, "n"),
+    ("completions", complete(temperature=1, top_k=-1), 400, "top_k"),
+    ("completions", complete(temperature=1, top_k=2.5), 400, "top_k"),
+    ("completions", complete(temperature=1, top_k=10**30), 400, "top_k"),
+    ("completions", complete(top_k=5), 400, "top_k"),
+    ("completions", complete(seed="7"), 400, "seed"),
+    ("completions", complete(seed=1.5), 400, "seed"),
+    ("completions", complete(seed=2**63), 400, "seed"),
+    ("completions", complete(n=0), 400, "n"),
+    ("completions", complete(n="2"), 400, "n"),
+    ("completions", complete(n=True), 400, "n"),
+    ("completions", complete(n=129), 400, "n"),
+    ("completions", complete(n=11), 400, "n"),
+    ("completions", complete(n=6, prompt=["x", "y"]), 400, "n"),
     ("completions", complete(best_of=3), 400, "best_of"),
+    ("completions", complete(n=2, best_of=1), 400, "best_of"),
     ("completions", complete(echo=True), 400, "echo"),
     ("completions", complete(suffix="y"), 400, "suffix"),
-    ("completions", complete(logprobs=0), 400, "logprobs"),
+    ("completions", complete(logprobs=1), 400, "logprobs"),
+    ("completions", complete(logprobs=True), 400, "logprobs"),
+    ("completions", complete(logprobs=-1), 400, "logprobs"),
     ("completions", complete(logit_bias={"5": 1}), 400, "logit_bias"),
     ("completions", complete(presence_penalty=0.5), 400, "presence_penalty"),
     ("completions", complete(frequency_penalty=1), 400, "frequency_penalty"),
@@ -227,6 +267,24 @@ REFUSED = [
     ("completions", complete(decoding={"buffer_size": 5}), 400, "decoding"),
     ("completions", complete(decoding={"block_size": 3}), 400, "decoding"),
     ("completions", complete(decoding=[1]), 400, "decoding"),
+    ("completions", complete(decoding={"tau_m2t": "high"}), 400, "decoding"),
+    ("completions", complete(decoding={"tau_m2t": None}), 400, "decoding"),
+    ("completions", complete(decoding={"tokens_per_step": 1.5}), 400, "decoding"),
+    ("completions", complete(decoding={"fallback": []}), 400, "decoding"),
+    ("completions", complete(decoding={"prefix_cache": "yes"}), 400, "decoding"),
+    ("completions", complete(decoding={"tau_stable": 0.5}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": {"tau": "x"}}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": {"tau": 1.5}}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": {"theta": 0.5}}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": {"max_edits": 10**30}}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": True}), 400, "decoding"),
+    ("completions", complete(decoding={"t2t": {}, "soft": {}}), 400, "decoding"),
+    ("completions", complete(decoding={"soft": []}), 400, "decoding"),
+    ("completions", complete(decoding={"prompt_attention": "full"}), 400, "decoding"),
+    ("completions", complete(decoding={"canvas": {}}), 400, "decoding"),
+    ("completions", complete(decoding={"canvas": {"tau": "x"}}), 400, "decoding"),
+    ("completions", complete(decoding={"canvas": {"branches": {"block_lengths": 5}}}), 400, "decoding"),
+    ("completions", complete(decoding={"canvas": {}, "buffer_size": 2}), 400, "decoding"),
     ("chat/completions", chat(messages=[]), 400, "messages"),
     ("chat/completions", chat(messages="x"), 400, "messages"),
     ("chat/completions", chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages.0.role"),
@@ -237,7 +295,9 @@ REFUSED = [
     ("chat/completions", chat(max_completion_tokens=0), 400, "max_completion_tokens"),
     ("chat/completions", chat(max_completion_tokens=3, max_tokens=4), 400, "max_completion_tokens"),
     ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools"),
-    ("chat/completions", chat(logprobs=True), 400, "logprobs"),
+    ("chat/completions", chat(logprobs=0), 400, "logprobs"),
+    ("chat/completions", chat(logprobs=True, top_logprobs=1), 400, "top_logprobs"),
+    ("chat/completions", chat(logprobs=True, top_logprobs="0"), 400, "top_logprobs"),
     ("chat/completions", chat(response_format={"type": "json_object"}), 400, "response_format"),
     ("chat/completions", chat(prompt="x"), 400, "prompt"),
     ("nothing", {}, 404, None),
@@ -272,8 +332,233 @@ def test_a_wrong_method_is_405_in_the_same_shape(url: str) -> None:
 def test_neutral_values_are_accepted(url: str) -> None:
     neutral = {"temperature": 0.0, "top_p": 1, "n": 1, "presence_penalty": 0, "stop": None, "logit_bias": None}
     free = {"seed": 3, "user": "me", "store": False, "metadata": {"a": "b"}, "max_completion_tokens": 4}
-    asked = chat(**neutral, **free, response_format={"type": "text"}, logprobs=False, stream=None)
+    asked = chat(**neutral, **free, response_format={"type": "text"}, logprobs=False, top_logprobs=0, stream=None)
     assert post(url, "chat/completions", asked).status_code == 200
+
+
+# -- sampling, several choices, log-probabilities -------------------------------------------------------------------
+
+HOT: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+
+
+def test_a_seed_repeats_whatever_runs_beside_it_and_another_one_differs(client: openai.OpenAI, url: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": [9, 9, 9], "max_tokens": 24, **HOT}
+    first = client.completions.create(**asked, extra_body={"top_k": 50})
+    others = [{"model": MODEL, "prompt": [i, 4], "max_tokens": 20, "temperature": 0.8, "seed": i} for i in range(5)]
+    with ThreadPoolExecutor(6) as pool:
+        crowd = [pool.submit(client.completions.create, **other) for other in others]
+        again = pool.submit(client.completions.create, **asked, extra_body={"top_k": 50}).result()
+        [c.result() for c in crowd]
+    assert again.choices[0].text == first.choices[0].text
+    assert again.model_extra["mbd"]["seed"] == first.model_extra["mbd"]["seed"] == 11
+    texts = {client.completions.create(**{**asked, "seed": seed}).choices[0].text for seed in range(20, 24)}
+    assert len(texts) > 1
+    drawn = [client.completions.create(**{**asked, "seed": None}).model_extra["mbd"]["seed"] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    named = client.completions.create(**{**asked, "seed": drawn[0]})
+    assert named.model_extra["mbd"]["seed"] == drawn[0]
+
+
+def test_top_k_1_and_a_tiny_top_p_are_greedy(client: openai.OpenAI) -> None:
+    """Where confidences do not choose the order: those of a narrowed distribution are higher."""
+    decoding = {**SLOW, "fallback": "leftmost"}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": [9, 9, 9], "max_tokens": 16}
+    asked["extra_body"] = {"decoding": decoding}
+    greedy = client.completions.create(**asked).choices[0].text
+    for narrow in ({"temperature": 1.5, "top_p": 1e-9}, {"temperature": 0, "top_p": 0.5, "seed": 3}):
+        assert client.completions.create(**asked, **narrow).choices[0].text == greedy
+    asked["extra_body"] = {"decoding": decoding, "top_k": 1}
+    assert client.completions.create(**asked, temperature=1.5).choices[0].text == greedy
+    asked["extra_body"] = {"decoding": decoding}
+    assert client.completions.create(**asked, temperature=1.5, seed=1).choices[0].text != greedy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_choices_are_n_seeds_prompt_by_prompt(url: str, client: openai.OpenAI, stream: bool) -> None:
+    prompts = [[5, 6, 7, 8, 9], [40, 41]]
+    asked = {"model": MODEL, "max_tokens": 18, **HOT}
+    alone = [
+        client.completions.create(**{**asked, "prompt": prompt, "seed": 11 + i})
+        for prompt in prompts
+        for i in range(3)
+    ]
+    texts, reasons = [a.choices[0].text for a in alone], [a.choices[0].finish_reason for a in alone]
+    assert len(set(texts)) > 2
+    body = {**asked, "prompt": prompts, "n": 3, "best_of": 3}
+    if stream:
+        got, ends = [""] * 6, [""] * 6
+        pieces = events(url, "completions", body | {"stream_options": {"include_usage": True}})
+        for choice in (choice for piece in pieces for choice in piece["choices"]):
+            got[choice["index"]] += choice["text"]
+            ends[choice["index"]] += choice["finish_reason"] or ""
+        usage, measures = pieces[-1]["usage"], pieces[-1]["mbd"]
+    else:
+        whole = post(url, "completions", body).json()
+        assert [c["index"] for c in whole["choices"]] == list(range(6))
+        got, ends = [c["text"] for c in whole["choices"]], [c["finish_reason"] for c in whole["choices"]]
+        usage, measures = whole["usage"], whole["mbd"]
+    assert (got, ends) == (texts, reasons)
+    assert usage["prompt_tokens"] == 7
+    assert usage["completion_tokens"] == sum(a.usage.completion_tokens for a in alone)
+    assert usage["total_tokens"] == 7 + usage["completion_tokens"]
+    assert (measures["num_prompt_tokens"], measures["seed"]) == (21, 11)
+
+
+def test_n_greedy_choices_are_equal(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Tom has 3 apples."}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, n=3, temperature=0, max_tokens=20)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert len({c.message.content for c in answer.choices}) == 1
+    assert "seed" not in answer.model_extra["mbd"]
+
+
+def check_chat_logprobs(content: list[dict[str, Any]], text: str) -> None:
+    raw = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert raw.decode("utf-8", "replace").rstrip("\ufffd") == text
+    for entry in content:
+        assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert -50 < entry["logprob"] <= 1e-6
+        assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+        assert entry["top_logprobs"] == []
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_chat_logprobs_whole_and_streamed(url: str, client: openai.OpenAI, sampled: bool) -> None:
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tom has 3 apples."}],
+        "max_tokens": 21,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 0,
+        **(HOT if sampled else {}),
+    }
+    whole = post(url, "chat/completions", asked).json()
+    contents = [c["logprobs"]["content"] for c in whole["choices"]]
+    assert sum(map(len, contents)) == whole["usage"]["completion_tokens"]
+    for content, choice in zip(contents, whole["choices"], strict=True):
+        assert choice["logprobs"]["refusal"] is None
+        check_chat_logprobs(content, choice["message"]["content"])
+    streamed: list[list[dict[str, Any]]] = [[], []]
+    for piece in events(url, "chat/completions", asked):
+        choice = piece["choices"][0]
+        streamed[choice["index"]] += (choice["logprobs"] or {"content": []})["content"]
+    assert streamed == contents
+    typed = client.chat.completions.create(**asked)
+    assert [t.token for t in typed.choices[0].logprobs.content] == [t["token"] for t in contents[0]]
+    plain = client.chat.completions.create(**{**asked, "logprobs": None, "top_logprobs": None})
+    assert [c.logprobs for c in plain.choices] == [None, None]
+    assert [c.message.content for c in plain.choices] == [c["message"]["content"] for c in whole["choices"]]
+
+
+def test_a_greedy_logprob_is_the_model_s_own(url: str, tiny_model_dir: Path) -> None:
+    """One position, one forward: what is told must be log softmax of the model at the masked position."""
+    import torch
+
+    from mbd_core.engine.engine import EngineConfig
+    from mbd_core.engine.load import load_engine
+    from mbd_core.ops.dense import DenseAttention
+    from mbd_core.types import Request
+
+    loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=16))
+    request = Request(
+        request_id="r", prompt=(9, 9, 9), max_tokens=1, decoding=loaded.decoding({}), logprobs=True, ignore_eos=True
+    )
+    (output,) = loaded.engine.generate([request])
+    asked = {"model": MODEL, "prompt": [9, 9, 9], "max_tokens": 1, "logprobs": 0}
+    told = post(url, "completions", asked).json()["choices"][0]["logprobs"]
+    assert told["token_logprobs"] == pytest.approx(output.logprobs, abs=1e-5)
+    model, ids = loaded.engine.model, torch.tensor([[9, 9, 9, loaded.config.mask_token_id]])
+    with torch.no_grad():
+        seen = DenseAttention(torch.ones((1, 1, 4, 4), dtype=torch.bool))
+        logits = model.logits(model(ids, torch.arange(4)[None], seen))[0, 3]
+    assert told["token_logprobs"][0] == pytest.approx(logits.log_softmax(-1)[output.tokens[0]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_with_a_stop_string(url: str, stream: bool) -> None:
+    asked = {"model": MODEL, "prompt": [9, 9], "max_tokens": 60, "logprobs": 0}
+    free = post(url, "completions", asked).json()
+    text, told = free["choices"][0]["text"], free["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == free["usage"]["completion_tokens"]
+    assert told["top_logprobs"] is None
+    check_offsets(told, text)
+    asked["stop"] = stop = text[len(text) // 2 :][:3]
+    if stream:
+        pieces = [e["choices"][0] for e in events(url, "completions", asked)]
+        short = "".join(p["text"] for p in pieces)
+        parts = [p["logprobs"] for p in pieces if p["logprobs"]]
+        cut = {name: [x for p in parts for x in p[name]] for name in ("tokens", "token_logprobs", "text_offset")}
+    else:
+        answer = post(url, "completions", asked).json()
+        short, cut = answer["choices"][0]["text"], answer["choices"][0]["logprobs"]
+        assert len(cut["tokens"]) == answer["usage"]["completion_tokens"]
+    assert short == text[: text.index(stop)]
+    count = len(cut["tokens"])
+    assert 0 < count < len(told["tokens"])
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert cut[name] == told[name][:count]
+    ends = [*told["text_offset"], len(text)]
+    assert ends[count - 1] < text.index(stop) + len(stop) <= ends[count], "the last one told completed the stop string"
+
+
+def check_offsets(told: dict[str, Any], text: str) -> None:
+    """Every token that is text by itself stands in the answer at its offset."""
+    assert told["text_offset"] == sorted(told["text_offset"])
+    whole = [
+        (token, at)
+        for token, at in zip(told["tokens"], told["text_offset"], strict=True)
+        if not token.startswith(("bytes:", "<|"))
+    ]
+    assert len(whole) > 5
+    split = any(token.startswith("bytes:") for token in told["tokens"])
+    assert split or all(text[at : at + len(token)] == token for token, at in whole)
+
+
+def test_extremes_of_a_logprob_are_json() -> None:
+    from actors.logprobs import ChoiceLogprobs
+
+    telling = ChoiceLogprobs(lambda token: ("a", b"a"), lambda tokens: "a" * len(tokens), chat=False)  # type: ignore[arg-type]
+    told = telling.add((1, 2), (-math.inf, -0.5))
+    assert told["token_logprobs"] == [-9999.0, -0.5]
+    assert told["text_offset"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "reaches"),
+    [
+        ({"t2t": {"tau": 0.2, "max_edits": 4}, "buffer_size": 1}, "t2t"),
+        ({"soft": {"stop_confidence": 0.9}, "tau_stable": 0.5, "buffer_size": 2}, "soft"),
+        ({"fallback": "margin", "tau_m2t": 1.0, "prefix_cache": False}, "fallback"),
+    ],
+)
+def test_nested_decoding_reaches_the_engine(
+    client: openai.OpenAI, tiny_model_dir: Path, decoding: dict[str, Any], reaches: str
+) -> None:
+    from mbd_core.engine.engine import EngineConfig
+    from mbd_core.engine.load import load_engine
+    from mbd_core.types import Request
+
+    loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=64, batch_invariant=True))
+    config = loaded.decoding(decoding)
+    assert getattr(config, reaches) is not None
+    (alone,) = loaded.engine.generate([Request(request_id="r", prompt=(9, 8), max_tokens=24, decoding=config)])
+    told = client.completions.create(model=MODEL, prompt=[9, 8], max_tokens=24, extra_body={"decoding": decoding})
+    assert told.usage.completion_tokens == len(alone.tokens)
+    assert told.model_extra["mbd"]["num_forwards"] == alone.counts.num_forwards
+
+
+def test_usage_tells_what_the_prefix_cache_held(client: openai.OpenAI, url: str) -> None:
+    prompt = [200 + i for i in range(70)]
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 8}
+    cold, warm = client.completions.create(**asked), client.completions.create(**asked)
+    assert (cold.usage.prompt_tokens, cold.usage.prompt_tokens_details.cached_tokens) == (70, 0)
+    assert 48 <= warm.usage.prompt_tokens_details.cached_tokens <= 70
+    assert warm.choices[0].text == cold.choices[0].text
+    twice = client.completions.create(**asked, n=2)
+    assert twice.usage.prompt_tokens == 70
+    assert twice.usage.prompt_tokens_details.cached_tokens <= 70
+    assert httpx.get(f"{url}/health").json()["prefix_cache"]["found"] >= 48
 
 
 def hang_up(url: str, body: dict[str, Any], *, after: Callable[[socket.socket], None]) -> None:
@@ -362,11 +647,98 @@ def test_a_failure_inside_a_stream_is_an_event_and_no_done() -> None:
 
     async def sent() -> list[str]:
         reply = Reply(id="x", created=0, model=MODEL, chat=True)
-        return [e async for e in Endpoint.func_or_class._events(None, reply, Broken(), include_usage=False)]
+        return [e async for e in Endpoint.func_or_class._events(None, reply, Broken(), None, include_usage=False)]
 
     (only,) = asyncio.run(sent())
     assert json.loads(only.removeprefix("data: "))["error"]["code"] == "engine_failed"
     assert "secret" not in only
+
+
+def test_editing_a_model_not_trained_for_it_is_noted_once(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from actors import endpoint
+    from actors.openai_schema import CompletionRequest
+    from mbd_core.engine.engine import EngineConfig
+    from mbd_core.engine.load import load_engine
+
+    told: list[str] = []
+    monkeypatch.setattr(endpoint.log, "warning", told.append)
+    loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=16))
+    trained = replace(loaded, defaults={**loaded.defaults, "t2t": {"tau": 0.5}})
+    for model, notes in ((loaded, 1), (trained, 0)):
+        told.clear()
+        replica = SimpleNamespace(loaded=model, edit_noted=False, args=SimpleNamespace(name=MODEL))
+        for decoding in ({}, {"t2t": {}}, {"t2t": {"tau": 0.9}}):
+            asked = CompletionRequest(model=MODEL, prompt="x", decoding=decoding)
+            endpoint.Endpoint.func_or_class._decoding(replica, asked)
+        assert len(told) == notes, "once, and only where generation_config.json names no t2t"
+
+
+def test_the_switches_of_the_job_reach_the_engine(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jobs.serve import endpoint_args, main, parse_args
+
+    model = ["--model", str(tiny_model_dir)]
+    made = endpoint_args(parse_args(model))
+    assert (made.trace, made.engine.prefix_caching, made.engine.batch_invariant) == (None, True, False)
+    switches = ["--no-prefix-caching", "--batch-invariant", "--attention", "reference", "--block-size", "4"]
+    made = endpoint_args(parse_args([*model, *switches, "--trace", str(tmp_path / "t"), "--max-rows", "3"]))
+    assert (made.engine.prefix_caching, made.engine.batch_invariant, made.engine.max_rows) == (False, True, 3)
+    assert (made.engine.attention, made.engine.block_size) == ("reference", 4)
+    assert made.trace == str(tmp_path / "t")
+    (tmp_path / "file").write_text("")
+    for bad, sentence in (
+        (["--block-size", "8"], "--block-size 8 cannot be honoured: tiny-random has 4"),
+        (["--trace", str(tmp_path / "file")], "is a file, not a folder"),
+    ):
+        assert main([*model, *bad]) == 2
+        printed = capsys.readouterr()
+        assert sentence in printed.err
+        assert len(printed.err.strip().splitlines()) == 1
+        assert not printed.out
+    for bad, sentence in (
+        (["--attention", "magic"], "invalid choice: 'magic'"),
+        (["--block-size", "0"], "at least 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*model, *bad])
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "sentence"),
+    [
+        (
+            "ray::Replica\nTraceback\n  File\nValueError: attention='x' cannot be used: no GPU",
+            2,
+            "attention='x' cannot",
+        ),
+        ("ray::Replica\nTraceback\n  File\nMemoryError: no memory", 1, "MemoryError: no memory"),
+    ],
+)
+def test_what_only_a_replica_finds_out_is_told_in_its_last_line(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: str,
+    code: int,
+    sentence: str,
+) -> None:
+    from jobs import serve
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError(failure)
+
+    monkeypatch.setattr(serve, "serve_forever", failing)
+    assert serve.main(["--model", str(tiny_model_dir)]) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"serve: {sentence}")
+    assert len(printed.splitlines()) == 1
 
 
 def test_the_job_names_known_models_and_does_not_take_over_a_running_serve(

@@ -12,7 +12,7 @@ import pytest
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from jobs.eval_sweep import main
-from mbd_core.decoding.config import DecodingConfig
+from mbd_core.decoding.config import DecodingConfig, from_fields
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.types import Output, Request
 
@@ -80,7 +80,9 @@ def test_an_engine_s_failure_is_the_row_s_that_caused_it(
     assert [rows[0]["text"], rows[2]["text"]] == [undisturbed[0], undisturbed[2]]
 
 
-def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_sweep_accounts_for_every_sample(
+    ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, trained_with in (("random-bd", "teacher_forcing"), ("random-mbd", "multitf")):
         shutil.copytree(tiny_model_dir, tmp_path / name)
         generation = tmp_path / name / "generation_config.json"
@@ -91,14 +93,16 @@ def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Pat
     out = tmp_path / "out"
     command = ["--models", f"{tmp_path / 'random-bd'},{tmp_path / 'random-mbd'}", "--tasks", "gsm8k,code-mini"]
     command += ["--data", f"gsm8k={data}", "--limit", "2", "--max-tokens", "12", "--batch", "4", "--seed", "5"]
-    command += ["--grid", "tau_m2t=0.0,0.9;buffer_size=2", "--out", str(out)]
+    command += ["--methods", "single,multi,edit,dmax", "--method", 'edit={"t2t": {"max_edits": 2}, "buffer_size": 1}']
+    command += ["--grid", "tau_m2t=0.0,0.9;buffer_size=2;t2t.tau=0.2", "--out", str(out)]
 
     assert main(command) == 0
+    assert capsys.readouterr().err.count("random-bd: decoding.t2t was asked for") == 1
 
     samples = pq.read_table(out / "samples").to_pylist()
     keys = Counter((s["model"], s["method"], s["task"], s["problem_id"], s["config"]) for s in samples)
     assert set(keys.values()) == {1}
-    assert len(keys) == 2 * 2 * 2 * 4
+    assert len(keys) == 2 * 2 * 4 * 4
     assert {s["seed"] for s in samples} == {5}
     report = json.loads((out / "report.json").read_text())
     methods = {(row["model"], row["method"]) for row in report["rows"]}
@@ -107,8 +111,12 @@ def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Pat
         ("random-bd", "MultiBD (training-free)"),
         ("random-mbd", "SingleBD"),
         ("random-mbd", "MBD"),
+        *((model, method) for model in ("random-bd", "random-mbd") for method in ("edit", "dmax")),
     }
-    assert len(report["rows"]) == 2 * 2 * 4
+    assert len(report["rows"]) == 2 * 4 * 4
+    parts = {(row["method"], str(row["config"]["t2t"]), str(row["config"]["soft"])) for row in report["rows"]}
+    assert ("edit", "{'tau': 0.2, 'max_edits': 2}", "None") in parts
+    assert ("dmax", "None", "{'stop_confidence': 0.9}") in parts
     for row in report["rows"]:
         of = [
             s
@@ -123,11 +131,15 @@ def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Pat
         assert row["tpf_ratio_of_sums"] == pytest.approx(
             sum(s["num_tokens"] for s in decoded) / sum(s["num_forwards"] for s in decoded)
         )
-        assert all(DecodingConfig(**json.loads(s["config"])) == DecodingConfig(**row["config"]) for s in of)
-    assert len(report["aup"]) == 8
+        assert all(
+            from_fields(DecodingConfig, json.loads(s["config"])) == from_fields(DecodingConfig, row["config"])
+            for s in of
+        )
+    assert len(report["aup"]) == 16
     assert all(len(aup["points"]) == 2 for aup in report["aup"])
     assert report["settings"]["tasks"]["gsm8k"]["n"] == 2
-    assert "| MBD |" in (out / "report.md").read_text()
+    text = (out / "report.md").read_text()
+    assert "| MBD |" in text and "| random-bd | edit | GSM8K | tau_m2t=0.9 |" in text
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.rglob("*.part"))
 
@@ -142,6 +154,11 @@ def test_a_sweep_accounts_for_every_sample(ray_cluster: Any, tiny_model_dir: Pat
         ({"--tasks": "gsm-mini,none-such"}, "unknown task 'none-such'; known: gsm-mini, code-mini"),
         ({"--methods": "double"}, "unknown method 'double'; known: single, multi"),
         ({"--grid": "tau=1"}, "unknown grid field 'tau'; known: block_size"),
+        ({"--grid": "t2t.tau=0.5"}, "grid field 't2t.tau' concerns none of the methods single, multi; define one"),
+        ({"--methods": "single,d2f"}, "method 'd2f' needs a full-attention model; 'tiny-random' attends in blocks"),
+        ({"--method": 'c={"canvas": {}}'}, "method 'c' needs a full-attention model"),
+        ({"--method": 'c={"t2t": {"tau": 2}}'}, "method 'c': t2t.tau=2 must be a number from 0 to 1"),
+        ({"--method": "c={"}, "--method c: { is not valid JSON"),
         ({"--tasks": "gsm8k"}, "task 'gsm8k' needs a JSON-lines file"),
         ({"--data": "gsm8k=rows.jsonl"}, "the task 'gsm8k' is not among --tasks"),
         ({"--data": "rows.jsonl"}, "takes no data file"),

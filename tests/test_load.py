@@ -1,0 +1,165 @@
+"""Model folders before they are served: what fits is loaded, what does not is one sentence, for every job alike."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.load import edit_note, load_engine, read_folder
+from mbd_core.models.loader import load_model, save_model
+from mbd_core.types import Output, Request
+
+SMALL = EngineConfig(max_rows=1, num_pages=16)
+
+
+@pytest.fixture
+def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy to be changed."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def change_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+# -- what fits ------------------------------------------------------------------------------------------------------
+
+
+def test_generation_config_may_name_more_eos_ids(folder: Path) -> None:
+    """As real SDAR folders do: the chat's end beside the text's."""
+
+    def generate() -> tuple[tuple[int, ...], Output]:
+        loaded = load_engine(folder, SMALL)
+        request = Request(request_id="r", prompt=(9, 9), max_tokens=24, decoding=loaded.decoding({}))
+        return loaded.config.eos_token_ids, loaded.engine.generate([request])[0]
+
+    before, whole = generate()
+    assert (before, whole.finish_reason) == ((1,), "length")
+    also = next(t for t in whole.tokens[8:] if t not in whole.tokens[:8])
+    change_json(folder / "generation_config.json", eos_token_id=[also, 1])
+    after, cut = generate()
+    assert after == (also, 1)
+    assert (cut.finish_reason, cut.tokens) == ("stop", whole.tokens[: whole.tokens.index(also)])
+    change_json(folder / "generation_config.json", eos_token_id=1)
+    assert generate() == (before, replace(whole, counts=ANY))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"eos_token_id": [7]}, r"generation_config.json says eos_token_id=\[7\], config.json says \[1\]"),
+        ({"eos_token_id": "end"}, "eos_token_id='end', which is no list of token ids"),
+        ({"eos_token_id": [1, 512]}, "eos_token_id=512 lies outside the vocabulary"),
+        ({"eos_token_id": [1, 0]}, "mask_token_id=0 is also an EOS id"),
+        ({"mask_token_id": 3}, "generation_config.json says mask_token_id=3, config.json says 0"),
+    ],
+)
+def test_ids_that_contradict_each_other_are_refused(folder: Path, values: dict[str, object], sentence: str) -> None:
+    change_json(folder / "generation_config.json", **values)
+    with pytest.raises(ValueError, match=sentence):
+        read_folder(folder)
+
+
+def test_a_cpu_computes_in_float32_and_says_how_weights_are_stored(folder: Path) -> None:
+    assert load_engine(folder, SMALL).backend == "torch cpu float32"
+    save_model(folder, load_model(folder), tokenizer=read_folder(folder).tokenizer, dtype=torch.bfloat16)
+    loaded = load_engine(folder, SMALL)
+    assert loaded.engine.model.model.norm.weight.dtype == torch.float32
+    assert loaded.backend == "torch cpu float32 (stored as bfloat16)"
+
+
+def test_an_edit_note_is_for_models_whose_author_names_no_editing(folder: Path) -> None:
+    loaded = load_engine(folder, SMALL)
+    assert edit_note("m", loaded.defaults, loaded.decoding({})) is None
+    note = edit_note("m", loaded.defaults, loaded.decoding({"t2t": {}}))
+    assert note is not None
+    assert note.startswith("m: decoding.t2t was asked for")
+    assert edit_note("m", {"t2t": {"tau": 0.5}}, loaded.decoding({"t2t": {}})) is None
+
+
+# -- what does not --------------------------------------------------------------------------------------------------
+
+
+def lose_a_shard(folder: Path) -> None:
+    """Two shards and their index, one of them gone."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = {"a.safetensors": sorted(weights)[:5], "b.safetensors": sorted(weights)[5:]}
+    save_file({name: weights[name] for name in parts["b.safetensors"]}, folder / "b.safetensors")
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def be_unknown(folder: Path) -> None:
+    change_json(folder / "config.json", architectures=["LlamaForCausalLM"])
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def grow_the_vocabulary(folder: Path) -> None:
+    change_json(folder / "config.json", vocab_size=600)
+
+
+def lose_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+BAD: list[tuple[Callable[[Path], None], list[str]]] = [
+    (lose_a_shard, ["lacks the weights file a.safetensors", "model.embed_tokens.weight"]),
+    (be_unknown, ["config.json", "LlamaForCausalLM", "SDARForCausalLM"]),
+    (cut_short, ["model.safetensors", "cut short at tensor '"]),
+    (grow_the_vocabulary, ["model.safetensors", "model.embed_tokens.weight", "512", "600"]),
+    (lose_a_tensor, ["model.layers.1.self_attn.q_proj.weight"]),
+    (lose_the_tokenizer, ["has no tokenizer: none of tokenizer.json"]),
+]
+
+
+@pytest.mark.parametrize("job", ["serve", "eval_sweep", "train_multitf"])
+@pytest.mark.parametrize(("damage", "named"), BAD, ids=[damage.__name__ for damage, _ in BAD])
+def test_a_bad_checkpoint_is_one_sentence_and_exit_2(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    job: str,
+    damage: Callable[[Path], None],
+    named: list[str],
+) -> None:
+    """Before anything is started: no Ray, no output, no folder."""
+    import ray
+
+    from jobs import eval_sweep, serve, train_multitf
+
+    running, out = ray.is_initialized(), tmp_path / "out"
+    damage(folder)
+    if job == "serve":
+        code = serve.main(["--model", str(folder)])
+    elif job == "eval_sweep":
+        code = eval_sweep.main(["--models", str(folder), "--tasks", "gsm-mini", "--out", str(out)])
+    else:
+        code = train_multitf.main(["--recipe", "tiny-mbd", "--base", str(folder), "--storage", str(out)])
+    printed = capsys.readouterr()
+    assert code == 2
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not printed.out
+    for part in named:
+        assert part in printed.err
+    assert str(folder) in printed.err
+    assert ray.is_initialized() == running
+    assert not out.exists()
