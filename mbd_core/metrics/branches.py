@@ -107,6 +107,16 @@ def mean_bifurcation_lengths(samples: Sequence[Mapping[int, Sequence[int]]]) -> 
     return {pair: float(np.mean([row[pair] for row in rows])) for pair in rows[0]}
 
 
+def bifurcation_matrix(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
+    """`mean_bifurcation_lengths` as a symmetric matrix (S, S), lengths ascending; the diagonal holds mean lengths."""
+    lengths = _same_lengths(samples)
+    matrix = np.diag([float(np.mean([len(s[n]) for s in samples])) for n in lengths])
+    for (a, b), value in mean_bifurcation_lengths(samples).items():
+        i, j = lengths.index(a), lengths.index(b)
+        matrix[i, j] = matrix[j, i] = value
+    return matrix
+
+
 def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
     """Share of all block lengths, itself included, with the same token at a position -> (S, P), lengths ascending.
 
@@ -121,18 +131,41 @@ def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
     return shares
 
 
+def mean_consensus(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
+    """`consensus` averaged over the samples whose output reaches a position -> (S, P); NaN where none does."""
+    lengths = _same_lengths(samples)
+    shares = [consensus(s) for s in samples]
+    width = max(one.shape[1] for one in shares)
+    total, count = np.zeros((len(lengths), width)), np.zeros((len(lengths), width))
+    for one in shares:
+        total[:, : one.shape[1]] += np.nan_to_num(one)
+        count[:, : one.shape[1]] += ~np.isnan(one)
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+
+
 def draw_consensus(outputs: Mapping[int, Sequence[int]], path: Path) -> None:
-    """Write the consensus heat map as PNG: positions across, block lengths down, a dashed line at the bifurcation."""
-    lengths, shares = sorted(outputs), consensus(outputs)
-    figure = Figure(figsize=(max(5.0, shares.shape[1] / 14), 0.5 * len(lengths) + 1.6), layout="constrained")
+    """Write one sample's consensus heat map as PNG, a dashed line at the first bifurcation."""
+    shares = consensus(outputs)
+    split = min(bifurcation_lengths(outputs).values(), default=shares.shape[1])
+    draw_shares(shares, sorted(outputs), path, split=split if split < shares.shape[1] else None)
+
+
+def draw_shares(
+    shares: Array, lengths: Sequence[int], path: Path, *, split: int | None = None, title: str = ""
+) -> None:
+    """Write consensus shares (S, P) as PNG: positions across, block lengths down; grey where an output has ended."""
+    figure = Figure(
+        figsize=(min(16.0, max(6.0, shares.shape[1] / 14)), 0.5 * len(lengths) + 1.8), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     panel = figure.subplots()
+    panel.set_facecolor("#cccccc")
     image = panel.imshow(shares, aspect="auto", cmap="RdYlGn", vmin=1 / len(lengths), vmax=1.0, interpolation="none")
     panel.set_yticks(range(len(lengths)), [str(n) for n in lengths])
     panel.set_ylabel("block length")
     panel.set_xlabel("position behind the prompt")
-    split = min(bifurcation_lengths(outputs).values(), default=shares.shape[1])
-    if split < shares.shape[1]:
+    panel.set_title(title, fontsize="medium")
+    if split is not None:
         panel.axvline(split - 0.5, color="black", linestyle="--", linewidth=1)
-    figure.colorbar(image, ax=panel, label="share of block lengths that agree")
+    figure.colorbar(image, ax=panel, label="share that agrees")
     figure.savefig(path, format="png", dpi=130)

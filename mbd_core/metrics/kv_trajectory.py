@@ -73,10 +73,13 @@ def coordinates(caches_NV: Array, initial_N: Sequence[bool]) -> Coordinates:
     return Coordinates(anchor, np.stack((u0, *tangents)), z, a, q, rest)
 
 
-def distance_bounds(caches_NV: Array, where: Coordinates) -> dict[tuple[int, int], Bound]:
-    """Prop. 3: of every pair of caches, the projected distance (Eq. 6) against the full one."""
+def distance_bounds(
+    caches_NV: Array, where: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
+) -> dict[tuple[int, int], Bound]:
+    """Prop. 3: of every pair of caches (or of `pairs`), the projected distance (Eq. 6) against the full one."""
     points = where.points
-    pairs = [(i, j) for i in range(len(points)) for j in range(i)]
+    if pairs is None:
+        pairs = [(i, j) for i in range(len(points)) for j in range(i)]
     return {
         (i, j): Bound(float(np.linalg.norm(points[i] - points[j])), float(np.linalg.norm(caches_NV[i] - caches_NV[j])))
         for i, j in pairs
@@ -90,6 +93,38 @@ def dispersion(caches_NV: Array) -> float:
         return 0.0
     spread = caches_NV - caches_NV.mean(axis=0)
     return float(2 * count * (spread**2).sum() / (count * (count - 1)))
+
+
+def pair_dispersion(squared_BB: Array) -> float:
+    """`dispersion` of B branches whose squared distances to one another are known."""
+    count = len(squared_BB)
+    return float(squared_BB.sum() / (count * (count - 1))) if count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class SyncContraction:
+    """What copying lanes at a synchronisation does to the dispersion of the branches."""
+
+    before: float
+    after: float
+
+    @property
+    def gamma(self) -> float | None:
+        """Gamma = D_post / D_pre; `None` where the branches had not been apart."""
+        return self.after / self.before if self.before > 0 else None
+
+
+def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> SyncContraction:
+    """The dispersion before and after `copies` (source, target), in order, of branches at these squared distances.
+
+    A copied branch stands where its source does, so no cache has to be looked at again.
+    """
+    now_BB = squared_BB.copy()
+    for source, target in copies:
+        now_BB[target] = now_BB[source]
+        now_BB[:, target] = now_BB[:, source]
+        now_BB[target, target] = 0.0
+    return SyncContraction(pair_dispersion(squared_BB), pair_dispersion(now_BB))
 
 
 @dataclass(frozen=True)
@@ -132,10 +167,41 @@ def block_movement_bound(full_LD: Array, updates: Sequence[BlockUpdate]) -> Boun
     for update in updates:
         inside = np.zeros_like(full_LD)
         inside[update.start : update.stop] = full_LD[update.start : update.stop]
-        moved.append(np.linalg.norm(update.correction_LD))
-        residual.append(np.linalg.norm(update.correction_LD - inside))
-    share = np.sqrt(size / len(full_LD))
-    return Bound(float(np.mean(moved)), float(share * np.linalg.norm(full_LD) + np.mean(residual)))
+        moved.append(float(np.linalg.norm(update.correction_LD)))
+        residual.append(float(np.linalg.norm(update.correction_LD - inside)))
+    return BlockMovement(
+        share=size / len(full_LD),
+        full=float(np.linalg.norm(full_LD)),
+        moved=float(np.mean(moved)),
+        residual=float(np.mean(residual)),
+    ).bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMovement:
+    """Prop. 1's lengths where they were measured without keeping the corrections themselves.
+
+    share     m / L
+    full      |d_full|
+    moved     mean |d_blk| over the blocks that tile the canvas
+    residual  mean |d_blk - P_B d_full| over them
+    """
+
+    share: float
+    full: float
+    moved: float
+    residual: float
+
+    @property
+    def bound(self) -> Bound:
+        """E |d_blk| <= sqrt(m / L) |d_full| + E |r|."""
+        return Bound(self.moved, float(np.sqrt(self.share)) * self.full + self.residual)
+
+    @property
+    def against_refresh(self) -> Bound | None:
+        """E |d_blk| < |d_full|, where E |r| < (1 - sqrt(m / L)) |d_full| implies it; `None` elsewhere."""
+        premise = self.residual < (1 - float(np.sqrt(self.share))) * self.full
+        return Bound(self.moved, self.full) if premise else None
 
 
 def _tiles(full_LD: Array, block_size: int) -> list[tuple[int, int]]:
