@@ -8,7 +8,8 @@ import torch
 from test_exactness import MASK, B, build, engine, gist, request
 
 from mbd_core.engine.batch import Batch
-from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.ops.merged import MergeRule
 from mbd_core.types import Request
 
 
@@ -16,7 +17,7 @@ def static_memory(served: Engine) -> dict[str, int]:
     """Addresses of all that a recorded step reads and writes."""
     buffer, runner = served.buffer, served.runner
     tensors = {n: t for n, t in vars(buffer).items() if isinstance(t, torch.Tensor)}
-    tensors |= {"tables": served._tables_RP, "last": runner._last_RD, "k": runner.cache.k, "v": runner.cache.v}
+    tensors |= {"tables": served._tables_RP, "last": runner.last_RD, "k": runner.cache.k, "v": runner.cache.v}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -64,6 +65,27 @@ def test_a_program_is_the_eager_step(kind: dict) -> None:
     batch = [request(f"r{i}", i, rng.choice(methods)) for i in range(8)]
     eager = [gist(o) for o in engine(model, static_shapes=False).generate(batch)]
     assert [gist(o) for o in engine(model, static_shapes=True).generate(batch)] == eager
+
+
+def test_a_program_that_reads_prefixes_once_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rule that merges from 40 tokens on, the programs of both kinds run, and a request does not notice."""
+    model = build().double()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3], ignore_eos=True) for i in range(8)]
+    settings = EngineConfig(max_rows=6, num_pages=200, page_size=8, static_shapes=True)
+    rule = MergeRule(merge_from={(1, settings.buffer_size): 40}, measured_at="a test")
+    served = Engine(model, settings, merge_rule=rule)
+    kinds = set()
+    run = served._programs.run
+
+    def spy(kind, *, num_pages):
+        kinds.add(kind.merges)
+        return run(kind, num_pages=num_pages)
+
+    monkeypatch.setattr(served._programs, "run", spy)
+    wanted = [o.tokens for o in engine(model, static_shapes=False).generate(batch)]
+    assert [o.tokens for o in served.generate(batch)] == wanted
+    assert kinds == {False, True}
+    assert "from prefix 40" in served.attention.describe()
 
 
 def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:

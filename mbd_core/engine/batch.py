@@ -59,10 +59,14 @@ class Batch:
     max_q: int
     split: list[int] | None = None
     asked: list[int] | None = None
+    merge_slots: int | None = None
 
 
-def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
-    """Put groups of rows behind one another; at least one row in all."""
+def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, merge_slots: int | None = None) -> Batch:
+    """Put groups of rows behind one another; at least one row in all.
+
+    `merge_slots`: the rows are whole buffers of that many slots, whose prefixes are to be read once (`Choice.bind`).
+    """
     groups = [g for g in groups if len(g.kv_lens_K)]
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
@@ -95,6 +99,7 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False) ->
         max_q=max_q,
         split=_lengths(groups) if batch_invariant else None,
         asked=[n for g in groups for n in g.asked or []] if batch_invariant else None,
+        merge_slots=merge_slots,
     )
 
 

@@ -6,7 +6,7 @@ Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, A 
 import itertools
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,8 @@ from mbd_core.kvcache.cache import PagedKVCache
 from mbd_core.kvcache.pool import PagePool
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import resolve
+from mbd_core.ops.compare import Shape, with_measured_rule
+from mbd_core.ops.merged import MergeRule
 from mbd_core.types import FinishReason, Output, Request, StepOutput, StepTrace
 
 if TYPE_CHECKING:
@@ -108,8 +110,12 @@ class Engine:
         *,
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
+        merge_rule: MergeRule | None = None,
     ) -> None:
-        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted."""
+        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted.
+
+        `merge_rule` says when static steps read a prefix once for all slots; without one a GPU measures its own.
+        """
         weights = model.model.norm.weight
         device, c = weights.device, model.config
         self.model, self.config = model, config
@@ -148,6 +154,20 @@ class Engine:
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
         )
+        if merge_rule is not None:
+            self.attention = replace(self.attention, merge_rule=merge_rule)
+        elif config.static_shapes is not False and not config.batch_invariant:
+            shape = Shape(
+                block_size=self.block_size,
+                page_size=self.page_size,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                dtype=weights.dtype,
+            )
+            self.attention = with_measured_rule(
+                self.attention, shape, max_rows=config.max_rows, buffer_size=config.buffer_size, device=device
+            )
         cache = PagedKVCache(
             c, num_pages=config.num_pages, page_size=self.page_size, dtype=weights.dtype, device=device
         )
@@ -351,8 +371,15 @@ class Engine:
     def _kind(self, decoding: list[Sequence]) -> ProgramKind:
         """What this step's decoding asks for."""
         requests = [s.request for s in decoding]
+        num_rows = self._programs.bucket(max((s.row for s in decoding), default=0) + 1)
+        merges = not self.config.batch_invariant and self.attention.merges(
+            num_sequences=num_rows,
+            slots=self.config.buffer_size,
+            longest_prefix=max((max(s.prefix_length, s.committed) for s in decoding), default=0),
+        )
         return ProgramKind(
-            num_rows=self._programs.bucket(max((s.row for s in decoding), default=0) + 1),
+            num_rows=num_rows,
+            merges=merges,
             draws=any(r.sampling.temperature > 0 for r in requests),
             scores=any(r.decoding.fallback not in ("confidence", "leftmost") for r in requests),
             softens=any(r.decoding.soft is not None for r in requests),

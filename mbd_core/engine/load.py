@@ -22,6 +22,7 @@ from mbd_core.models.loader import (
     load_tokenizer,
 )
 from mbd_core.models.names import stored_tensors
+from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.models.safetensor_files import list_tensors
 from mbd_core.trace import TraceRecorder
 
@@ -63,6 +64,8 @@ class LoadedModel:
         weights = self.engine.model.model.norm.weight
         dtype = _name(weights.dtype)
         stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
+        rounded = quantized_parts(self.engine.model)
+        stored += "" if rounded is None else f", FP8 weights ({rounded})"
         return f"torch {weights.device.type} {dtype}{stored}"
 
 
@@ -96,15 +99,19 @@ def load_engine(
     *,
     trace: TraceRecorder | None = None,
     device: torch.device | None = None,
+    fp8: Parts | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
 
     Without `device` it goes to the GPU if there is one. There weights stay as stored; a CPU computes in float32.
+    With `fp8` the weights of its experts, or all of its layers', are rounded to FP8 (`models.quantize`).
     """
     found = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
     model.config = found.config
+    if fp8 is not None:
+        quantize_weights(model, fp8)
     engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
     defaults = found.defaults
     if config.block_size is not None and found.config.attention == "full":

@@ -22,6 +22,7 @@ from mbd_core.engine.group import Group, Rank, RankLost, init_group, load_shard,
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_config
+from mbd_core.ops.merged import MergeRule
 from mbd_core.types import Output, Request, StepOutput
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class Welcome:
     """Rank 0's first message: what a follower builds its engine from, so that no two can be set up differently.
 
     num_threads  of the CPU, on which the rounding of a matrix product may depend
+    merge_rule   rank 0's, so that all ranks capture the same programs
     """
 
     model: ModelConfig
     engine: EngineConfig
     vocab_limit: int | None
     num_threads: int
+    merge_rule: MergeRule | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,13 @@ class ParallelEngine(Engine):
         self._failure: str | None = None
         self._closed = threading.Event()
         group.tell(
-            Welcome(model=model.config, engine=config, vocab_limit=vocab_limit, num_threads=torch.get_num_threads())
+            Welcome(
+                model=model.config,
+                engine=config,
+                vocab_limit=vocab_limit,
+                num_threads=torch.get_num_threads(),
+                merge_rule=self.attention.merge_rule,
+            )
         )
         self._pulse = threading.Thread(target=self._beat, name="tensor-parallel pulse", daemon=True)
         self._pulse.start()
@@ -169,7 +178,7 @@ def follow(model: Decoder, group: Group) -> None:
         raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {welcome.model}")
     if group.rank.kind == "cpu":
         torch.set_num_threads(welcome.num_threads)
-    engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit)
+    engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit, merge_rule=welcome.merge_rule)
     while (orders := group.hear()).then != "stop":
         if orders.then == "idle":
             continue

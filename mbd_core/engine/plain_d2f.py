@@ -56,11 +56,13 @@ def d2f(
     forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
     forbidden_V[model.config.mask_token_id] = True
     hidden, hidden_start = torch.zeros(0), 0  # of the last forward, and where it began
+    before: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
 
     def forward(ids: list[int], start: int) -> Tensor:
-        nonlocal hidden, hidden_start
+        nonlocal hidden, hidden_start, before
         positions = torch.arange(start, start + len(ids), device=device)
-        before = hidden[start - 1 - hidden_start] if shift and start else None
+        if start > hidden_start:
+            before = hidden[start - 1 - hidden_start]
         hidden = model(torch.tensor(ids, device=device), positions, GridAttention(cache, origin, start, size))
         hidden_start = start
         if not shift:

@@ -22,12 +22,14 @@ from mbd_core.engine.runner import EagerRunner
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """What a step's program depends on beside its buffers: the number of rows, and which work some row asks for."""
+    """What a step's program depends on beside its buffers: the number of rows, which work some row asks for, and
+    whether prefixes are long enough to be read once for all slots (`Choice.merges`)."""
 
     num_rows: int
     draws: bool
     scores: bool
     softens: bool
+    merges: bool
 
 
 class DecodePrograms:
@@ -45,7 +47,9 @@ class DecodePrograms:
     ) -> None:
         self._runner, self._buffer, self._tables_RP, self._forbidden_V = runner, buffer, tables_RP, forbidden_V
         self._page_size, self._batch_invariant = page_size, batch_invariant
-        self._records = tables_RP.device.type == "cuda" and not batch_invariant
+        # the reference kernel and batch-invariant rows look at lengths on the host
+        on_host = batch_invariant or runner.attention.name == "reference"
+        self._records = tables_RP.device.type == "cuda" and not on_host
         self._recorded: dict[ProgramKind, Recording] = {}
 
     def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
@@ -54,7 +58,7 @@ class DecodePrograms:
             return self._program(kind, num_pages)()
         if kind not in self._recorded:
             program = self._program(kind, self._tables_RP.shape[1])
-            self._recorded[kind] = Recording(program, self._buffer)
+            self._recorded[kind] = Recording(program, self._buffer, self._runner)
         return self._recorded[kind].replay()
 
     def bucket(self, num_rows: int) -> int:
@@ -70,7 +74,12 @@ class DecodePrograms:
             buffer.activate()
             seen_RX = before(buffer)
             slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens)
-            batch = pack([slots.rows], page_size=self._page_size, batch_invariant=self._batch_invariant)
+            batch = pack(
+                [slots.rows],
+                page_size=self._page_size,
+                batch_invariant=self._batch_invariant,
+                merge_slots=buffer.num_slots if kind.merges else None,
+            )
             prediction = predict(
                 self._runner.forward(batch),
                 slots.where_RNB,
@@ -88,16 +97,18 @@ class DecodePrograms:
 
 
 class Recording:
-    """A step captured as a CUDA graph. Warming up runs it, so the buffer is put back afterwards."""
+    """A step captured as a CUDA graph. Warming up runs it, so what it moved on is put back afterwards; the keys it
+    wrote are those that the step itself will write."""
 
-    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer) -> None:
-        saved = buffer.save_all()
+    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer, runner: EagerRunner) -> None:
+        saved, remembered = buffer.save_all(), runner.last_RD.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 step()
                 buffer.restore_all(saved)
+                runner.last_RD.copy_(remembered)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

@@ -38,7 +38,7 @@ class EagerRunner:
         self.model, self.cache, self.attention = model, cache, attention
         weights = model.model.norm.weight
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
-        self._last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
+        self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -50,6 +50,7 @@ class EagerRunner:
             page_size=self.cache.page_size,
             exact=batch.split is not None,
             max_q=batch.max_q,
+            merge_slots=batch.merge_slots,
         )
         hidden = self.model(
             batch.input_ids_T,
@@ -60,18 +61,18 @@ class EagerRunner:
         )
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
-            hidden = torch.cat((hidden, self._last_RD))
+            hidden = torch.cat((hidden, self.last_RD))
         return self.model.logits(hidden[batch.logits_at_A], split=batch.asked)
 
     @torch.inference_mode()
     def remember(self, rows: Tensor, at: Tensor) -> None:
         """Keep the last forward's hidden states of packed tokens `at` for sequences `rows`."""
-        self._last_RD[rows] = self._hidden_TD[at]
+        self.last_RD[rows] = self._hidden_TD[at]
 
     @torch.inference_mode()
     def remember_committed(self, slot_end_RN: Tensor, num_blocks_R: Tensor) -> None:
         """`remember` for every row that committed blocks, at the last token of the last of them; static shapes."""
         last = (num_blocks_R - 1).clamp(min=0)
         at_R = slot_end_RN.gather(1, last[:, None])[:, 0]
-        kept = self._last_RD[: len(at_R)]
+        kept = self.last_RD[: len(at_R)]
         kept.copy_(torch.where((num_blocks_R > 0)[:, None], self._hidden_TD[at_R], kept))

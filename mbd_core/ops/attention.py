@@ -1,7 +1,7 @@
 """Which attention kernel serves a device, and why the others do not.
 
-All of them stand behind the signature of `ops.reference.paged_attention`. GPU packages are imported only when a CUDA
-device asks for them. `Choice.bind` prepares once a step what all layers share.
+All of them compute `ops.reference.paged_attention`. GPU packages are imported only when a CUDA device asks for them.
+`Choice.bind` prepares once a step what all layers share.
 
 Shape legend: T packed query tokens, R rows, P pages a row, H query heads, C head channels.
 """
@@ -16,32 +16,11 @@ import torch
 from torch import Tensor
 
 from mbd_core.ops import flash, reference
-from mbd_core.ops.merged import PagedAttentionLse
-
-
-class AttentionBackend(Protocol):
-    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages: `ops.reference.paged_attention`."""
-
-    def __call__(
-        self,
-        q_THC: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        exact: bool = False,
-        max_q: int | None = None,
-    ) -> Tensor: ...
-
-
-BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
+from mbd_core.ops.merged import BindLse, BoundAttention, BoundLse, MergeRule, bind_merged
 
 
 class Bind(Protocol):
-    """Lay a batch out once, for all layers of its step."""
+    """Lay a batch of rows out once, for all layers of its step."""
 
     def __call__(
         self,
@@ -57,20 +36,72 @@ class Bind(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The kernel in use: whole calls (`call`, `call_lse`), calls prepared once a step (`bind`), and why no other.
+    """The kernel in use, prepared once a step (`bind`), and why no other.
 
-    `reasons` has a sentence for every kernel that was not chosen.
+    `reasons` has a sentence for every kernel that was not chosen. `merge_rule` says when whole buffers had better be
+    attended with their prefix read once (`ops.merged`); without one they never are.
     """
 
     name: str
-    call: AttentionBackend
-    call_lse: PagedAttentionLse
-    bind: Bind
+    bind_rows: Bind
+    bind_lse: BindLse
     reasons: dict[str, str] = field(default_factory=dict)
+    merge_rule: MergeRule | None = None
+
+    def bind(
+        self,
+        *,
+        cu_seqlens_q: Tensor,
+        kv_lens_R: Tensor,
+        page_table_RP: Tensor,
+        page_size: int,
+        exact: bool = False,
+        max_q: int | None = None,
+        merge_slots: int | None = None,
+    ) -> BoundAttention:
+        """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages: `ops.reference.paged_attention`.
+
+        With `merge_slots` the rows must be whole buffers of that many slots, each of `max_q` tokens (`bind_merged`
+        says exactly which), and a prefix is read once for all its slots: the same within rounding, faster where
+        `merges` says so. Raises `ValueError` for rows that are no whole buffers, without `max_q`, and with `exact`.
+        """
+        if merge_slots is None:
+            return self.bind_rows(
+                cu_seqlens_q=cu_seqlens_q,
+                kv_lens_R=kv_lens_R,
+                page_table_RP=page_table_RP,
+                page_size=page_size,
+                exact=exact,
+                max_q=max_q,
+            )
+        if exact:
+            raise ValueError(
+                f"merge_slots={merge_slots} cannot be exact: merged parts round differently; leave it out"
+            )
+        if max_q is None:
+            raise ValueError(f"merge_slots={merge_slots} needs max_q, the tokens of a slot")
+        return bind_merged(
+            self.bind_lse,
+            cu_seqlens_q=cu_seqlens_q,
+            kv_lens_R=kv_lens_R,
+            page_table_RP=page_table_RP,
+            page_size=page_size,
+            slots=merge_slots,
+            block_size=max_q,
+        )
+
+    def merges(self, *, num_sequences: int, slots: int, longest_prefix: int) -> bool:
+        """Whether to bind with `merge_slots`: host numbers only, so that a graph can be captured for each answer."""
+        return self.merge_rule is not None and self.merge_rule.merges(
+            num_sequences=num_sequences, slots=slots, longest_prefix=longest_prefix
+        )
 
     def describe(self) -> str:
         """One line to print when an engine starts."""
-        return "; ".join([f"attention: {self.name}", *(f"not {name}: {why}" for name, why in self.reasons.items())])
+        parts = [f"attention: {self.name}"]
+        if self.merge_rule is not None:
+            parts.append(self.merge_rule.describe())
+        return "; ".join([*parts, *(f"not {name}: {why}" for name, why in self.reasons.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +178,7 @@ def resolve(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
         )
     if kernel is None:
-        return Choice(
-            name="reference",
-            call=reference.paged_attention,
-            call_lse=reference.paged_attention_lse,
-            bind=_bind_reference,
-            reasons=reasons,
-        )
+        return Choice(name="reference", bind_rows=_bind_reference, bind_lse=_bind_reference_lse, reasons=reasons)
     reasons["reference"] = f"{chosen} is faster on {device.type}"
     return _choice(chosen, kernel, reasons)
 
@@ -176,8 +201,15 @@ def _bind_reference(
     return lambda q, k, v: reference.attend_shared(q, k, v, bundles)
 
 
+def _bind_reference_lse(
+    *, cu_seqlens_q: Tensor, kv_lens_R: Tensor, page_table_RP: Tensor, page_size: int, max_q: int | None = None
+) -> BoundLse:
+    bundles = reference.plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=page_size)
+    return lambda q, k, v: reference.attend_shared_lse(q, k, v, bundles)
+
+
 def _choice(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> Choice:
-    def bind(
+    def bind_rows(
         *,
         cu_seqlens_q: Tensor,
         kv_lens_R: Tensor,
@@ -196,48 +228,20 @@ def _choice(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> Choice:
         )
         return lambda q, k, v: kernel(q, k, v, rows)[0]
 
-    def call(
-        q_THC: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        exact: bool = False,
-        max_q: int | None = None,
-    ) -> Tensor:
-        bound = bind(
-            cu_seqlens_q=cu_seqlens_q,
-            kv_lens_R=kv_lens_R,
-            page_table_RP=page_table_RP,
-            page_size=k_pages.shape[1],
-            exact=exact,
-            max_q=max_q,
-        )
-        return bound(q_THC, k_pages, v_pages)
-
-    def call_lse(
-        q_THC: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        max_q: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def bind_lse(
+        *, cu_seqlens_q: Tensor, kv_lens_R: Tensor, page_table_RP: Tensor, page_size: int, max_q: int | None = None
+    ) -> BoundLse:
         rows = flash.lay_out(
             cu_seqlens_q=cu_seqlens_q,
             kv_lens_R=kv_lens_R,
             page_table_RP=page_table_RP,
-            page_size=k_pages.shape[1],
+            page_size=page_size,
             max_q=max_q,
             exact=False,
         )
-        return kernel(q_THC, k_pages, v_pages, rows)
+        return lambda q, k, v: kernel(q, k, v, rows)
 
-    return Choice(name=name, call=call, call_lse=call_lse, bind=bind, reasons=reasons)
+    return Choice(name=name, bind_rows=bind_rows, bind_lse=bind_lse, reasons=reasons)
 
 
 def _require(setting: Setting, *, page_multiple: int) -> None:

@@ -8,7 +8,10 @@ Shape legend: T tokens, O output channels, I input channels, N blocks of input c
 width, E experts, F expert width; `...` is nothing or E.
 """
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +43,14 @@ class Fp8Weight:
 def quantize(weight: Tensor, *, block: int | None = None) -> Fp8Weight:
     """Round `weight` (..., O, I) to FP8 so that the largest value of a channel (or block) is FP8's largest.
 
+    A stack is rounded matrix by matrix: beside the result, float32 copies of one matrix is all the memory it takes.
     Raises `ValueError` for a block that does not divide the input channels, and for values that are not finite.
     """
     inputs = weight.shape[-1]
     if block is not None and (block < 1 or inputs % block):
         raise ValueError(f"block={block} does not divide the {inputs} input channels; use 128 or None")
+    if weight.ndim > 2:
+        return _quantize_stack(weight, block)
     parts = weight.float().unflatten(-1, (-1, inputs if block is None else block))
     largest = parts.abs().amax(-1)
     if not bool(largest.isfinite().all()):
@@ -52,6 +58,41 @@ def quantize(weight: Tensor, *, block: int | None = None) -> Fp8Weight:
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
     values = (parts / scale[..., None]).clamp(-_LARGEST, _LARGEST).to(FP8).flatten(-2)
     return Fp8Weight(values, scale[..., 0] if block is None else scale, block)
+
+
+def _quantize_stack(weight: Tensor, block: int | None) -> Fp8Weight:
+    blocks = () if block is None else (weight.shape[-1] // block,)
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scale = torch.empty((*weight.shape[:-1], *blocks), device=weight.device)
+    for number, matrix in enumerate(weight):
+        part = quantize(matrix, block=block)
+        values[number].copy_(part.values)
+        scale[number].copy_(part.scale)
+    return Fp8Weight(values, scale, block)
+
+
+def fp8_obstacle(
+    weight: Tensor, *, capability: tuple[int, int] | None = None, has_triton: bool | None = None
+) -> str | None:
+    """Why a weight (O, I), or a stack of experts' (E, O, I), cannot be computed with in FP8 where it is, or `None`.
+
+    A CPU widens weights and takes any. `capability` and `has_triton` default to the device's and to what is installed.
+    """
+    device = weight.device
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"FP8 products are taken on cpu and cuda, not on {device.type}"
+    if capability is None:
+        capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return "FP8 products need compute capability 8.9, this device has {}.{}".format(*capability)
+    if weight.ndim > 2:
+        if has_triton is None:
+            has_triton = importlib.util.find_spec("triton") is not None
+        return None if has_triton else "experts in FP8 need triton, which is not installed"
+    odd = [size for size in weight.shape if size % 16]
+    return f"FP8 products take multiples of 16 channels, not {odd[0]}" if odd else None
 
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -101,34 +142,71 @@ def fp8_experts(
     return experts(x_TD, gate, up, down, local_TK, weights_TK)
 
 
-class Fp8Linear(nn.Module):
+class Fp8Module(nn.Module):
+    """Holds FP8 weights as buffers `<name>_values` and `<name>_scale`: they follow to a device, never to a dtype."""
+
+    def hold(self, name: str, weight: Fp8Weight) -> None:
+        """Register a weight. All of a module's weights have the same `block`."""
+        self.block = weight.block
+        self.register_buffer(f"{name}_values", weight.values)
+        self.register_buffer(f"{name}_scale", weight.scale)
+
+    def held(self, name: str) -> Fp8Weight:
+        return Fp8Weight(self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale"), self.block)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move with the module, but stay FP8 and float32: widened values without their scale would mean nothing."""
+        before = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith(_KEPT)}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self.get_buffer(name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+
+_KEPT = ("_values", "_scale")
+
+
+class Fp8Linear(Fp8Module):
     """A linear layer with an FP8 weight, made from one with a wide weight."""
 
     def __init__(self, wide: nn.Linear, *, block: int | None = None) -> None:
         super().__init__()
-        weight = quantize(wide.weight.detach(), block=block)
-        self.block = block
-        self.register_buffer("values", weight.values)
-        self.register_buffer("scale", weight.scale)
+        self.hold("weight", quantize(wide.weight.detach(), block=block))
         self.register_buffer("bias", None if wide.bias is None else wide.bias.detach())
-
-    @property
-    def fp8_weight(self) -> Fp8Weight:
-        values, scale = self.get_buffer("values"), self.get_buffer("scale")
-        return Fp8Weight(values, scale, self.block)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
-        return linear(x, self.fp8_weight, bias if isinstance(bias, Tensor) else None)
+        return linear(x, self.held("weight"), bias if isinstance(bias, Tensor) else None)
+
+
+class Fp8Experts(Fp8Module):
+    """Stacked experts in FP8, called as the wide ones are.
+
+    `take` hands over one wide stack at a time ("gate_proj" and "up_proj" (E, F, D), "down_proj" (E, D, F)); a caller
+    that lets go of each makes the peak one wide stack beside the FP8 ones.
+    """
+
+    def __init__(self, take: Callable[[str], Tensor], *, block: int | None = None) -> None:
+        super().__init__()
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            self.hold(name, quantize(take(name), block=block))
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        gate, up, down = (self.held(name) for name in ("gate_proj", "up_proj", "down_proj"))
+        return fp8_experts(x_TD, gate, up, down, ids_TK, weights_TK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitError:
-    """What rounding weights did to logits: absolute differences, and the share of unchanged best tokens."""
+    """What rounding weights did to logits: absolute differences, the share of unchanged best tokens, and the mean
+    divergence KL(wide || rounded) of the predicted distributions, in nats."""
 
     max_abs: float
     mean_abs: float
     top1_agreement: float
+    mean_kl: float
     positions: int
 
 
@@ -139,10 +217,13 @@ def logit_error(wide: Tensor, rounded: Tensor) -> LogitError:
             f"logits of shapes {tuple(wide.shape)} and {tuple(rounded.shape)} are not of the same positions"
         )
     difference = (wide.float() - rounded.float()).abs()
+    log_wide, log_rounded = wide.float().log_softmax(-1), rounded.float().log_softmax(-1)
+    divergence = (log_wide.exp() * (log_wide - log_rounded)).sum(-1)
     same = (wide.argmax(-1) == rounded.argmax(-1)).float()
     return LogitError(
         max_abs=float(difference.max()),
         mean_abs=float(difference.mean()),
         top1_agreement=float(same.mean()),
+        mean_kl=float(divergence.mean()),
         positions=same.numel(),
     )

@@ -1,93 +1,128 @@
 """A buffer's attention with the prefix read once: prefix and in-buffer parts merged by their log-sum-exp.
 
 Taken as separate rows, the N slots of a sequence read its prefix N times. Here all slots read together the whole pages
-that every one of them sees, and each reads the rest (its predecessors and itself) alone:
+that slot 0 sees, and each reads the rest (its predecessors and itself) alone:
 
-    keys     | shared whole pages        | slot 0 | slot 1 | slot 2 |
+    keys     | slot 0's whole pages      | slot 0 | slot 1 | slot 2 |
     slot 0   | one call of N slots       |  own   |        |        |
     slot 1   |                           |  own call ------|        |
     slot 2   |                           |  own call ---------------|
 
-    out = (e^lse_1 out_1 + e^lse_2 out_2) / (e^lse_1 + e^lse_2)
+    w = e^lse_1 / (e^lse_1 + e^lse_2)        out = w out_1 + (1 - w) out_2
 
-Shape legend: T packed query tokens, G sequences, N rows of each, R = G * N rows, P pages a row, S page size, H query
-heads, C head channels.
+Shape legend: T packed query tokens, G sequences, N slots of each, R = G * N rows, B tokens a slot (T = R * B), P pages
+a row, S page size, H query heads, C head channels.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.reference import paged_attention_lse
+BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
+
+BoundLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same, and the log-sum-exp of every query's scaled scores, float32 (T, H)."""
 
 
-class PagedAttentionLse(Protocol):
-    """Paged attention that also gives the log-sum-exp of its scores, float32 (T, H)."""
+class BindLse(Protocol):
+    """Lay a batch of rows out for attention that also gives its log-sum-exp."""
 
     def __call__(
         self,
-        q_THC: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
         *,
         cu_seqlens_q: Tensor,
         kv_lens_R: Tensor,
         page_table_RP: Tensor,
+        page_size: int,
         max_q: int | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> BoundLse: ...
 
 
-def prefix_merged_attention(
-    q_THC: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+def bind_merged(
+    bind_lse: BindLse,
     *,
     cu_seqlens_q: Tensor,
     kv_lens_R: Tensor,
     page_table_RP: Tensor,
-    rows_per_sequence: int,
-    attend_lse: PagedAttentionLse = paged_attention_lse,
-    max_q: int | None = None,
-) -> Tensor:
-    """`paged_attention` (T, H, C) of rows that come `rows_per_sequence` to a sequence, with the same pages.
+    page_size: int,
+    slots: int,
+    block_size: int,
+) -> BoundAttention:
+    """Attention of whole buffers: rows of `block_size` queries, `slots` to a sequence and with the same pages.
 
-    Static shapes, no host reads of its own: fit for a graph if `attend_lse` is. Raises `ValueError` if the rows do not
-    divide into sequences.
+    Slot n sees n blocks more than slot 0; an unused slot sees at most the keys of a buffer, which it reads by itself.
+    Static shapes and no host reads of its own: fit for a graph if `bind_lse` is. Raises `ValueError` if the rows do
+    not divide into sequences.
     """
     num_rows, width = page_table_RP.shape
-    if num_rows % rows_per_sequence:
-        raise ValueError(f"{num_rows} rows do not divide into sequences of rows_per_sequence={rows_per_sequence}")
-    size = k_pages.shape[1]
-    shared_G = kv_lens_R.view(-1, rows_per_sequence).amin(1) // size * size
-    shared_R = shared_G.repeat_interleave(rows_per_sequence)
-    rest_R = kv_lens_R - shared_R
-    first_page_R = (shared_R // size)[:, None]
-    rest_table_RP = page_table_RP.gather(
-        1, (first_page_R + torch.arange(width, device=q_THC.device)).clamp(max=width - 1).long()
-    )
+    if num_rows % slots:
+        raise ValueError(f"{num_rows} rows do not divide into buffers of {slots} slots")
+    shared_G = kv_lens_R[::slots] // page_size * page_size
+    shared_R = shared_G.repeat_interleave(slots)
+    shares_R = (kv_lens_R >= shared_R) & (shared_R > 0)
+    first_page_R = torch.where(shares_R, shared_R // page_size, 0)
+    rest_R = kv_lens_R - first_page_R * page_size
+    rest_width = min(width, 1 + -(-slots * block_size // page_size))
+    pages = torch.arange(rest_width, device=page_table_RP.device)
+    rest_table_RP = page_table_RP.gather(1, (first_page_R[:, None] + pages).clamp(max=width - 1).long())
     # A part without keys still runs, on one key that then counts for nothing: a kernel's answer to none is its own.
-    prefix_THC, prefix_lse_TH = attend_lse(
-        q_THC,
-        k_pages,
-        v_pages,
-        cu_seqlens_q=cu_seqlens_q[::rows_per_sequence].contiguous(),
+    attend_prefix = bind_lse(
+        cu_seqlens_q=cu_seqlens_q[::slots].contiguous(),
         kv_lens_R=shared_G.clamp(min=1),
-        page_table_RP=page_table_RP[::rows_per_sequence].contiguous(),
-        max_q=None if max_q is None else max_q * rows_per_sequence,
+        page_table_RP=page_table_RP[::slots].contiguous(),
+        page_size=page_size,
+        max_q=slots * block_size,
     )
-    rest_THC, rest_lse_TH = attend_lse(
-        q_THC,
-        k_pages,
-        v_pages,
+    attend_rest = bind_lse(
         cu_seqlens_q=cu_seqlens_q,
         kv_lens_R=rest_R.clamp(min=1),
         page_table_RP=rest_table_RP,
-        max_q=max_q,
+        page_size=page_size,
+        max_q=block_size,
     )
-    lengths_R = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
-    row_T = torch.arange(num_rows, device=q_THC.device).repeat_interleave(lengths_R, output_size=q_THC.shape[0])
-    lse_2TH = torch.stack((prefix_lse_TH, rest_lse_TH))
-    none_2T = torch.stack((shared_R == 0, rest_R == 0))[:, row_T]
-    weight_2TH = lse_2TH.masked_fill(none_2T[..., None], -torch.inf).softmax(0)[..., None]
-    return (prefix_THC * weight_2TH[0] + rest_THC * weight_2TH[1]).to(q_THC.dtype)
+    only_R = torch.zeros(num_rows, device=kv_lens_R.device)
+    only_R = only_R.masked_fill(rest_R == 0, torch.inf).masked_fill(~shares_R, -torch.inf)
+    only_T1 = only_R.repeat_interleave(block_size)[:, None]
+
+    def attend(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        prefix_THC, prefix_lse_TH = attend_prefix(q_THC, k_pages, v_pages)
+        rest_THC, rest_lse_TH = attend_rest(q_THC, k_pages, v_pages)
+        weight_TH1 = (prefix_lse_TH - rest_lse_TH + only_T1).sigmoid()[..., None]
+        return torch.lerp(rest_THC.float(), prefix_THC.float(), weight_TH1).to(q_THC.dtype)
+
+    return attend
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRule:
+    """Whether merging is faster, from measurements on one machine.
+
+    merge_from   by sequences and slots: the prefix (tokens) from which on it is; none where it never is
+    measured_at  where that comes from
+    """
+
+    merge_from: dict[tuple[int, int], int | None]
+    measured_at: str
+
+    def merges(self, *, num_sequences: int, slots: int, longest_prefix: int) -> bool:
+        """The answer measured for these slots at the most sequences that are not more, else at the fewest measured.
+
+        One slot has nothing to merge, and slots that were not measured are attended as rows.
+        """
+        measured = sorted(sequences for sequences, n in self.merge_from if n == slots)
+        if slots == 1 or not measured:
+            return False
+        nearest = max((m for m in measured if m <= num_sequences), default=measured[0])
+        threshold = self.merge_from[nearest, slots]
+        return threshold is not None and longest_prefix >= threshold
+
+    def describe(self) -> str:
+        parts = [
+            f"{'never' if prefix is None else f'from prefix {prefix}'} at {sequences} x {slots} slots"
+            for (sequences, slots), prefix in sorted(self.merge_from.items())
+        ]
+        return f"prefix read once {', '.join(parts)} ({self.measured_at})"

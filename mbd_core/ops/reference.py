@@ -63,21 +63,6 @@ def paged_attention(
     return attend_shared(q_THC, k_pages, v_pages, bundles)
 
 
-def paged_attention_lse(
-    q_THC: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    kv_lens_R: Tensor,
-    page_table_RP: Tensor,
-    max_q: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `paged_attention`, and the log-sum-exp of every query's scaled scores: (T, H, C) and float32 (T, H)."""
-    bundles = plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=k_pages.shape[1])
-    return attend_shared_lse(q_THC, k_pages, v_pages, bundles)
-
-
 def attend_by_rows(
     q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, *, bounds: list[int], kv_lens: list[int], page_table_RP: Tensor
 ) -> Tensor:

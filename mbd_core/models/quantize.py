@@ -1,0 +1,84 @@
+"""FP8 weights in a model: its experts' alone, or every matrix product of its layers.
+
+Embeddings, router, norms and lm_head stay as they are: they are few bytes, or they choose. The rest of the model does
+not notice: rows computed apart stay apart, and a tensor-parallel rank rounds the part it holds (its channels' scales
+then belong to that part, so that a rank's rounding is never coarser than the whole model's).
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.moe import Experts
+from mbd_core.ops.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
+
+Parts = Literal["experts", "all"]
+
+
+def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
+    """Round `model`'s experts, or all matrices of its layers, to FP8 in place; returns it.
+
+    Wide tensors are let go one by one: the peak is the model and about one tensor. What cannot be done is found out
+    before anything is changed. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
+    FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
+    """
+    if parts not in get_args(Parts):
+        raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Parts))}")
+    there = quantized_parts(model)
+    if there is not None:
+        raise ValueError(f"the model's weights are FP8 already (parts={there!r}); load it anew to round others")
+    places = _places(model, parts)
+    if not places:
+        raise ValueError(
+            f"parts='experts' rounds experts and this {model.config.architecture} has none; use parts='all'"
+        )
+    for name in places:
+        _check(name, model.get_submodule(name))
+    for name in places:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _rounded(model.get_submodule(name)))
+    return model
+
+
+def quantized_parts(model: nn.Module) -> Parts | None:
+    """Which of a model's weights are FP8."""
+    kinds = {type(module) for module in model.modules()}
+    if Fp8Linear in kinds:
+        return "all"
+    return "experts" if Fp8Experts in kinds else None
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each counted once."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def _places(model: Decoder, parts: Parts) -> list[str]:
+    """Names of the modules to replace. Names, not modules: whoever held these would keep their memory."""
+    kinds = Experts if parts == "experts" else (Experts, nn.Linear)
+    return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
+
+
+@torch.no_grad()
+def _check(name: str, module: nn.Module) -> None:
+    for part, weight in module.named_parameters():
+        obstacle = fp8_obstacle(weight) if weight.ndim > 1 else None
+        if obstacle is not None:
+            raise ValueError(f"{name}.{part} of shape {tuple(weight.shape)} cannot be FP8: {obstacle}")
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{name}.{part} has values that are not finite; FP8 cannot hold them")
+
+
+@torch.no_grad()
+def _rounded(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return Fp8Linear(module)
+
+    def take(name: str) -> Tensor:
+        weight = module.get_parameter(name).detach()
+        delattr(module, name)
+        return weight
+
+    return Fp8Experts(take)
