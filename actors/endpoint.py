@@ -37,6 +37,7 @@ from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import LoadedModel, edit_note, load_engine
+from mbd_core.models.quantize import Parts
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.trace import TraceRecorder
 from mbd_core.types import Counts, Output
@@ -58,6 +59,7 @@ class EndpointArgs:
     num_threads  torch's threads a replica
     trace        a folder for step traces, on the replica's machine; each replica writes into one of its own in it,
                  the newest `TRACE_FILES` files of `TRACE_ROWS_PER_FILE` rows
+    fp8          which weights are rounded to FP8
     """
 
     folder: str
@@ -66,6 +68,7 @@ class EndpointArgs:
     max_waiting: int = 256
     num_threads: int = 1
     trace: str | None = None
+    fp8: Parts | None = None
 
 
 class EventStream(StreamingResponse):
@@ -132,7 +135,7 @@ class Endpoint:
         torch.set_num_threads(args.num_threads)
         self.args = args
         self.trace = None if args.trace is None else self._recorder(Path(args.trace))
-        self.loaded: LoadedModel = load_engine(Path(args.folder), args.engine, trace=self.trace)
+        self.loaded: LoadedModel = load_engine(Path(args.folder), args.engine, trace=self.trace, fp8=args.fp8)
         self.defaults = {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
         self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
         self.token_texts = TokenTexts(self.loaded.tokenizer)

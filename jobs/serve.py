@@ -48,6 +48,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--attention", choices=[*KERNELS, "reference"], help="the attention kernel (default: the best there is)"
     )
     parser.add_argument("--block-size", type=int, help="for a model that was trained without blocks (LLaDA, Dream)")
+    parser.add_argument(
+        "--fp8", choices=["experts", "all"], help="round weights to FP8: the experts', or those of all layers"
+    )
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write step traces, a folder a replica in DIR")
     parser.add_argument("--threads", type=int, default=defaults.num_threads, help="torch threads a replica")
     args = parser.parse_args(argv)
@@ -73,6 +76,10 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
             f"{folder.name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "
             f"--buffer-size {args.buffer_size} must be at least that"
         )
+    if args.fp8 == "experts" and found.config.moe is None:
+        raise ValueError(
+            f"--fp8 experts cannot be honoured: {folder.name} has no experts; --fp8 all rounds its layers"
+        )
     if args.trace is not None and args.trace.exists() and not args.trace.is_dir():
         raise ValueError(f"--trace {args.trace} is a file, not a folder")
     return EndpointArgs(
@@ -89,6 +96,7 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
         ),
         max_waiting=args.max_waiting,
         num_threads=args.threads,
+        fp8=args.fp8,
         trace=None if args.trace is None else str(args.trace.resolve()),
     )
 

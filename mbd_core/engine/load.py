@@ -32,7 +32,7 @@ class ModelFolder:
     """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
 
     config        with the EOS ids that count (`generation_config.json`'s, where it names more than config.json)
-    defaults      `generation_config.json`
+    defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
     stored_dtype  what most weights are stored as
     """
 
@@ -83,6 +83,8 @@ def read_folder(folder: Path) -> ModelFolder:
     check_tensors(folder, config, found, stored_tensors(config, shapes, detect_layout(config, shapes, found)))
     tokenizer = load_tokenizer(folder, config)
     defaults = load_generation_defaults(folder)
+    if config.attention == "full" and not set(defaults) & {f.name for f in fields(DecodingConfig)}:
+        defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
     dtypes = [info.dtype for info in found.values()]
     return ModelFolder(
         path=folder,
