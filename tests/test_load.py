@@ -5,15 +5,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import edit_note, load_engine, read_folder
-from mbd_core.models.loader import load_model, save_model
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.loader import load_model, load_tokenizer, save_model
 from mbd_core.types import Output, Request
 
 SMALL = EngineConfig(max_rows=1, num_pages=16)
@@ -163,3 +166,15 @@ def test_a_bad_checkpoint_is_one_sentence_and_exit_2(
     assert str(folder) in printed.err
     assert ray.is_initialized() == running
     assert not out.exists()
+
+
+@pytest.mark.parametrize("generation", [{}, {"prompt_attention": "full", "buffer_size": 2}])
+def test_a_full_attention_model_decodes_a_canvas_unless_it_says_otherwise(
+    tiny_model_dir: Path, tmp_path: Path, generation: dict[str, Any]
+) -> None:
+    known = load_model(tiny_model_dir).config
+    config = replace(known, architecture="LLaDAModelLM", attention="full", qk_norm=False)
+    model = Decoder(replace(config, num_kv_heads=config.num_heads, head_dim=config.hidden_size // config.num_heads))
+    save_model(tmp_path / "full", model, tokenizer=load_tokenizer(tiny_model_dir, known), generation=generation)
+    decoding = load_engine(tmp_path / "full", EngineConfig(max_rows=1, num_pages=8)).decoding({})
+    assert (decoding.canvas, decoding.buffer_size) == ((None, 2) if generation else (Canvas(), 1))

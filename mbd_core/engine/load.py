@@ -1,7 +1,7 @@
 """A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from mbd_core.models.names import stored_tensors
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.models.safetensor_files import list_tensors
 from mbd_core.trace import TraceRecorder
+
+METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def read_folder(folder: Path) -> ModelFolder:
     check_tensors(folder, config, found, stored_tensors(config, shapes, detect_layout(config, shapes, found)))
     tokenizer = load_tokenizer(folder, config)
     defaults = load_generation_defaults(folder)
-    if config.attention == "full" and not set(defaults) & {f.name for f in fields(DecodingConfig)}:
+    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
         defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
     dtypes = [info.dtype for info in found.values()]
     return ModelFolder(
