@@ -37,8 +37,8 @@ from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import LoadedModel, edit_note, load_engine
-from mbd_core.models.quantize import Parts
 from mbd_core.engine.sequence import pages_needed
+from mbd_core.models.quantize import Parts
 from mbd_core.trace import TraceRecorder
 from mbd_core.types import Counts, Output
 from mbd_core.types import Request as EngineRequest

@@ -1,0 +1,115 @@
+"""What benchmarks share: interleaved timing that a busy machine does not decide, the paper's row, tables and files."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Table 3 of the MBD-LMs paper: LLaDA2-Mini at batch 1 on two H100 (TP=2), by N_buf. Step latency in seconds.
+PAPER_TABLE_3: dict[int, dict[str, Any]] = {
+    1: {"model": "LLaDA2-Mini", "step_seconds": 7.07e-3, "tpf": 3.47, "tps": 517.16},
+    2: {"model": "MBD-LLaDA2-Mini", "step_seconds": 8.78e-3, "tpf": 6.19, "tps": 745.92},
+}
+PAPER_STEP_RATIO = 1.24
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], float]], *, repeats: int, after: Callable[[], object] | None = None
+) -> dict[str, list[float]]:
+    """What each run returned, `repeats` times, the runs taking turns; `after` is called behind every run.
+
+    A slow spell of the machine then meets all runs alike. Every round begins with another run, so that none always
+    follows the same one. Raises `ValueError` for `repeats` under 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
+    names = list(runs)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(runs[name]())
+            if after is not None:
+                after()
+    return taken
+
+
+def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each run's values."""
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Step time at a buffer of N over that at 1, for every (model, rows, prefix) that has both."""
+    single = {(r["model"], r["rows"], r["prefix"]): r["step_seconds"] for r in rows if r["buffer_size"] == 1}
+    return [
+        {
+            "model": r["model"],
+            "rows": r["rows"],
+            "prefix": r["prefix"],
+            "buffer_size": r["buffer_size"],
+            "step_over_single": r["step_seconds"] / single[key],
+            "paper": PAPER_STEP_RATIO if r["buffer_size"] == 2 else None,
+        }
+        for r in rows
+        if r["buffer_size"] > 1 and (key := (r["model"], r["rows"], r["prefix"])) in single
+    ]
+
+
+def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Host work of a step at the most rows over that at the fewest, for every (model, buffer, prefix) with several."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["buffer_size"], row["prefix"]), []).append(row)
+    found = []
+    for (model, buffer_size, prefix), group in groups.items():
+        few, many = (pick(group, key=lambda r: r["rows"]) for pick in (min, max))
+        if few["rows"] == many["rows"]:
+            continue
+        found.append(
+            {
+                "model": model,
+                "buffer_size": buffer_size,
+                "prefix": prefix,
+                "from_rows": few["rows"],
+                "to_rows": many["rows"],
+                "growth": many["host_seconds"] / few["host_seconds"],
+                "growth_with_layout": (many["host_seconds"] + many["layout_seconds"])
+                / (few["host_seconds"] + few["layout_seconds"]),
+            }
+        )
+    return found
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of `rows`; `columns` maps a key to a heading, with a format after a bar (`"step (ms)|.2f"`).
+
+    A heading that ends in "(ms)" shows seconds as milliseconds; what a row lacks, or has as `None`, is a dash.
+    """
+    split = {key: (*text.split("|"), "")[:2] for key, text in columns.items()}
+    lines = ["| " + " | ".join(title for title, _ in split.values()) + " |", "|" + "---|" * len(split)]
+    for row in rows:
+        cells = []
+        for key, (title, form) in split.items():
+            value = row.get(key)
+            if value is not None and title.endswith("(ms)"):
+                value = value * 1e3
+            cells.append("-" if value is None else _truth(value) if isinstance(value, bool) else format(value, form))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _truth(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file beside its place, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

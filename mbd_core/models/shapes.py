@@ -1,0 +1,189 @@
+"""Model shapes by name, for benchmarks with random weights: the papers' models at real size, and small ones of ours.
+
+Sizes follow the published configurations. `sdar-50m` is ours: SDAR's layout at 50 million parameters, which a CPU can
+step. `sdar-null` is ours too: so small that a step of it is the engine's own work. The `tiny-*` shapes are a few
+hundred thousand parameters of each family.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from mbd_core.models.config import ModelConfig, MoEConfig
+from mbd_core.models.decoder import Decoder, init_weights
+
+SDAR_8B = ModelConfig(
+    architecture="SDARForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    max_positions=32768,
+    tie_word_embeddings=False,
+    mask_token_id=151669,
+    eos_token_ids=(151645, 151643),
+    block_size=32,
+)
+SDAR_50M = replace(
+    SDAR_8B,
+    vocab_size=12288,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=12,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    mask_token_id=12287,
+    eos_token_ids=(12286,),
+)
+LLADA2_MINI = ModelConfig(
+    architecture="LLaDA2MoeModelLM",
+    vocab_size=157184,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_layers=20,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=600_000.0,
+    rms_norm_eps=1e-6,
+    max_positions=16384,
+    tie_word_embeddings=False,
+    mask_token_id=156895,
+    eos_token_ids=(156892,),
+    block_size=32,
+    rotary_dim=64,
+    moe=MoEConfig(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=512,
+        score="sigmoid",
+        norm_topk_prob=True,
+        num_shared_experts=1,
+        expert_bias=True,
+        num_groups=8,
+        topk_groups=4,
+        routed_scaling=2.5,
+        first_dense_layers=1,
+    ),
+)
+assert LLADA2_MINI.moe is not None
+LLADA2_FLASH = replace(
+    LLADA2_MINI,
+    hidden_size=4096,
+    intermediate_size=9216,
+    num_layers=32,
+    num_heads=32,
+    moe=replace(LLADA2_MINI.moe, intermediate_size=1024),
+)
+LLADA_8B = ModelConfig(
+    architecture="LLaDAModelLM",
+    vocab_size=126464,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    rope_theta=500_000.0,
+    rms_norm_eps=1e-5,
+    max_positions=4096,
+    tie_word_embeddings=False,
+    mask_token_id=126336,
+    eos_token_ids=(126081,),
+    block_size=32,
+    qk_norm=False,
+    attention="full",
+)
+DREAM_7B = ModelConfig(
+    architecture="DreamModel",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    max_positions=131072,
+    tie_word_embeddings=False,
+    mask_token_id=151666,
+    eos_token_ids=(151643,),
+    block_size=32,
+    qk_norm=False,
+    qkv_bias=True,
+    shift_logits=True,
+    attention="full",
+)
+
+
+def _tiny(config: ModelConfig, *, num_kv_heads: int = 2) -> ModelConfig:
+    """The same family at a few hundred thousand parameters, the size of the parity fixtures."""
+    moe = config.moe
+    if moe is not None:
+        moe = replace(moe, num_experts=16, experts_per_token=4, intermediate_size=32, num_groups=4, topk_groups=2)
+    return replace(
+        config,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        rotary_dim=None if config.rotary_dim is None else 8,
+        max_positions=512,
+        mask_token_id=250,
+        eos_token_ids=(251,),
+        moe=moe,
+    )
+
+
+SHAPES: dict[str, ModelConfig] = {
+    "sdar-null": replace(
+        SDAR_50M,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        mask_token_id=63,
+        eos_token_ids=(62,),
+    ),
+    "sdar-50m": SDAR_50M,
+    # SDAR-1.7B and 4B are Qwen3-1.7B and 4B with a mask token, tied embeddings included
+    "sdar-1.7b": replace(
+        SDAR_8B, hidden_size=2048, intermediate_size=6144, num_layers=28, num_heads=16, tie_word_embeddings=True
+    ),
+    "sdar-4b": replace(SDAR_8B, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
+    "sdar-8b": SDAR_8B,
+    "llada2-mini": LLADA2_MINI,
+    "llada2-flash": LLADA2_FLASH,
+    "llada-8b": LLADA_8B,
+    "dream-7b": DREAM_7B,
+    "tiny-sdar": _tiny(SDAR_8B),
+    "tiny-llada2": _tiny(LLADA2_MINI),
+    "tiny-llada": _tiny(LLADA_8B, num_kv_heads=4),
+    "tiny-dream": _tiny(DREAM_7B),
+}
+
+
+def random_model(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0, std: float = 0.02
+) -> Decoder:
+    """A model of this shape with random weights, made on `device` in `dtype` without a copy anywhere else."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model = model.to_empty(device=device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    init_weights(model, seed=seed, std=std)
+    return model.eval().requires_grad_(False)
