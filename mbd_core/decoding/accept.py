@@ -70,7 +70,9 @@ def accept_m2t(
     by_place = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
     ranked = torch.where(leftmost_R[:, None, None], by_place, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
-    rank = order.argsort(dim=-1)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
     best = open_RNB & (rank < quota_R[:, None, None])
     return torch.where((short & gate_RN)[..., None], best, over)
 

@@ -60,6 +60,7 @@ _REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confid
 _PER_SLOT = (
     "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
 )  # fmt: skip
+_DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
 _NEVER = 2.0  # a threshold no confidence exceeds
 _ALWAYS = -1.0  # one that every number exceeds
 
@@ -114,10 +115,14 @@ class BlockBuffer:
         self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
         self._whole = torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device)
         self._real = torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device)
+        self.positions_RNB = torch.zeros(positions, dtype=torch.int64, device=device)
+        self.editable_RNB = torch.zeros(positions, dtype=torch.bool, device=device)
+        self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
         self._name_parts()
+        self._derive()
 
     def _name_parts(self) -> None:
         """Each setting as a view of its column; each per-slot tensor with what stands in an empty slot."""
@@ -138,22 +143,21 @@ class BlockBuffer:
     def head(self, num_rows: int) -> "BlockBuffer":
         """The first rows as a buffer of their own over the same memory."""
         view = copy.copy(self)
-        for name in (*_PER_SLOT, "_whole", "_real"):
+        for name in (*_PER_SLOT, *_DERIVED, "_whole", "_real"):
             setattr(view, name, getattr(self, name)[:num_rows])
         view._name_parts()
         return view
 
-    @property
-    def positions_RNB(self) -> Tensor:
-        """Absolute positions of every slot's tokens."""
+    def _derive(self) -> None:
+        """What follows from where the rows stand, and changes only when they move: absolute positions of every slot's
+        tokens; which of them the decoder may fill, behind the prompt and before the end of the token budget; how many.
+        """
         block = self.first_block_R[:, None] + self._slots
-        return self.origin_R[:, None, None] + block[..., None] * self.block_size + self._offsets
-
-    @property
-    def editable_RNB(self) -> Tensor:
-        """Positions the decoder may fill: behind the prompt, before the end of the token budget."""
-        positions = self.positions_RNB
-        return (positions >= self.begin_R[:, None, None]) & (positions < self.end_R[:, None, None])
+        starts = self.origin_R[:, None] + block * self.block_size
+        torch.add(starts[..., None], self._offsets, out=self.positions_RNB)
+        begin, end = self.begin_R[:, None, None], self.end_R[:, None, None]
+        torch.logical_and(self.positions_RNB >= begin, self.positions_RNB < end, out=self.editable_RNB)
+        self.num_editable_RN.copy_(self.editable_RNB.sum(-1))
 
     @property
     def resident_RN(self) -> Tensor:
@@ -177,9 +181,8 @@ class BlockBuffer:
     @property
     def progress_RN(self) -> Tensor:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
-        editable = self.editable_RNB
-        left = (self.masked_RNB & editable).sum(-1)
-        return 1.0 - _share(left, editable.sum(-1), empty=0.0)
+        left = (self.masked_RNB & self.editable_RNB).sum(-1)
+        return 1.0 - left / self.num_editable_RN.clamp(min=1.0)
 
     def draw(self, where_RNB: Tensor | None) -> Draw:
         """What drawing needs at the true positions of `where_RNB`, `None` for all."""
@@ -246,10 +249,12 @@ class BlockBuffer:
             ],
             dtype=torch.float64,
         )
+        self._derive()
 
     def leave(self, row: int) -> None:
         """Free a row; nothing of its sequence stays."""
         self._clear(row)
+        self._derive()
 
     def save(self, row: int) -> list[Tensor]:
         """A row's state as a value, for `restore`."""
@@ -259,6 +264,7 @@ class BlockBuffer:
         """Put a saved row where another may have been since."""
         for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
             tensor[row] = value
+        self._derive()
 
     def save_all(self) -> list[Tensor]:
         """All rows' state as a value, for `restore_all`."""
@@ -267,6 +273,7 @@ class BlockBuffer:
     def restore_all(self, saved: list[Tensor]) -> None:
         for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
             tensor.copy_(value)
+        self._derive()
 
     def activate(self) -> None:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
@@ -288,51 +295,61 @@ class BlockBuffer:
         chosen = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(chosen, int(SlotState.ACTIVE))
 
-    def commit(self, prediction: Prediction) -> Commit:
-        """Accept and revise, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25)."""
-        active, editable = self.active_RN, self.editable_RNB
-        open_RNB = self.masked_RNB & editable & active[..., None]
-        filled = ~self.masked_RNB & editable & active[..., None]
-        stored = self.state_RN == SlotState.TO_CACHE
-        complete_before = self.resident_RN & ~(self.masked_RNB & editable).any(-1)
+    def commit(self, prediction: Prediction, *, revises: bool = True) -> Commit:
+        """Accept and revise, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25).
 
-        accepted = self._accept(prediction, open_RNB)
-        edited = revise(prediction, self.tokens_RNB, filled, tau_R=self.tau_t2t_R)
-        written = accepted | edited
-        softens = self.softens_R[:, None] > 0
-        again = filled & (prediction.token_RNB == self.tokens_RNB)
-        self.stability_RN.copy_(torch.where(active, _share(again.sum(-1), filled.sum(-1), empty=1.0), 1.0))
-        self.num_steps_RN.add_(active & (softens | complete_before))
-        told = torch.where(written | (filled & softens[..., None]), prediction.confidence_RNB, self.confidence_RNB)
-        self.confidence_RNB.copy_(told)
+        `revises` may be false where no row revises (neither T2T nor DMax): that work is then left out.
+        """
+        active, complete_before = self.active_RN, self._complete_RN
+        clean = self.state_RN == SlotState.TO_CACHE
+        accepted = self._accept(prediction, revises)
+        written, num_edited = accepted, torch.zeros_like(self.num_steps_RN)
+        if revises:
+            filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
+            edited = revise(prediction, self.tokens_RNB, filled, tau_R=self.tau_t2t_R)
+            written, num_edited = accepted | edited, edited.sum(-1)
+            again = filled & (prediction.token_RNB == self.tokens_RNB)
+            self.stability_RN.copy_(torch.where(active, _share(again.sum(-1), filled.sum(-1), empty=1.0), 1.0))
+            self.num_steps_RN.add_(active & ((self.softens_R[:, None] > 0) | complete_before))
+        told = written | (self.softens_R[:, None, None] > 0) & filled if revises else written
+        self.confidence_RNB.copy_(torch.where(told, prediction.confidence_RNB, self.confidence_RNB))
         self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
         self.masked_RNB.logical_and_(~accepted)
-        mixed = softens[..., None] & editable & ~self.masked_RNB & active[..., None]
-        self.weight_RNB.copy_(torch.where(mixed, told, 1.0))
 
-        changed = written.any(-1)
-        clean = stored | (active & complete_before & ~changed & (self.edits_R[:, None] > 0))
-        leaving = clean.long().cumprod(-1)
-        final = (stored | self._settled(complete_before, changed, editable)).long().cumprod(-1).bool()
+        final = self._complete_RN
+        if revises:
+            changed = written.any(-1)
+            settled = self._settled(final, complete_before, changed)
+            clean = clean | (active & complete_before & ~changed & (self.edits_R[:, None] > 0))
+            final = (self.state_RN == SlotState.TO_CACHE) | settled
+        final = final.long().cumprod(-1).bool()
         self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
-        self.weight_RNB.masked_fill_(final[..., None], 1.0)  # what is stored is stored from hard tokens
+        if revises:  # what is stored is stored from hard tokens
+            mixed = (self.softens_R[:, None] > 0) & active & ~final
+            mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
+            self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
         self.forward_R.add_(self.resident_RN.any(-1))
 
         done = Commit(
-            leaving.sum(-1),
+            clean.long().cumprod(-1).sum(-1),
             self.tokens_RNB.clone(),
             self.masked_RNB.clone(),
             self.confidence_RNB.clone(),
             accepted.sum(-1),
-            edited.sum(-1),
+            num_edited,
         )
         self._slide(done.num_blocks_R)
         return done
 
-    def _accept(self, prediction: Prediction, open_RNB: Tensor) -> Tensor:
-        before = self.progress_RN
-        semi = before[:, :-1] >= self.tau_semi_R[:, None]
-        gate_RN = torch.cat((torch.ones_like(before[:, :1], dtype=torch.bool), semi), dim=1)
+    @property
+    def _complete_RN(self) -> Tensor:
+        return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
+
+    def _accept(self, prediction: Prediction, revises: bool) -> Tensor:
+        """Open positions that become tokens; the first slot may fall back, others behind a semi-complete one."""
+        open_RNB = self.open_RNB
+        semi = self.progress_RN[:, :-1] >= self.tau_semi_R[:, None]
+        gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
         by_threshold = accept_m2t(
             prediction,
             open_RNB,
@@ -341,22 +358,25 @@ class BlockBuffer:
             quota_R=self.quota_R,
             leftmost_R=self.fallback_R == LEFTMOST,
         )
+        if not revises:
+            return by_threshold
         from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=self.tau_m2t_R)
         return torch.where(self.softens_R[:, None, None] > 0, from_left, by_threshold)
 
-    def _settled(self, complete_before: Tensor, changed: Tensor, editable: Tensor) -> Tensor:
+    def _settled(self, complete: Tensor, complete_before: Tensor, changed: Tensor) -> Tensor:
         """ACTIVE slots that are done with themselves: complete; if revised, also revised enough.
 
         A block under T2T that no forward changes any more needs no state for it: it leaves from that forward.
         """
-        complete = self.resident_RN & ~(self.masked_RNB & editable).any(-1)
         edits, softens = self.edits_R[:, None] > 0, self.softens_R[:, None] > 0
         capped = complete_before & changed & (self.num_steps_RN >= self.max_edits_R[:, None])
-        sure = ((self.confidence_RNB >= self.stop_confidence_R[:, None, None]) | ~editable).all(-1)
+        sure = ((self.confidence_RNB >= self.stop_confidence_R[:, None, None]) | ~self.editable_RNB).all(-1)
         calm = sure | ~changed | (self.num_steps_RN >= self.block_size)
         return complete & torch.where(edits, capped, ~softens | calm)
 
     def _slide(self, count_R: Tensor) -> None:
+        if count_R.device.type == "cpu" and not count_R.any():
+            return  # on a GPU a look at it would cost more
         source = self._slots + count_R[:, None]
         fresh = source >= self.num_slots
         source = source.clamp(max=self.num_slots - 1)
@@ -365,6 +385,7 @@ class BlockBuffer:
             index = source[..., None].expand_as(tensor) if deep else source
             tensor.copy_(tensor.gather(1, index).masked_fill(fresh[..., None] if deep else fresh, empty))
         self.first_block_R.add_(count_R)
+        self._derive()
 
     def _eos_seen_R(self) -> Tensor:
         is_eos = (self.tokens_RNB[..., None] == self._eos).any(-1)

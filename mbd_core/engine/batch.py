@@ -70,9 +70,9 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
     groups = [g for g in groups if len(g.kv_lens_K)]
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
-    pages_KP = torch.cat([F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups])
-    positions_T = torch.cat([g.positions_T for g in groups])
-    stored_K = torch.cat([g.stored_K for g in groups])
+    pages_KP = _joined([F.pad(g.pages_KP, (0, width - g.pages_KP.shape[1])) for g in groups])
+    positions_T = _joined([g.positions_T for g in groups])
+    stored_K = _joined([g.stored_K for g in groups])
     alike = {g.lengths_K if isinstance(g.lengths_K, int) else -1 for g in groups}
     if len(alike) == 1 and -1 not in alike:
         max_q = alike.pop()
@@ -86,12 +86,12 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
         row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
     page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]
     offset_T = positions_T % page_size
-    at_A = torch.cat([g.logits_at_A for g in groups])
+    at_A = _joined([g.logits_at_A for g in groups])
     return Batch(
-        input_ids_T=torch.cat([g.tokens_T for g in groups]),
+        input_ids_T=_joined([g.tokens_T for g in groups]),
         positions_T=positions_T,
         cu_seqlens_q=bounds.int(),
-        kv_lens_K=torch.cat([g.kv_lens_K for g in groups]),
+        kv_lens_K=_joined([g.kv_lens_K for g in groups]),
         pages_KP=pages_KP,
         write_loc_T=torch.where(stored_K[row_T], page_T * page_size, 0) + offset_T,
         logits_at_A=torch.where(at_A < 0, len(positions_T) - 1 - at_A, at_A),
@@ -101,6 +101,10 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
         asked=[n for g in groups for n in g.asked or []] if batch_invariant else None,
         merge_slots=merge_slots,
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _lengths(groups: Seq[Rows]) -> list[int]:

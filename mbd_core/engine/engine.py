@@ -306,7 +306,7 @@ class Engine:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward for all sequences; what it committed. Without work it does nothing."""
         if self._held:
@@ -383,6 +383,7 @@ class Engine:
             draws=any(r.sampling.temperature > 0 for r in requests),
             scores=any(r.decoding.fallback not in ("confidence", "leftmost") for r in requests),
             softens=any(r.decoding.soft is not None for r in requests),
+            revises=any(r.decoding.revises for r in requests),
         )
 
     def _upto(self, sequence: Sequence) -> int:
@@ -436,7 +437,7 @@ class Engine:
         self.buffer.activate()
         seen_RX = before(self.buffer)
         tables_RP = self._tables_RP[:, : self._width]
-        prompt = prompt_rows(plan.chunks, tables_RP, block_size=self.block_size)
+        prompt = prompt_rows(plan.chunks, tables_RP, block_size=self.block_size) if plan.chunks else None
         slots = resident_slots(
             self.buffer,
             tables_RP,
@@ -445,7 +446,7 @@ class Engine:
             softens=plan.kind.softens,
             whole=config.batch_invariant,
         )
-        canvases = self._canvases.rows(before=len(prompt.tokens_T) + len(slots.rows.tokens_T))
+        canvases = self._canvases.rows(before=sum(c.stop - c.start for c in plan.chunks) + len(slots.rows.tokens_T))
         batch = pack(
             [g for g in (prompt, slots.rows, canvases) if g is not None],
             page_size=self.page_size,
@@ -461,7 +462,7 @@ class Engine:
             draw=self.buffer.draw(slots.where_RNB) if plan.kind.draws else None,
             fallback_P=self.buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
         )
-        commit = self.buffer.commit(prediction)
+        commit = self.buffer.commit(prediction, revises=plan.kind.revises)
         if shift:
             stored = completing(plan.chunks)
             if stored:

@@ -29,6 +29,7 @@ class ProgramKind:
     draws: bool
     scores: bool
     softens: bool
+    revises: bool
     merges: bool
 
 
@@ -88,7 +89,7 @@ class DecodePrograms:
                 draw=buffer.draw(None) if kind.draws else None,
                 fallback_P=buffer.fallback_at(None) if kind.scores else None,
             )
-            commit = buffer.commit(prediction)
+            commit = buffer.commit(prediction, revises=kind.revises)
             if shift:
                 self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
             return pack_report(seen_RX, commit)

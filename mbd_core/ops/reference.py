@@ -30,12 +30,16 @@ _MOST_KEYS = 2048
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences attended in one call. `seen_GQL` is None where every query sees all `num_keys` keys."""
+    """Sequences attended in one call. `seen_GQL` is None where every query sees all `num_keys` keys.
+
+    whole  `tokens_GQ` are all tokens in their order, so that nothing needs to be picked out
+    """
 
     tokens_GQ: Tensor
     pages_GP: Tensor
     seen_GQL: Tensor | None
     num_keys: int
+    whole: bool = False
 
 
 def paged_attention(
@@ -114,7 +118,11 @@ def plan_bundles(
             if kv_lens_T is None:
                 kv_lens_T = kv_lens_R.repeat_interleave((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long())
             seen_GQL = torch.arange(num_keys, device=device) < kv_lens_T[tokens_GQ][..., None]
-        bundles.append(Bundle(tokens_GQ=tokens_GQ, pages_GP=pages_GP, seen_GQL=seen_GQL, num_keys=num_keys))
+        # sequences of one bundle keep their order
+        whole = len(members) * queries == bounds[-1]
+        bundles.append(
+            Bundle(tokens_GQ=tokens_GQ, pages_GP=pages_GP, seen_GQL=seen_GQL, num_keys=num_keys, whole=whole)
+        )
     return tuple(bundles)
 
 
@@ -133,6 +141,11 @@ def _in_parts(groups: dict[tuple[int, int], list[_Member]]) -> Iterator[tuple[in
 
 def attend_shared(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, bundles: tuple[Bundle, ...]) -> Tensor:
     """Attention of a planned batch (T, H, C): keys gathered once a sequence."""
+    if len(bundles) == 1 and bundles[0].whole:
+        bundle = bundles[0]
+        k, v = _gather(k_pages, v_pages, bundle.pages_GP, bundle.num_keys)
+        q_GQHC = q_THC.unflatten(0, tuple(bundle.tokens_GQ.shape))
+        return _attend(q_GQHC, k, v, bundle.seen_GQL)[0].flatten(0, 1)
     out_THC = torch.empty_like(q_THC)
     for bundle in bundles:
         k, v = _gather(k_pages, v_pages, bundle.pages_GP, bundle.num_keys)
@@ -172,7 +185,7 @@ def _attend(
     kv_heads = k_GKLC.shape[1]
     share = heads // kv_heads
     q = q_GQHC.unflatten(2, (kv_heads, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen = None if seen_GQL is None else seen_GQL[:, None].repeat(1, 1, share, 1)
+    seen = None if seen_GQL is None else torch.cat([seen_GQL] * share, dim=1)[:, None]
     lse = None
     if with_lse:
         out, lse = _attend_lse(q, k_GKLC, v_GKLC, seen)
