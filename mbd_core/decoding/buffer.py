@@ -121,6 +121,7 @@ class BlockBuffer:
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
+        self._heads: dict[int, BlockBuffer] = {}
         self._name_parts()
         self._derive()
 
@@ -142,7 +143,11 @@ class BlockBuffer:
 
     def head(self, num_rows: int) -> "BlockBuffer":
         """The first rows as a buffer of their own over the same memory."""
-        view = copy.copy(self)
+        if num_rows == len(self.state_RN):
+            return self
+        if num_rows in self._heads:
+            return self._heads[num_rows]
+        view = self._heads[num_rows] = copy.copy(self)
         for name in (*_PER_SLOT, *_DERIVED, "_whole", "_real"):
             setattr(view, name, getattr(self, name)[:num_rows])
         view._name_parts()

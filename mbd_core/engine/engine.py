@@ -16,9 +16,9 @@ from torch import Tensor
 from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
-from mbd_core.engine.batch import pack
+from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.canvas import CanvasRuns
-from mbd_core.engine.layout import completing, prompt_rows, resident_slots
+from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
 from mbd_core.engine.program import DecodePrograms, ProgramKind
 from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.engine.runner import EagerRunner
@@ -320,7 +320,8 @@ class Engine:
         if not (self.static_shapes and plan.decoding and not plan.chunks and not self._canvases.running):
             assert self._launched is None
             report_RX, canvas_logits_AV = self._mixed_step(plan)
-            return [*self._collect(plan, HostCopy(report_RX)), *self._collect_canvases(plan, canvas_logits_AV)]
+            report = None if report_RX is None else HostCopy(report_RX)
+            return [*self._collect(plan, report), *self._collect_canvases(plan, canvas_logits_AV)]
         report_RX = self._programs.run(plan.kind, num_pages=self._width)
         launched = Launched(plan, HostCopy(report_RX))
         if not self.overlap:
@@ -431,60 +432,68 @@ class Engine:
         running = self.scheduler.running.values()
         return max((len(s.pages) for s in running if s.request.decoding.canvas is None), default=1)
 
-    def _mixed_step(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Prompt chunks, resident slots and canvases in one forward; the report, and the canvases' logits."""
-        config, shift = self.config, self.model.config.shift_logits
-        self.buffer.activate()
-        seen_RX = before(self.buffer)
+    def _mixed_step(self, plan: Plan) -> tuple[Tensor | None, Tensor]:
+        """Prompt chunks, resident slots and canvases in one forward; the report of those who decode in blocks, and the
+        canvases' logits."""
+        shift = self.model.config.shift_logits
         tables_RP = self._tables_RP[:, : self._width]
-        prompt = prompt_rows(plan.chunks, tables_RP, block_size=self.block_size) if plan.chunks else None
-        slots = resident_slots(
-            self.buffer,
-            tables_RP,
-            plan.chunks,
-            shift=shift,
-            softens=plan.kind.softens,
-            whole=config.batch_invariant,
-        )
-        canvases = self._canvases.rows(before=sum(c.stop - c.start for c in plan.chunks) + len(slots.rows.tokens_T))
-        batch = pack(
-            [g for g in (prompt, slots.rows, canvases) if g is not None],
-            page_size=self.page_size,
-            batch_invariant=config.batch_invariant,
-        )
+        groups: list[Rows] = []
+        slots: Slots | None = None
+        if plan.chunks:
+            groups.append(prompt_rows(plan.chunks, tables_RP, block_size=self.block_size))
+        if plan.decoding:
+            buffer = self.buffer.head(plan.kind.num_rows)
+            buffer.activate()
+            seen_RX = before(buffer)
+            slots = resident_slots(
+                buffer,
+                tables_RP,
+                plan.chunks,
+                shift=shift,
+                softens=plan.kind.softens,
+                whole=self.config.batch_invariant,
+            )
+            groups.append(slots.rows)
+        canvases = self._canvases.rows(before=sum(len(g.tokens_T) for g in groups))
+        if canvases is not None:
+            groups.append(canvases)
+        batch = pack(groups, page_size=self.page_size, batch_invariant=self.config.batch_invariant)
         logits_AV = self.runner.forward(batch)
+        if shift and (stored := completing(plan.chunks)):
+            rows, at = torch.tensor(stored, device=logits_AV.device).T
+            self.runner.remember(rows, at)
+        if slots is None:
+            return None, logits_AV
         num_asked = len(slots.rows.logits_at_A)
         prediction = predict(
             logits_AV[:num_asked],
             slots.where_RNB,
             self._forbidden_V,
-            shape=self.buffer.masked_RNB.shape,
-            draw=self.buffer.draw(slots.where_RNB) if plan.kind.draws else None,
-            fallback_P=self.buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
+            shape=buffer.masked_RNB.shape,
+            draw=buffer.draw(slots.where_RNB) if plan.kind.draws else None,
+            fallback_P=buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
         )
-        commit = self.buffer.commit(prediction, revises=plan.kind.revises)
+        commit = buffer.commit(prediction, revises=plan.kind.revises)
         if shift:
-            stored = completing(plan.chunks)
-            if stored:
-                rows, at = torch.tensor(stored, device=logits_AV.device).T
-                self.runner.remember(rows, at)
             self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
         return pack_report(seen_RX, commit), logits_AV[num_asked:]
 
     # -- after the forward --------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, copy: HostCopy) -> list[StepOutput]:
+    def _collect(self, plan: Plan, copy: HostCopy | None) -> list[StepOutput]:
         """Count the step, hand out what was committed, let finished sequences go.
 
         Of a step launched ahead, sequences that had ended or were aborted by then have no share.
         """
-        report = unpack_report(copy.read(), num_slots=self.buffer.num_slots, block_size=self.block_size)
-        seconds = self._seconds(plan)
-        decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         self.scheduler.stored(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
+        if copy is None:
+            return []
+        report = unpack_report(copy.read(), num_slots=self.buffer.num_slots, block_size=self.block_size)
+        seconds = self._seconds(plan)
+        decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         if self._trace is not None and decoding:
             self._record(self._trace, plan.step, decoding, report)
         outputs = []
@@ -539,6 +548,8 @@ class Engine:
 
     def _collect_canvases(self, plan: Plan, logits_AV: Tensor) -> list[StepOutput]:
         """The canvases' part of the step: tokens decided without a gap are handed out."""
+        if not self._canvases.running:
+            return []
         outputs = []
         updates = self._canvases.update(logits_AV)
         seconds = time.perf_counter() - plan.started
