@@ -6,6 +6,7 @@ slots are written like the others: they tell N_buf, and compressed columns hold 
 Shape legend: n sequences that decode in a step, N slots, B block size.
 """
 
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ class TraceRecorder:
             folder.mkdir(parents=True, exist_ok=True)
             self._next_part = max((_part_number(p) for p in _parts(folder)), default=-1) + 1
         self._tables: list[pa.Table] = []
-        self._steps: list[_Step] = []
+        self._steps: list[_Step | StepTrace] = []
         self._num_rows = 0
 
     def add(
@@ -122,9 +123,7 @@ class TraceRecorder:
 
     def extend(self, rows: Sequence[StepTrace]) -> None:
         """Rows already made, after those added so far."""
-        columns = {f.name: [getattr(r, f.name) for r in rows] for f in fields(StepTrace)}
-        self._fold()
-        self._tables.append(pa.table(columns, schema=SCHEMA))
+        self._steps += rows
         self._grow(len(rows))
 
     @property
@@ -155,9 +154,10 @@ class TraceRecorder:
             self._rotate()
 
     def _fold(self) -> None:
-        if self._steps:
-            self._tables.append(_to_table(self._steps))
-            self._steps = []
+        for whole, run in itertools.groupby(self._steps, lambda s: isinstance(s, StepTrace)):
+            steps: list[Any] = list(run)
+            self._tables.append(_from_rows(steps) if whole else _to_table(steps))
+        self._steps = []
 
     def _grow(self, num_rows: int) -> None:
         self._num_rows += num_rows
@@ -231,6 +231,10 @@ def _parts(folder: Path) -> list[Path]:
 
 def _part_number(path: Path) -> int:
     return int(path.stem.removeprefix("part-"))
+
+
+def _from_rows(rows: list[StepTrace]) -> pa.Table:
+    return pa.table({f.name: [getattr(r, f.name) for r in rows] for f in fields(StepTrace)}, schema=SCHEMA)
 
 
 def _to_table(steps: list[_Step]) -> pa.Table:

@@ -95,8 +95,9 @@ def run_buffer(
             for n, slot in enumerate(oracle(seed, cached[row], blocks, weights)):
                 token[row, n] = torch.tensor([t for t, _ in slot])
                 confidence[row, n] = torch.tensor([c for _, c in slot])
+        quotas = any(config.tokens_per_step > 1 for _, _, config, _, _ in batch)
         revises = any(config.revises for _, _, config, _, _ in batch)
-        done = buffer.commit(Prediction(token, confidence, confidence), revises=revises)
+        done = buffer.commit(Prediction(token, confidence, confidence), revises=revises, quotas=quotas)
         for row, (prompt, max_tokens, _, _, stops) in enumerate(batch):
             for block in done.tokens_RNB[row, : int(done.num_blocks_R[row])].tolist():
                 for t in block:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.sampling import Draw, choose
+from mbd_core.decoding.sampling import Draw, choose, margin, neg_entropy
 
 CONFIDENCE, LEFTMOST, MARGIN, NEG_ENTROPY = range(4)
 FALLBACKS = {"confidence": CONFIDENCE, "leftmost": LEFTMOST, "margin": MARGIN, "neg_entropy": NEG_ENTROPY}
@@ -37,7 +37,10 @@ def predict(
     `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more than confidence.
     """
     token_P, confidence_P = choose(logits_PV, forbidden_V, draw)
-    score_P = confidence_P if fallback_P is None else score(logits_PV, confidence_P, fallback_P)
+    score_P = confidence_P
+    if fallback_P is not None:
+        score_P = torch.where(fallback_P == MARGIN, margin(logits_PV, forbidden_V), score_P)
+        score_P = torch.where(fallback_P == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
     values = (token_P, confidence_P, score_P)
     if where_RNB is None:
         return Prediction(*(value.view(shape) for value in values))
@@ -47,33 +50,33 @@ def predict(
     return Prediction(*placed)
 
 
-def score(logits_PV: Tensor, confidence_P: Tensor, fallback_P: Tensor) -> Tensor:
-    """Confidence, its lead over the second token (D2F `margin_confidence`), or sum p log p (`neg_entropy`)."""
-    probabilities = logits_PV.float().softmax(-1)
-    best = probabilities.topk(2, dim=-1).values
-    neg_entropy = (probabilities * (probabilities + 1e-10).log()).sum(-1)
-    by_margin = torch.where(fallback_P == MARGIN, best[:, 0] - best[:, 1], confidence_P)
-    return torch.where(fallback_P == NEG_ENTROPY, neg_entropy, by_margin)
-
-
 def accept_m2t(
-    prediction: Prediction, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor, quota_R: Tensor, leftmost_R: Tensor
+    prediction: Prediction,
+    open_RNB: Tensor,
+    *,
+    gate_RN: Tensor,
+    tau_R: Tensor,
+    leftmost_R: Tensor,
+    quota_R: Tensor | None = None,
 ) -> Tensor:
     """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
 
-    Open positions over `tau_R` are accepted. A slot where they are fewer than `quota_R` falls back, if `gate_RN`
-    allows, to its best `quota_R` open positions: by score, or from the left where `leftmost_R`; ties go left.
-    Otherwise it keeps what is over the threshold.
+    Open positions over `tau_R` are accepted. A slot where they are fewer than `quota_R` (`None`: one in every row)
+    falls back, if `gate_RN` allows, to its best `quota_R` open positions: by score, or from the left where
+    `leftmost_R`; ties go left. Otherwise it keeps what is over the threshold.
     """
     over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
-    short = over.sum(-1) < quota_R[:, None]
     by_place = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
     ranked = torch.where(leftmost_R[:, None, None], by_place, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-    best = open_RNB & (rank < quota_R[:, None, None])
+    if quota_R is None:  # no need to sort
+        short = ~over.any(-1)
+        best = torch.zeros_like(over).scatter_(-1, ranked.argmax(-1, keepdim=True), True) & open_RNB
+    else:
+        short = over.sum(-1) < quota_R[:, None]
+        order = ranked.argsort(dim=-1, descending=True, stable=True)
+        places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(-1, order, places)
+        best = open_RNB & (rank < quota_R[:, None, None])
     return torch.where((short & gate_RN)[..., None], best, over)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from mbd_core.decoding.canvas_accept import Guess, best, guess, over_threshold
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas_plan import CanvasPlan, CanvasUpdate, Lane, query
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, log_probability
 
 
 class Phase(Enum):
@@ -214,9 +214,9 @@ class BranchedCanvas:
             branch.likely.see(positions_P[part] - self.prompt_length, tokens_PK[part], p_PK[part])
             self._decode(branch, g.at(part))
             eos = self._ending_eos(branch)
-            if eos is not None:
-                row = logits_PV[part][int((positions_P[part] == eos).nonzero())]
-                certainty[branch.index] = float(row.float().softmax(-1)[branch.lane.tokens[eos]])
+            at = [] if eos is None else (positions_P[part] == eos).nonzero()[:, 0].tolist()
+            if at:
+                certainty[branch.index] = float(logits_PV[part][at[0]].float().softmax(-1)[branch.lane.tokens[eos]])
         self.num_forwards += 1
         self._after(phase, taking_part, certainty)
         return self._difference(before)
@@ -255,7 +255,7 @@ class BranchedCanvas:
         if not len(g.position_P):
             return
         chosen = over_threshold(g, self.canvas.tau, None) | best(g.score_P, 1)
-        branch.lane.fill(g.position_P[chosen], g.token_P[chosen], g.confidence_P[chosen].log())
+        branch.lane.fill(g.position_P[chosen], g.token_P[chosen], log_probability(g.confidence_P[chosen]))
         branch.num_decoded += int(chosen.sum())
 
     def _ending_eos(self, branch: Branch) -> int | None:
@@ -300,7 +300,7 @@ class BranchedCanvas:
             scanned_G[s.start - begin : s.stop - begin] = True
         taken_G = scanned_G & target.lane.masked[begin:] & (p_G > self.settings.tau_merge)
         where = taken_G.nonzero()[:, 0]
-        target.lane.fill(where + begin, tokens_SG[source_G[where], where], p_G[where].log())
+        target.lane.fill(where + begin, tokens_SG[source_G[where], where], log_probability(p_G[where]))
         target.num_merged += len(where)
         return len(where)
 

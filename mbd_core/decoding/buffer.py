@@ -300,14 +300,15 @@ class BlockBuffer:
         chosen = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(chosen, int(SlotState.ACTIVE))
 
-    def commit(self, prediction: Prediction, *, revises: bool = True) -> Commit:
+    def commit(self, prediction: Prediction, *, revises: bool = True, quotas: bool = True) -> Commit:
         """Accept and revise, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false where no row revises (neither T2T nor DMax): that work is then left out.
+        `revises` may be false where no row revises (neither T2T nor DMax), `quotas` where every row's
+        `tokens_per_step` is 1: that work is then left out.
         """
         active, complete_before = self.active_RN, self._complete_RN
         clean = self.state_RN == SlotState.TO_CACHE
-        accepted = self._accept(prediction, revises)
+        accepted = self._accept(prediction, revises, quotas)
         written, num_edited = accepted, torch.zeros_like(self.num_steps_RN)
         if revises:
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
@@ -350,7 +351,7 @@ class BlockBuffer:
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
-    def _accept(self, prediction: Prediction, revises: bool) -> Tensor:
+    def _accept(self, prediction: Prediction, revises: bool, quotas: bool) -> Tensor:
         """Open positions that become tokens; the first slot may fall back, others behind a semi-complete one."""
         open_RNB = self.open_RNB
         semi = self.progress_RN[:, :-1] >= self.tau_semi_R[:, None]
@@ -360,7 +361,7 @@ class BlockBuffer:
             open_RNB,
             gate_RN=gate_RN,
             tau_R=self.tau_m2t_R,
-            quota_R=self.quota_R,
+            quota_R=self.quota_R if quotas else None,
             leftmost_R=self.fallback_R == LEFTMOST,
         )
         if not revises:

@@ -17,7 +17,7 @@ from mbd_core.decoding.canvas_accept import Guess, best, by_chance, by_factor, d
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.canvas_plan import CanvasDecoder, CanvasPlan, CanvasUpdate, Lane, Query, query
 from mbd_core.decoding.canvas_steps import quota, scheduled, steps_of_block, unmasking_share
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, log_probability
 
 __all__ = [
     "CanvasDecoder",
@@ -150,7 +150,7 @@ class SingleCanvas:
         accepted = self._accept(g)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
-        self._lane.fill(positions[accepted], g.token_P[accepted], g.confidence_P[accepted].log())
+        self._lane.fill(positions[accepted], g.token_P[accepted], log_probability(g.confidence_P[accepted]))
         self.num_forwards += 1
         self._step += 1
         if bool(accepted.all()):

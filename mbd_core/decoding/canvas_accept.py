@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas_config import Canvas, Leap
-from mbd_core.decoding.sampling import Draw, Sampling, choose, gumbel, uniform
+from mbd_core.decoding.sampling import Draw, Sampling, choose, gumbel, margin, neg_entropy, uniform
 
 # noise that is no token's: the ids under which a position draws its score, its place, and its turn
 RANDOM_SCORE, RANDOM_PLACE, RANDOM_TURN = -1, -2, -3
@@ -59,11 +59,9 @@ def guess(
         case "confidence":
             score_P = confidence_P
         case "margin":
-            best = logits_PV.float().softmax(-1).masked_fill(forbidden_V, 0.0).topk(2, dim=-1).values
-            score_P = best[:, 0] - best[:, 1]
+            score_P = margin(logits_PV, forbidden_V)
         case "neg_entropy":
-            log_p = logits_PV.float().log_softmax(-1)
-            score_P = torch.special.xlogy(log_p.exp(), log_p.exp()).sum(-1)
+            score_P = neg_entropy(logits_PV)
         case "random":
             score_P = uniform(draw, torch.full_like(where, RANDOM_SCORE)[:, None])[:, 0]
     host = torch.stack((token_P.double(), confidence_P.double(), score_P.double())).cpu()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST = 1e-6  # less than this float32 cannot be trusted with
 _MASK32 = 0xFFFFFFFF
 
 
@@ -30,10 +31,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 10.0:
-            raise ValueError(f"temperature={self.temperature} must be a number from 0 to 10")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p} must be a number over 0 and up to 1")
+        for name in ("temperature", "top_p"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
+        if self.temperature != 0 and not LEAST <= self.temperature <= 10.0:
+            raise ValueError(f"temperature={self.temperature} must be 0 or a number from {LEAST} to 10")
+        if not LEAST <= self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} must be a number from {LEAST} to 1")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 0 (0: no limit)")
         if self.top_k >= 2**31:
@@ -57,20 +61,36 @@ class Draw:
 def choose(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
     """The token (P,) of each position and its probability (P,) in float32.
 
-    `forbidden_V` (the mask id and the padded vocabulary tail) is never chosen; ties go to the lowest id. A greedy
-    token's probability is the model's own, over its whole vocabulary; a drawn one's is that under the distribution it
-    was drawn from (temperature, then top-k, then top-p), so a confidence is always the chance of this very token.
+    `forbidden_V` (the mask id and the padded vocabulary tail) is never chosen; ties go to the lowest id. The
+    probability is the model's own, over its whole vocabulary, also of a token that was drawn (with temperature, then
+    top-k, then top-p): thresholds mean the same at every temperature, and top_k = 1 is greedy.
     """
     probabilities = logits_PV.float().softmax(dim=-1).masked_fill(forbidden_V, -1.0)
     confidence_P, token_P = probabilities.max(dim=-1)
     if draw is None:
         return token_P, confidence_P
-    drawn_P, chance_P = _draw(logits_PV.float(), forbidden_V, draw)
-    hot_P = draw.temperature_P > 0
-    return torch.where(hot_P, drawn_P, token_P), torch.where(hot_P, chance_P, confidence_P)
+    token_P = torch.where(draw.temperature_P > 0, _draw(logits_PV.float(), forbidden_V, draw), token_P)
+    return token_P, probabilities.gather(-1, token_P[:, None])[:, 0]
 
 
-def _draw(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+def log_probability(confidence: Tensor) -> Tensor:
+    """Natural logarithm, finite also where float32 has no smaller number."""
+    return confidence.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
+def margin(logits_PV: Tensor, forbidden_V: Tensor) -> Tensor:
+    """By how much the likeliest token leads the second (P,), of those that may be predicted."""
+    best = logits_PV.float().softmax(-1).masked_fill(forbidden_V, 0.0).topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1]
+
+
+def neg_entropy(logits_PV: Tensor) -> Tensor:
+    """sum p log p (P,) of the model's own distribution."""
+    log_p = logits_PV.float().log_softmax(-1)
+    return torch.special.xlogy(log_p.exp(), log_p.exp()).sum(-1)
+
+
+def _draw(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw) -> Tensor:
     temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
     scaled = (logits_PV / temperature_P[:, None]).masked_fill(forbidden_V, -torch.inf)
     order = scaled.argsort(dim=-1, descending=True, stable=True)
@@ -85,7 +105,7 @@ def _draw(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw) -> tuple[Tensor, T
     ranked = ranked / ranked.sum(-1, keepdim=True)
     noise = gumbel(draw, order)
     place = (ranked.log() + noise).argmax(dim=-1, keepdim=True)
-    return order.gather(-1, place)[:, 0], ranked.gather(-1, place)[:, 0]
+    return order.gather(-1, place)[:, 0]
 
 
 def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:
@@ -94,11 +114,11 @@ def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:
 
 
 def uniform(draw: Draw, ids_PK: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32: 24 hashed bits, never 0 nor 1."""
+    """Numbers in (0, 1), float32: 23 hashed bits and a half, which float32 holds exactly, so never 0 nor 1."""
     key = _mix(_mix(_mix(draw.seed_P & _MASK32) ^ ((draw.seed_P >> 32) & _MASK32)) ^ (draw.position_P & _MASK32))
     key = _mix(key ^ (draw.forward_P & _MASK32))
-    bits = _mix(key[:, None] ^ _mix(ids_PK & _MASK32)) >> 8
-    return (bits.float() + 0.5) / float(1 << 24)
+    bits = _mix(key[:, None] ^ _mix(ids_PK & _MASK32)) >> 9
+    return (bits.float() + 0.5) / float(1 << 23)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -259,8 +259,8 @@ class AsyncEngine:
                 stream.admitted.set_result(None)
         for step in turn.steps:
             stream_or_none = self._streams.get(step.request_id)
-            if stream_or_none is None:
-                continue  # closed meanwhile
+            if stream_or_none is None or stream_or_none in self._submitted:
+                continue  # closed meanwhile, and its id perhaps handed in anew
             stream_or_none.queue.put_nowait(step)
             if step.output is not None:
                 del self._streams[step.request_id]

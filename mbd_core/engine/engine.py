@@ -73,6 +73,8 @@ class EngineConfig:
         for name in ("max_rows", "buffer_size", "num_pages", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.overlap and self.static_shapes is False:
+            raise ValueError("overlap=True cannot be honoured with static_shapes=False: only static steps run ahead")
 
     def resolve_page_size(self, block_size: int) -> int:
         page_size = -(-16 // block_size) * block_size if self.page_size is None else self.page_size
@@ -116,6 +118,8 @@ class Engine:
 
         `merge_rule` says when static steps read a prefix once for all slots; without one a GPU measures its own.
         """
+        if vocab_limit is not None and not 1 <= vocab_limit <= model.config.vocab_size:
+            raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{model.config.vocab_size}")
         weights = model.model.norm.weight
         device, c = weights.device, model.config
         self.model, self.config = model, config
@@ -171,12 +175,19 @@ class Engine:
         cache = PagedKVCache(
             c, num_pages=config.num_pages, page_size=self.page_size, dtype=weights.dtype, device=device
         )
-        self.runner = EagerRunner(model.eval(), cache, self.attention, num_rows=config.max_rows)
+        longest = min(config.num_pages, -(-c.max_positions // self.page_size) + config.buffer_size)
+        self.runner = EagerRunner(
+            model.eval(),
+            cache,
+            self.attention,
+            num_rows=config.max_rows,
+            # unused slots stand behind the longest sequence
+            num_positions=(longest + config.buffer_size + 1) * self.page_size,
+        )
         self._forbidden_V = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self._forbidden_V[c.mask_token_id] = True
         self._forbidden_V[vocab_limit or c.vocab_size :] = True
         self._canvases = CanvasRuns(c, cache, self._forbidden_V)
-        longest = min(config.num_pages, -(-c.max_positions // self.page_size) + config.buffer_size)
         self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
         self._table_of: list[tuple[int, ...]] = [()] * config.max_rows
         self.static_shapes = device.type == "cuda" if config.static_shapes is None else config.static_shapes
@@ -195,6 +206,8 @@ class Engine:
         self.overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._launched: Launched | None = None
         self._held: list[StepOutput] = []
+        self.last_report_RX = np.zeros((0, 0))
+        self.num_ahead = 0  # steps launched before the one before was read
         self._collected = 0.0
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -204,8 +217,8 @@ class Engine:
         c, length = self.model.config, len(request.prompt)
         if not length:
             raise ValueError("the prompt is empty: it must hold at least one token")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens={request.max_tokens} must be at least 1")
+        if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
+            raise ValueError(f"max_tokens={request.max_tokens} must be a whole number of at least 1")
         if length + request.max_tokens > c.max_positions:
             raise ValueError(
                 f"the prompt's {length} tokens and max_tokens={request.max_tokens} exceed the model's "
@@ -235,6 +248,8 @@ class Engine:
                 eos_token_ids=eos,
             )
             return
+        if decoding.prefix_cache and not self.config.prefix_caching:
+            raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
         if decoding.block_size != self.block_size:
             raise ValueError(f"block_size={decoding.block_size} differs from the model's {self.block_size}")
         if decoding.prompt_attention == "full" and c.attention != "full":
@@ -255,9 +270,11 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
+        held = [o.output for o in self._held if o.request_id == request_id]
+        self._held = [o for o in self._held if o.request_id != request_id]
         sequence = self.scheduler.find(request_id)
-        if sequence is None:
-            return None
+        if sequence is None:  # it may have ended in a step that nobody has been told of yet
+            return next((output for output in held if output is not None), None)
         self._finish(sequence)
         return sequence.output("abort")
 
@@ -289,6 +306,8 @@ class Engine:
         Raises `ValueError`, and serves none, for a request that cannot be served, for ids that repeat, and while
         requests that were added one by one are still running: their outputs would have nowhere to go.
         """
+        if not self.num_known:
+            self._held, self._launched = [], None  # what is left concerns requests that were aborted
         if self.has_work:
             raise ValueError(f"generate() needs an idle engine; {self.num_known} requests are still being served")
         if len({r.request_id for r in requests}) < len(requests):
@@ -326,6 +345,7 @@ class Engine:
         launched = Launched(plan, HostCopy(report_RX))
         if not self.overlap:
             return self._collect(launched.plan, launched.report)
+        self.num_ahead += self._launched is not None
         outputs = self._land()
         self._launched = launched
         return outputs
@@ -385,6 +405,7 @@ class Engine:
             scores=any(r.decoding.fallback not in ("confidence", "leftmost") for r in requests),
             softens=any(r.decoding.soft is not None for r in requests),
             revises=any(r.decoding.revises for r in requests),
+            quotas=any(r.decoding.tokens_per_step > 1 for r in requests),
         )
 
     def _upto(self, sequence: Sequence) -> int:
@@ -415,7 +436,7 @@ class Engine:
         else:
             self._canvases.leave(sequence.row)
             sequence.num_prefill_forwards += sequence.num_forwards
-            sequence.num_forwards = 0
+            sequence.num_forwards, sequence.decode_seconds = 0, 0.0
         sequence.seated = False
 
     def _update_tables(self) -> None:
@@ -473,7 +494,7 @@ class Engine:
             draw=buffer.draw(slots.where_RNB) if plan.kind.draws else None,
             fallback_P=buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
         )
-        commit = buffer.commit(prediction, revises=plan.kind.revises)
+        commit = buffer.commit(prediction, revises=plan.kind.revises, quotas=plan.kind.quotas)
         if shift:
             self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
         return pack_report(seen_RX, commit), logits_AV[num_asked:]
@@ -491,7 +512,8 @@ class Engine:
                 sequence.num_prefill_forwards += 1
         if copy is None:
             return []
-        report = unpack_report(copy.read(), num_slots=self.buffer.num_slots, block_size=self.block_size)
+        self.last_report_RX = copy.read()
+        report = unpack_report(self.last_report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
         seconds = self._seconds(plan)
         decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         if self._trace is not None and decoding:
@@ -520,7 +542,7 @@ class Engine:
         useful = slice(max(0, len(request.prompt) - start), max(0, sequence.end - start))
         self.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
-        logprobs = np.log(confidence[useful]).tolist() if request.logprobs else None
+        logprobs = _log(confidence[useful]) if request.logprobs else None
         return self._hand_out(sequence, committed[useful], logprobs, ended=ended)
 
     def _hand_out(
@@ -575,7 +597,9 @@ class Engine:
                 )
             known = len(sequence.emitted)
             fresh = decoder.tokens[known:]
-            if not decoder.done:  # an EOS counts when the blocks up to its own are complete
+            if (
+                not decoder.done and not sequence.request.ignore_eos
+            ):  # an EOS counts when the blocks up to its own are complete
                 fresh = list(itertools.takewhile(lambda t: t not in self.model.config.eos_token_ids, fresh))
             if fresh or decoder.done:
                 logprobs = decoder.log_probs[known:] if sequence.request.logprobs else None
@@ -606,3 +630,8 @@ class Engine:
     def check_integrity(self) -> None:
         """No page or row is lost or owned twice; raises `AssertionError`."""
         self.scheduler.check_integrity()
+
+
+def _log(confidence: np.ndarray) -> list[float]:
+    """Log-probabilities, finite also where float32 has no smaller number."""
+    return np.log(np.maximum(confidence, np.finfo(np.float32).tiny)).tolist()

@@ -126,10 +126,8 @@ class ParallelEngine(Engine):
         return output
 
     def preempt(self) -> str | None:
-        request_id = super().preempt()
-        if request_id is not None:
-            self._commands.append(Preempt())
-        return request_id
+        self._commands.append(Preempt())  # also where nobody runs: it collects the step under way
+        return super().preempt()
 
     def step(self) -> list[StepOutput]:
         """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
@@ -196,13 +194,11 @@ def follow(model: Decoder, group: Group) -> None:
 
 
 def fingerprint(engine: Engine) -> int:
-    """A checksum of what the engine's running requests have come to: their slots, and what was given out last."""
-    buffer = engine.buffer
-    slots = (buffer.tokens_RNB, buffer.masked_RNB, buffer.state_RN)
-    numbers = torch.cat([part.flatten().to(torch.int64) for part in slots]).cpu().numpy().tobytes()
+    """A checksum of what the engine's running requests have come to, as the host knows it: the last report that was
+    read, and what was given out. It waits for no step that is under way."""
     running = engine.scheduler.running.items()
     given = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in running]
-    return zlib.crc32(repr(given).encode(), zlib.crc32(numbers))
+    return zlib.crc32(repr(given).encode(), zlib.crc32(engine.last_report_RX.tobytes()))
 
 
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:

@@ -8,6 +8,7 @@ Shape legend: R rows (sequences), N slots, B block size, X columns of a report.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class ProgramKind:
     scores: bool
     softens: bool
     revises: bool
+    quotas: bool
     merges: bool
 
 
@@ -52,6 +54,8 @@ class DecodePrograms:
         on_host = batch_invariant or runner.attention.name == "reference"
         self._records = tables_RP.device.type == "cuda" and not on_host
         self._recorded: dict[ProgramKind, Recording] = {}
+        # all graphs share their temporary memory: one runs at a time, and a report is read before the next replay
+        self._pool = torch.cuda.graph_pool_handle() if self._records else None
 
     def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
         """One step; its report (R, X), on the device, good until the next. No row has more than `num_pages` pages."""
@@ -59,7 +63,7 @@ class DecodePrograms:
             return self._program(kind, num_pages)()
         if kind not in self._recorded:
             program = self._program(kind, self._tables_RP.shape[1])
-            self._recorded[kind] = Recording(program, self._buffer, self._runner)
+            self._recorded[kind] = Recording(program, self._buffer, self._runner, self._pool)
         return self._recorded[kind].replay()
 
     def bucket(self, num_rows: int) -> int:
@@ -89,7 +93,7 @@ class DecodePrograms:
                 draw=buffer.draw(None) if kind.draws else None,
                 fallback_P=buffer.fallback_at(None) if kind.scores else None,
             )
-            commit = buffer.commit(prediction, revises=kind.revises)
+            commit = buffer.commit(prediction, revises=kind.revises, quotas=kind.quotas)
             if shift:
                 self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
             return pack_report(seen_RX, commit)
@@ -101,7 +105,7 @@ class Recording:
     """A step captured as a CUDA graph. Warming up runs it, so what it moved on is put back afterwards; the keys it
     wrote are those that the step itself will write."""
 
-    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer, runner: EagerRunner) -> None:
+    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer, runner: EagerRunner, pool: Any) -> None:
         saved, remembered = buffer.save_all(), runner.last_RD.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -112,7 +116,7 @@ class Recording:
                 runner.last_RD.copy_(remembered)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=pool):
             self._report_RX = step()
 
     def replay(self) -> Tensor:
