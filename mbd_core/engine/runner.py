@@ -11,6 +11,7 @@ from torch import Tensor
 from mbd_core.engine.batch import Batch
 from mbd_core.kvcache.cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.fused import fuse
 from mbd_core.ops.attention import BoundAttention, Choice
 
 
@@ -24,18 +25,23 @@ class PagedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, k, v, self.write_loc_T)
-        return self.attend(q, self.cache.k[layer], self.cache.v[layer])
+        return self.attend(q, *self.cache.layers[layer])
 
 
 class EagerRunner:
-    """Kernel by kernel.
+    """Kernel by kernel. Rows computed apart go through the decoder, all others through its fused form.
+
+    Positions must lie below `num_positions`.
 
     For models whose logits predict the next position it remembers, for each of `num_rows` sequences, the hidden state
     of the last committed position: the first open position behind it is predicted from there.
     """
 
-    def __init__(self, model: Decoder, cache: PagedKVCache, attention: Choice, *, num_rows: int) -> None:
+    def __init__(
+        self, model: Decoder, cache: PagedKVCache, attention: Choice, *, num_rows: int, num_positions: int
+    ) -> None:
         self.model, self.cache, self.attention = model, cache, attention
+        self._fused = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
@@ -52,13 +58,12 @@ class EagerRunner:
             max_q=batch.max_q,
             merge_slots=batch.merge_slots,
         )
-        hidden = self.model(
-            batch.input_ids_T,
-            batch.positions_T,
-            PagedAttention(self.cache, batch.write_loc_T, attend),
-            soft_weight=batch.weight_T,
-            split=batch.split,
-        )
+        paged = PagedAttention(self.cache, batch.write_loc_T, attend)
+        ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
+        if batch.split is None:
+            hidden = self._fused.forward(ids_T, positions_T, paged, soft_weight=weight_T)
+        else:
+            hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split)
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))

@@ -19,11 +19,15 @@ class PagedKVCache:
         self.page_size = page_size
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = tuple(zip(self.k, self.v, strict=True))
+        """Each layer's `k` and `v` (pages, page_size, K, C)."""
+        self._by_location = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers)
 
     def write(self, layer: int, k: Tensor, v: Tensor, locations: Tensor) -> None:
         """Put keys and values (T, K, C) at `locations` (T,)."""
-        self.k[layer].flatten(0, 1)[locations] = k.to(self.k.dtype)
-        self.v[layer].flatten(0, 1)[locations] = v.to(self.v.dtype)
+        keys, values = self._by_location[layer]
+        keys.index_copy_(0, locations, k.to(keys.dtype))
+        values.index_copy_(0, locations, v.to(values.dtype))
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Put what the pages `source` (n,) hold into the pages `target` (n,), in all layers."""

@@ -122,7 +122,11 @@ class MoE(nn.Module):
         shared = config.moe.shared_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
 
+    def routed(self, x_TD: Tensor) -> Tensor:
+        """The weighted experts alone."""
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
+        return out_TD
+
     def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.flatten(0, -2)
-        out = self.experts(x_TD, *self.gate(x_TD)).view_as(x)
+        out = self.routed(x.flatten(0, -2)).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x)

@@ -1,0 +1,217 @@
+"""The inference form of a decoder: the same numbers from fewer, larger operations.
+
+One product for q, k and v and one for gate and up; one norm and one rotation for all heads; residuals added by the
+product that feeds them; cosines and sines looked up. A joint weight shares its memory with the modules' own
+parameters, which become its slices: nothing is held twice, and the decoder loads, saves and runs as before.
+
+Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H + K, C head channels, F MLP channels,
+P positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mbd_core.models.config import ModelConfig
+from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm, rotary
+from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.moe import MoE
+
+
+def fuse(model: Decoder, *, num_positions: int) -> "FusedDecoder":
+    """The inference form of `model`, good for positions below `num_positions`.
+
+    `model` keeps its parameters, but they move: those multiplied together come to lie behind one another. Fusing
+    again moves nothing. The peak is the model and one layer's joint weights. Where weights are changed, cast or moved
+    afterwards, fuse anew.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return FusedDecoder(model, num_positions=num_positions)
+
+
+class FusedDecoder:
+    """A decoder's forward over packed tokens. A layer with FP8 products runs as the decoder runs it."""
+
+    def __init__(self, model: Decoder, *, num_positions: int) -> None:
+        self.decoder = model
+        layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+        self._layers = [FusedLayer(layer, model) if _fusible(layer) else layer for layer in layers]
+        self._norm = Norm.of(model.model.norm)
+        self._rotations = Rotations(model.config, num_positions, model.model.norm.weight)
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, *, soft_weight: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states (T, D): those of `Decoder.forward`, but for rounding."""
+        x_TD = self.decoder.embed(input_ids_T, soft_weight)
+        rotation = self._rotations.at(positions_T)
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer, FusedLayer):
+                x_TD = layer.forward(x_TD, rotation, attend, index)
+            else:
+                rope = rotary(positions_T, self.decoder.config)
+                (x_TD,) = layer([x_TD], [rope], attend, index, None, self.decoder.reduce)
+        return self._norm(x_TD)
+
+
+class FusedLayer:
+    """Attention and MLP, each two products and what lies between them."""
+
+    def __init__(self, layer: DecoderLayer, model: Decoder) -> None:
+        config, attention = model.config, layer.self_attn
+        self._heads, self._head_dim = config.num_heads, config.head_dim
+        self._rotating = config.num_heads + config.num_kv_heads
+        self._reduce = model.reduce
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = join_storage([p.weight for p in projections])
+        self._qkv_bias = join_storage([p.bias for p in projections]) if config.qkv_bias else None
+        self._head_norm: Norm | None = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            gains = (attention.q_norm.weight.expand(config.num_heads, -1),
+                     attention.k_norm.weight.expand(config.num_kv_heads, -1))  # fmt: skip
+            self._head_norm = Norm(torch.cat(gains), config.rms_norm_eps)
+        self._out = attention.o_proj.weight.detach().t()
+        self._input_norm, self._output_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
+        self._experts = layer.mlp if isinstance(layer.mlp, MoE) else None
+        swiglu = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
+        self._swiglu = FusedSwiGLU(swiglu) if isinstance(swiglu, SwiGLU) else None
+
+    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend, index: int) -> Tensor:
+        """The residual stream after this layer."""
+        qkv = F.linear(self._input_norm(x_TD), self._qkv, self._qkv_bias).unflatten(-1, (-1, self._head_dim))
+        qk, v = qkv[:, : self._rotating], qkv[:, self._rotating :]
+        qk = rotation(qk if self._head_norm is None else self._head_norm(qk))
+        attended = attend(index, qk[:, : self._heads], qk[:, self._heads :], v)
+        x_TD = add_product(x_TD, attended.flatten(1), self._out, self._reduce)
+        inner = self._output_norm(x_TD)
+        if self._experts is None:
+            assert self._swiglu is not None
+            return add_product(x_TD, self._swiglu.inner(inner), self._swiglu.down, self._reduce)
+        out = self._experts.routed(inner)
+        if self._swiglu is not None:
+            out = add_product(out, self._swiglu.inner(inner), self._swiglu.down, None)
+        return x_TD + (out if self._reduce is None else self._reduce(out))
+
+
+class FusedSwiGLU:
+    """A SwiGLU up to its last product, and that product's weight `down` (F, D)."""
+
+    def __init__(self, mlp: SwiGLU) -> None:
+        self._gate_up = join_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.down = mlp.down_proj.weight.detach().t()
+
+    def inner(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = F.linear(x_TD, self._gate_up).chunk(2, dim=-1)
+        return F.silu(gate_TF) * up_TF
+
+
+class Norm:
+    """`RMSNorm` with gain (..., C) over the last dimension of (T, ..., C), by the shortest way for a dtype and device.
+
+    Wide types round as the decoder does: float32 but for the order of a sum, bfloat16 before the gain.
+    """
+
+    def __init__(self, gain: Tensor, eps: float) -> None:
+        self._gain, self._eps = gain.detach(), eps
+        self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=gain.device)
+        self._short = gain.device.type == "cpu" and gain.dtype == torch.float32
+
+    @classmethod
+    def of(cls, norm: RMSNorm) -> "Norm":
+        return cls(norm.weight, norm.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if self._short:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x * torch.addcmul(self._eps_1, length, length, value=1 / size).rsqrt_()).mul_(self._gain)
+        if x.dtype == torch.float64:
+            return F.rms_norm(x.float(), (size,), None, self._eps).to(x.dtype).mul_(self._gain)
+        return F.rms_norm(x, (size,), None, self._eps).mul_(self._gain)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`, signs in the sines.
+
+    A channel's partner is `half` channels away in either direction; channels that stay are their own, with cosine 1
+    and sine 0 (`partners_C`, None where all rotate).
+    """
+
+    cos_T1C: Tensor
+    sin_T1C: Tensor
+    half: int
+    partners_C: Tensor | None
+    in_one: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        partner = x.roll(self.half, -1) if self.partners_C is None else x.index_select(-1, self.partners_C)
+        if self.in_one:
+            return torch.addcmul(x * self.cos_T1C, partner, self.sin_T1C)
+        return (x * self.cos_T1C).add_(partner.mul_(self.sin_T1C))
+
+
+class Rotations:
+    """Cosines and sines (2, C) of every position, never reallocated: a CUDA graph may have captured them."""
+
+    def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
+        device, rotated, rest = like.device, config.num_rotated, config.head_dim - config.num_rotated
+        cos, sin = (t[:, 0] for t in rotary(torch.arange(num_positions, device=device), config))
+        first, second = sin.chunk(2, dim=-1)
+        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(torch.cat((-first, second), dim=-1), (0, rest))
+        self._table_P2C = torch.stack((cos, sin), dim=1).to(like.dtype)
+        self._half = rotated // 2
+        channels = torch.arange(config.head_dim, device=device)
+        turned = (channels + self._half) % rotated
+        # a CPU's fused multiply and add is slow in bfloat16
+        self._in_one = device.type != "cpu" or like.dtype == torch.float32
+        self._partners_C = torch.where(channels < rotated, turned, channels) if rest else None
+
+    def at(self, positions_T: Tensor) -> Rotation:
+        cos_T1C, sin_T1C = self._table_P2C.index_select(0, positions_T).split(1, dim=1)
+        return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one)
+
+
+def add_product(x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None) -> Tensor:
+    """`x + left @ right`, the product summed over the ranks where it is partial."""
+    return torch.addmm(x, left, right) if reduce is None else x + reduce(left @ right)
+
+
+def join_storage(parameters: Sequence[Tensor]) -> Tensor:
+    """The parameters one behind another along their first dimension; they become slices of it.
+
+    Nothing moves where they are that already.
+    """
+    first = parameters[0]
+    whole = sum(p.shape[0] for p in parameters)
+    if _adjacent(parameters):
+        return first.detach().as_strided((whole, *first.shape[1:]), first.stride())
+    joint = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, joint.split([p.shape[0] for p in parameters]), strict=True):
+        parameter.data = part
+    return joint
+
+
+def _adjacent(parameters: Sequence[Tensor]) -> bool:
+    first = parameters[0]
+    place = first.storage_offset()
+    for p in parameters:
+        same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and p.is_contiguous() and p.storage_offset() == place):
+            return False
+        place += p.numel()
+    return True
+
+
+def _fusible(layer: DecoderLayer) -> bool:
+    """Whether all the products that would be joined are plain ones."""
+    attention, mlp = layer.self_attn, layer.mlp
+    swiglu = mlp.shared_experts if isinstance(mlp, MoE) else mlp
+    products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    if isinstance(swiglu, SwiGLU):
+        products += [swiglu.gate_proj, swiglu.up_proj, swiglu.down_proj]
+    return all(type(p) is nn.Linear for p in products)
