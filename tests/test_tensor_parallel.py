@@ -221,9 +221,10 @@ def test_a_follower_out_of_step_says_so(folders: dict[str, Path]) -> None:
         pytest.raises(RankLost) as caught,
         run_parallel(folders["dense"], SIZES, size=2, timeout=10) as engine,
     ):
-        engine.add(requests(1)[0])
-        engine.step()
-        engine.buffer.tokens_RNB[0, 0, 0] += 1
+        engine.add(replace(requests(1)[0], max_tokens=24, ignore_eos=True))
+        while not engine.buffer.resident_RN.any():
+            engine.step()
+        engine.buffer.tokens_RNB[0, 0, 0] += 1  # the next report tells of it, and the step after that compares
         while engine.has_work:
             engine.step()
     assert OutOfStep.__name__ in caught.value.__notes__[0]
