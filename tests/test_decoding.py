@@ -166,6 +166,8 @@ def test_mask_and_padded_tail_are_never_predicted_and_ties_go_to_the_lowest_id()
     logits = torch.tensor([[9.0, 1.0, 1.0, 8.0], [0.0, 0.0, 0.0, 0.0]])
     where = torch.ones((1, 1, 2), dtype=torch.bool)
     forbidden = torch.tensor([True, False, False, True])
-    found = predict(logits, where, forbidden, shape=where.shape)
+    for chunk in (1, 2, 5):
+        found = predict(lambda part: logits[part], 2, where, forbidden, shape=where.shape, chunk=chunk)
+        assert found.token_RNB.flatten().tolist() == [1, 1]
     assert found.token_RNB.flatten().tolist() == [1, 1]
     assert torch.allclose(found.confidence_RNB.flatten(), logits.softmax(-1)[:, 1])

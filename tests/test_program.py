@@ -88,6 +88,18 @@ def test_a_program_that_reads_prefixes_once_gives_the_same(monkeypatch: pytest.M
     assert "from prefix 40" in served.attention.describe()
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_logits_in_chunks_are_all_logits(monkeypatch: pytest.MonkeyPatch, static: bool) -> None:
+    model = build().double()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(6)]
+    settings = {"static_shapes": static, "batch_invariant": False}
+    whole = engine(model, **settings)
+    monkeypatch.setattr("mbd_core.engine.engine.LOGITS_AT_ONCE", 1)
+    chunked = engine(model, **settings)
+    assert chunked.logits_chunk == B < whole.logits_chunk
+    assert [gist(o)[0] for o in chunked.generate(batch)] == [gist(o)[0] for o in whole.generate(batch)]
+
+
 def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:
     served = engine(build())
     whole, head = served.buffer, served.buffer.head(2)

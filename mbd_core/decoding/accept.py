@@ -3,6 +3,7 @@
 Shape legend: R rows, N slots, B block size, P positions asked for, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +25,33 @@ class Prediction:
 
 
 def predict(
-    logits_PV: Tensor,
+    logits_of: Callable[[slice], Tensor],
+    num_asked: int,
     where_RNB: Tensor | None,
     forbidden_V: Tensor,
     *,
     shape: torch.Size,
+    chunk: int,
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
     """What `choose` says of each asked position, put at the true positions of `where_RNB` (`None`: all) of `shape`.
 
-    `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more than confidence.
+    `logits_of` gives the logits (P, V) of a range of the asked positions; it is asked for at most `chunk` at a time,
+    so that a large batch never holds all its logits. `fallback_P` (a `FALLBACKS` number a position) is given where
+    some request scores by more than confidence.
     """
-    token_P, confidence_P = choose(logits_PV, forbidden_V, draw)
-    score_P = confidence_P
-    if fallback_P is not None:
-        score_P = torch.where(fallback_P == MARGIN, margin(logits_PV, forbidden_V), score_P)
-        score_P = torch.where(fallback_P == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
-    values = (token_P, confidence_P, score_P)
+    guesses = []
+    for start in range(0, max(num_asked, 1), chunk):
+        part = slice(start, min(start + chunk, num_asked))
+        logits_PV = logits_of(part)
+        token_P, confidence_P = choose(logits_PV, forbidden_V, None if draw is None else draw.at(part))
+        score_P = confidence_P
+        if fallback_P is not None:
+            score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, forbidden_V), score_P)
+            score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
+        guesses.append((token_P, confidence_P, score_P))
+    values = guesses[0] if len(guesses) == 1 else [torch.cat(parts) for parts in zip(*guesses, strict=True)]
     if where_RNB is None:
         return Prediction(*(value.view(shape) for value in values))
     placed = [torch.zeros(shape, dtype=value.dtype, device=value.device) for value in values]

@@ -6,7 +6,7 @@ logits' device: no generator, hence nothing that depends on what else is in the 
 Shape legend: P positions asked for, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Draw:
     seed_P: Tensor
     position_P: Tensor
     forward_P: Tensor
+
+    def at(self, part: slice) -> "Draw":
+        """What the positions of `part` need."""
+        return Draw(*(getattr(self, f.name)[part] for f in fields(self)))
 
 
 def choose(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ class Rows:
     weight_T     DMax's embedding weights, `None` where all tokens are hard
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r is the one remembered of
                  sequence row r
-    asked        positions asked for in each row, on the host; only a batch-invariant runner needs it
     """
 
     tokens_T: Tensor
@@ -36,7 +35,6 @@ class Rows:
     stored_K: Tensor
     logits_at_A: Tensor
     weight_T: Tensor | None = None
-    asked: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class Batch:
 
     logits_at_A  packed tokens whose hidden states give logits; T + r stands for the hidden state that the runner
                  remembers for row r (models whose logits predict the next position)
-    split        rows' lengths, and asked        positions asked for in each: given to a batch-invariant runner
+    split        rows' lengths where each is to be computed apart (batch-invariant)
     """
 
     input_ids_T: Tensor
@@ -58,7 +56,6 @@ class Batch:
     weight_T: Tensor | None
     max_q: int
     split: list[int] | None = None
-    asked: list[int] | None = None
     merge_slots: int | None = None
 
 
@@ -98,7 +95,6 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
         weight_T=_weights(groups),
         max_q=max_q,
         split=_lengths(groups) if batch_invariant else None,
-        asked=[n for g in groups for n in g.asked or []] if batch_invariant else None,
         merge_slots=merge_slots,
     )
 

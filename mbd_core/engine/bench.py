@@ -70,7 +70,7 @@ class StepTimes:
     """Medians in seconds, and what the batches held.
 
     step      `Engine.step()`: scheduling, layout, forward, acceptance, slot states, copy to the host, outputs
-    forward   `runner.forward` on the same batches: the attention's layout, the model, the logits
+    forward   `runner.forward` and `logits` on the same batches: the attention's layout, the model, the logits
     layout    of `forward`, what lays the attention out for all layers
     traced    `step` with a trace recorder; `None` unless asked for
     recorder  of `traced`, what recording takes, and of the table that its rows become a step's part; `None` as before
@@ -95,12 +95,16 @@ class _Tap:
 
     def __init__(self, runner: EagerRunner) -> None:
         self.batch: Batch = None  # type: ignore[assignment]
-        self.bare = runner.forward
+        self._runner, self.forward = runner, runner.forward
         runner.forward = self._forward  # type: ignore[method-assign]
 
     def _forward(self, batch: Batch) -> Tensor:
         self.batch = batch
-        return self.bare(batch)
+        return self.forward(batch)
+
+    def bare(self, batch: Batch) -> Tensor:
+        """The forward and its logits."""
+        return self._runner.logits(self.forward(batch))
 
 
 def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
@@ -199,7 +203,7 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
         shapes = [(len(tap.batch.input_ids_T), len(tap.batch.logits_at_A))]
     else:
         taken, shapes = _by_turns(engine, tap, case, traced if case.trace else None, tick)
-    engine.runner.forward = tap.bare  # type: ignore[method-assign]
+    engine.runner.forward = tap.forward  # type: ignore[method-assign]
     engine._record = record  # type: ignore[method-assign]
     own = None
     if recorder is not None:

@@ -83,14 +83,17 @@ class CanvasRuns:
             pages_KP=torch.stack([torch.nn.functional.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
             logits_at_A=torch.cat(at).to(device),
-            asked=[len(a) for a in at],
         )
 
     def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:
         """Hand every canvas its part of the logits of `rows()`; what each made of it."""
-        counts = [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
-        parts = iter(logits_AV.split(counts))
+        parts = iter(logits_AV.split(self.num_asked))
         return [(run, run.decoder.update([next(parts) for _ in run.plan.queries])) for run in self._runs.values()]
+
+    @property
+    def num_asked(self) -> list[int]:
+        """Positions asked for in each row of the forward."""
+        return [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
 
     @property
     def running(self) -> Seq[CanvasRun]:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from mbd_core.trace import TraceRecorder
 
 
+LOGITS_AT_ONCE = 1 << 26
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The engine's sizes.
@@ -191,6 +194,8 @@ class Engine:
         self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
         self._table_of: list[tuple[int, ...]] = [()] * config.max_rows
         self.static_shapes = device.type == "cuda" if config.static_shapes is None else config.static_shapes
+        # whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte
+        self.logits_chunk = max(1, LOGITS_AT_ONCE // c.vocab_size // self.block_size) * self.block_size
         self._programs = DecodePrograms(
             self.runner,
             self.buffer,
@@ -198,6 +203,7 @@ class Engine:
             self._forbidden_V,
             page_size=self.page_size,
             batch_invariant=config.batch_invariant,
+            logits_chunk=self.logits_chunk,
         )
         if trace is not None:
             trace.block_size = self.block_size
@@ -479,25 +485,29 @@ class Engine:
         if canvases is not None:
             groups.append(canvases)
         batch = pack(groups, page_size=self.page_size, batch_invariant=self.config.batch_invariant)
-        logits_AV = self.runner.forward(batch)
+        hidden_AD = self.runner.forward(batch)
         if shift and (stored := completing(plan.chunks)):
-            rows, at = torch.tensor(stored, device=logits_AV.device).T
+            rows, at = torch.tensor(stored, device=hidden_AD.device).T
             self.runner.remember(rows, at)
+        num_asked = 0 if slots is None else len(slots.rows.logits_at_A)
+        split = self._canvases.num_asked if canvases is not None and batch.split is not None else None
+        canvas_logits_AV = self.runner.logits(hidden_AD[num_asked:], split=split)
         if slots is None:
-            return None, logits_AV
-        num_asked = len(slots.rows.logits_at_A)
+            return None, canvas_logits_AV
         prediction = predict(
-            logits_AV[:num_asked],
+            self.runner.blockwise_logits(hidden_AD, batch, block_size=self.block_size),
+            num_asked,
             slots.where_RNB,
             self._forbidden_V,
             shape=buffer.masked_RNB.shape,
+            chunk=self.logits_chunk,
             draw=buffer.draw(slots.where_RNB) if plan.kind.draws else None,
             fallback_P=buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
         )
         commit = buffer.commit(prediction, revises=plan.kind.revises, quotas=plan.kind.quotas)
         if shift:
             self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-        return pack_report(seen_RX, commit), logits_AV[num_asked:]
+        return pack_report(seen_RX, commit), canvas_logits_AV
 
     # -- after the forward --------------------------------------------------------------------------------------
 

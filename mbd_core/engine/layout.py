@@ -52,7 +52,6 @@ def prompt_rows(chunks: Seq[PrefillChunk], tables_RP: Tensor, *, block_size: int
         pages_KP=tables_RP[torch.tensor(rows, dtype=torch.int64, device=device)],
         stored_K=torch.ones(len(rows), dtype=torch.bool, device=device),
         logits_at_A=torch.zeros(0, dtype=torch.int64, device=device),
-        asked=[0] * len(rows),
     )
 
 
@@ -104,7 +103,6 @@ def resident_slots(
         stored_K=torch.ones_like(row, dtype=torch.bool),
         logits_at_A=at_A,
         weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
-        asked=[size] * len(row) if whole else None,
     )
     return Slots(rows, where_RNB, slot_end_RN)
 
@@ -132,6 +130,5 @@ def all_slots(buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: b
         stored_K=resident_RN.flatten(),
         logits_at_A=at.flatten(),
         weight_T=buffer.weight_RNB.flatten() if softens else None,
-        asked=[size] * (num_rows * num_slots),
     )
     return Slots(rows, None, slot_end_RN)

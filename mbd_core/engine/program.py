@@ -47,9 +47,10 @@ class DecodePrograms:
         *,
         page_size: int,
         batch_invariant: bool,
+        logits_chunk: int,
     ) -> None:
         self._runner, self._buffer, self._tables_RP, self._forbidden_V = runner, buffer, tables_RP, forbidden_V
-        self._page_size, self._batch_invariant = page_size, batch_invariant
+        self._page_size, self._batch_invariant, self._logits_chunk = page_size, batch_invariant, logits_chunk
         # the reference kernel and batch-invariant rows look at lengths on the host
         on_host = batch_invariant or runner.attention.name == "reference"
         self._records = tables_RP.device.type == "cuda" and not on_host
@@ -85,11 +86,14 @@ class DecodePrograms:
                 batch_invariant=self._batch_invariant,
                 merge_slots=buffer.num_slots if kind.merges else None,
             )
+            hidden_AD = self._runner.forward(batch)
             prediction = predict(
-                self._runner.forward(batch),
+                self._runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
+                len(hidden_AD),
                 slots.where_RNB,
                 self._forbidden_V,
                 shape=buffer.masked_RNB.shape,
+                chunk=self._logits_chunk,
                 draw=buffer.draw(None) if kind.draws else None,
                 fallback_P=buffer.fallback_at(None) if kind.scores else None,
             )

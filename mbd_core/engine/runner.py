@@ -3,6 +3,7 @@
 Shape legend: R sequences, T packed tokens, A positions asked for, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ class EagerRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Float32 logits (A, V), raw: a position's own row."""
+        """Final hidden states (A, D) of the positions that are asked for."""
         attend = self.attention.bind(
             cu_seqlens_q=batch.cu_seqlens_q,
             kv_lens_R=batch.kv_lens_K,
@@ -67,7 +68,21 @@ class EagerRunner:
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
-        return self.model.logits(hidden[batch.logits_at_A], split=batch.asked)
+        return hidden[batch.logits_at_A]
+
+    @torch.inference_mode()
+    def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
+        """Float32 logits (A, V), raw: a position's own row; `split` computes runs of rows apart."""
+        return self.model.logits(hidden_AD, split=split)
+
+    def blockwise_logits(self, hidden_AD: Tensor, batch: Batch, *, block_size: int) -> Callable[[slice], Tensor]:
+        """The logits of a range of `hidden_AD`; in a batch-invariant batch, ranges are whole blocks, each apart."""
+
+        def of(part: slice) -> Tensor:
+            blocks = (part.stop - part.start) // block_size
+            return self.logits(hidden_AD[part], split=None if batch.split is None else [block_size] * blocks)
+
+        return of
 
     @torch.inference_mode()
     def remember(self, rows: Tensor, at: Tensor) -> None:
