@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.types import Counts
 
 MAX_STOPS = 16
@@ -63,7 +63,7 @@ OnlyPlainText = Annotated[Any, AfterValidator(_only({"type": "text"}))]
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
@@ -113,6 +113,8 @@ class GenerationRequest(Strict):
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.temperature is not None and 0 < self.temperature < LEAST:
+            raise ValueError(f"temperature: {self.temperature} is too little to draw with; give 0, which is greedy")
         for name, neutral in (("top_p", 1), ("top_k", 0)):
             value = getattr(self, name)
             if self.temperature is None and value not in (None, neutral):

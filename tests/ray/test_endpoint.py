@@ -230,6 +230,8 @@ REFUSED = [
     ("completions", complete(temperature=True), 400, "temperature"),
     ("completions", '{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, "temperature"),
     ("completions", complete(temperature=1, top_p=0), 400, "top_p"),
+    ("completions", complete(temperature=1, top_p=1e-9), 400, "top_p"),
+    ("completions", complete(temperature=1e-9), 400, "temperature"),
     ("completions", complete(temperature=1, top_p=1.1), 400, "top_p"),
     ("completions", complete(temperature=1, top_p=[0.5]), 400, "top_p"),
     ("completions", complete(top_p=0.9), 400, "top_p"),
@@ -360,12 +362,12 @@ def test_a_seed_repeats_whatever_runs_beside_it_and_another_one_differs(client: 
 
 
 def test_top_k_1_and_a_tiny_top_p_are_greedy(client: openai.OpenAI) -> None:
-    """Where confidences do not choose the order: those of a narrowed distribution are higher."""
+    """A narrowed distribution has one token, and its confidence is the model's own."""
     decoding = {**SLOW, "fallback": "leftmost"}
     asked: dict[str, Any] = {"model": MODEL, "prompt": [9, 9, 9], "max_tokens": 16}
     asked["extra_body"] = {"decoding": decoding}
     greedy = client.completions.create(**asked).choices[0].text
-    for narrow in ({"temperature": 1.5, "top_p": 1e-9}, {"temperature": 0, "top_p": 0.5, "seed": 3}):
+    for narrow in ({"temperature": 1.5, "top_p": 1e-6}, {"temperature": 0, "top_p": 0.5, "seed": 3}):
         assert client.completions.create(**asked, **narrow).choices[0].text == greedy
     asked["extra_body"] = {"decoding": decoding, "top_k": 1}
     assert client.completions.create(**asked, temperature=1.5).choices[0].text == greedy
