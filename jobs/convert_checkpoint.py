@@ -8,6 +8,7 @@ a distributed checkpoint's metadata is a pickle.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file to write (default: 5)")
     args = parser.parse_args(argv)
-    if args.max_shard_gb <= 0:
+    if not 0 < args.max_shard_gb < math.inf:
         parser.error(f"--max-shard-gb {args.max_shard_gb} must be above 0")
     bar: tqdm | None = None
 

@@ -57,6 +57,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("replicas", "max_rows", "buffer_size", "num_pages", "block_size", "max_waiting", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 1 <= args.port <= 65535:
+        parser.error(f"--port {args.port} must be from 1 to 65535")
     return args
 
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from mbd_core.types import StepTrace
 
-STATES = ("DUMMY", "ACTIVE", "TO_CACHE", "IN_CACHE")
+STATES = ("DUMMY", "ACTIVE", "TO_CACHE", "IN_CACHE", "CANVAS")  # CANVAS: a block of a full-attention request
 SCHEMA = pa.schema(
     [
         ("request_id", pa.string()),

@@ -79,7 +79,8 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One slot in one step. `state` and `mask_ratio` are what the forward saw, the rest is what it did.
+    """One slot in one step. `state` (a `SlotState`'s name, or CANVAS for a lane of a full-attention request) and
+    `mask_ratio` are what the forward saw, the rest is what it did.
 
     accepted     positions that became tokens
     edited       tokens that were overwritten

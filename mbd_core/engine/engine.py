@@ -597,7 +597,7 @@ class Engine:
                             step=plan.step,
                             slot=lane,
                             block=block,
-                            state="ACTIVE",
+                            state="CANVAS",
                             mask_ratio=update.mask_ratio[lane, block],
                             accepted=accepted,
                             edited=update.edited.get((lane, block), 0),

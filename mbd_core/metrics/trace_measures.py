@@ -145,9 +145,7 @@ def make_run(table: pa.Table, *, name: str, block_size: int | None = None) -> Ru
     if not requests:
         raise ValueError("the trace holds full-attention requests only: they have no Block Buffer to report on")
     if len({r.state_TN.shape[1] for r in requests}) > 1:
-        raise ValueError(
-            "requests with different numbers of slots: traces of several engines, or of full attention too"
-        )
+        raise ValueError("requests with different numbers of slots: traces of several engines")
     size = known if known is not None else block_size
     return Run(name=name, block_size=size, requests=tuple(requests), num_other=num_other)
 
@@ -249,6 +247,11 @@ def block_lives(request: RequestTrace) -> list[BlockLife]:
 
 def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
     """The requests that a Block Buffer decoded, and how many others there are."""
+    canvas = pc.equal(table["state"], "CANVAS")
+    num_other = pc.count_distinct(table["request_id"].filter(canvas)).as_py()
+    table = table.filter(pc.invert(canvas))
+    if not len(table):
+        return [], num_other
     encoded = pc.dictionary_encode(table["request_id"]).combine_chunks()
     code, names = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
     column = {n: table[n].to_numpy() for n in ("step", "slot", "block", "mask_ratio", "accepted", "edited")}
@@ -260,12 +263,9 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
     tokens, confidences = _matrix(table["tokens"]), _matrix(table["confidences"])
     order = np.lexsort((column["block"], column["slot"], column["step"], code))
     bounds = np.searchsorted(code[order], np.arange(len(names) + 1))
-    requests, num_other = [], 0
+    requests = []
     for number, name in enumerate(names):
         at = order[bounds[number] : bounds[number + 1]]
-        if _has_lanes(column["step"][at], column["slot"][at], column["block"][at]):
-            num_other += 1
-            continue
         num_slots = int(column["slot"][at].max()) + 1
         if len(at) % num_slots or (column["slot"][at].reshape(-1, num_slots) != np.arange(num_slots)).any():
             raise ValueError(f"request '{name}' lacks slots in some step, or is there twice")
@@ -287,12 +287,6 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
             )
         )
     return requests, num_other
-
-
-def _has_lanes(step: np.ndarray, slot: np.ndarray, block: np.ndarray) -> bool:
-    """Whether a slot holds several blocks in one step, as only a full-attention request's does; rows are sorted."""
-    same = (np.diff(step) == 0) & (np.diff(slot) == 0)
-    return bool((same & (np.diff(block) != 0)).any())
 
 
 def _matrix(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -53,6 +53,12 @@ class MoEConfig:
         return late and (layer + 1) % self.sparse_step == 0
 
 
+WHOLE_NUMBERS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "max_positions", "mask_token_id", "block_size",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of a decoder stack, and the ids that block diffusion gives a meaning.
@@ -86,6 +92,10 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
+        for name in WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < (0 if name == "mask_token_id" else 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"

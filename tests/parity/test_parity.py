@@ -1,6 +1,6 @@
 """Parity with the reference implementations: `pytest tests/parity --fixtures DIR` runs a folder of fixtures.
 
-A kind of case that the project does not support yet is skipped and says so; a case marked as a quirk, where the
+A kind of case that the project has no counterpart for is skipped and says so; a case marked as a quirk, where the
 reference does what the paper contradicts, is skipped with the fixture's own reason, unless the quirk is in its
 counting alone: then its tokens are checked.
 """
@@ -53,7 +53,7 @@ def test_case(folder: Path, case: dict[str, Any]) -> None:
         pytest.skip(f"quirk of the reference: {case['quirk_note']}")
     check = CHECKS.get(kind)
     if check is None:
-        pytest.skip(f"not supported yet: {family} {case['name']}")
+        pytest.skip(f"this project has no such objective or layout: {family} {case['name']}")
     check(folder, case)
 
 

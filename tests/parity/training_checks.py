@@ -30,7 +30,7 @@ def check_mask(folder: Path, case: dict[str, Any]) -> None:
         size = inputs["block_size"]
         layout = GroupLayout((1,) * (inputs["n"] // size))
     else:
-        pytest.skip("not supported yet: D2F's prompt-full mask")
+        pytest.skip("this project does not train under D2F's prompt-full mask")
     blocks = torch.arange(layout.num_blocks).repeat_interleave(size)
     alpha = torch.tensor(layout.first_blocks()).repeat_interleave(size)
     mask = dual_stream_mask(
