@@ -18,6 +18,7 @@ from mbd_core.models.families import read_config, write_config
 from mbd_core.models.loader import load_config, load_generation_defaults, load_model, load_tokenizer, save_model
 from mbd_core.models.shard import Shard, split_dim
 from mbd_core.ops.dense import DenseAttention
+from mbd_core.recipes import TINY_MODEL
 from mbd_core.tasks.tokenizer import train_tokenizer
 
 SIZES = {
@@ -422,3 +423,12 @@ def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
     rewrite(folder / "config.json", mask_token_id=5)
     with pytest.raises(ValueError, match="mask_token_id=5 but the tokenizer's"):
         load_tokenizer(folder, load_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", "64"), ("num_attention_heads", 0), ("vocab_size", 1.5), ("rope_theta", "x")]
+)
+def test_a_size_that_is_no_number_is_named(key: str, value: object) -> None:
+    written = write_config(TINY_MODEL)
+    with pytest.raises(ValueError, match=f"config.json has {key}="):
+        read_config({**written, key: value})

@@ -6,7 +6,7 @@ config keys, the settings it is supported with, its switches on the one decoder 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from mbd_core.models.config import ModelConfig, MoEConfig
 
@@ -222,9 +222,9 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
         return config[key]
 
     if "rotary_dim" in family.keys:
-        rotated = _rotary_dim(config, required("head_dim"))
+        rotated = _rotary_dim(config, _number(ModelConfig, "head_dim", "head_dim", required("head_dim")))
         config["rotary_dim"] = None if rotated == config["head_dim"] else rotated
-    fields = {ours: required(theirs) for ours, theirs in family.keys.items()}
+    fields = {ours: _number(ModelConfig, ours, theirs, required(theirs)) for ours, theirs in family.keys.items()}
     eos = fields["eos_token_ids"]
     fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
     fields["rope_theta"] = float(fields["rope_theta"])
@@ -238,11 +238,26 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
         raise ValueError(f"config.json has embedding_size={config['embedding_size']} beside another vocab_size")
     moe = None
     if family.moe_keys is not None:
-        experts = {ours: required(theirs) for ours, theirs in family.moe_keys.items()}
+        experts = {
+            ours: _number(MoEConfig, ours, theirs, required(theirs)) for ours, theirs in family.moe_keys.items()
+        }
         if "dense_layers" in experts:
             experts["dense_layers"] = tuple(experts["dense_layers"])
         moe = MoEConfig(**experts, **family.moe_switches)
     return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+
+
+def _number(kind: type, ours: str, theirs: str, value: Any) -> Any:
+    """`value` as the field `ours` of `kind` takes it; `ValueError` names the key `theirs` that should hold a number."""
+    hint = get_type_hints(kind)[ours]
+    if hint not in (int, float):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
+        raise ValueError(f"config.json has {theirs}={value!r}; it must be a {'whole ' if hint is int else ''}number")
+    least = {"mask_token_id": 0, "first_dense_layers": 0, "num_shared_experts": 0}.get(ours, 1)
+    if hint is int and value < least:
+        raise ValueError(f"config.json has {theirs}={value}; it must be at least {least}")
+    return value
 
 
 def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
