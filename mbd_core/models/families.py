@@ -248,7 +248,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
 
 
 def _number(kind: type, ours: str, theirs: str, value: Any) -> Any:
-    """`value` as the field `ours` of `kind` takes it; `ValueError` names the key `theirs` that should hold a number."""
+    """`value` as the field `ours` of `kind` takes it; `ValueError` names the key `theirs` if it is no such number."""
     hint = get_type_hints(kind)[ours]
     if hint not in (int, float):
         return value
