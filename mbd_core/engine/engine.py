@@ -16,6 +16,7 @@ from torch import Tensor
 from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
+from mbd_core.decoding.sampling import log_probability
 from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.canvas import CanvasRuns
 from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
@@ -552,7 +553,7 @@ class Engine:
         useful = slice(max(0, len(request.prompt) - start), max(0, sequence.end - start))
         self.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
-        logprobs = _log(confidence[useful]) if request.logprobs else None
+        logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist() if request.logprobs else None
         return self._hand_out(sequence, committed[useful], logprobs, ended=ended)
 
     def _hand_out(
@@ -607,9 +608,8 @@ class Engine:
                 )
             known = len(sequence.emitted)
             fresh = decoder.tokens[known:]
-            if (
-                not decoder.done and not sequence.request.ignore_eos
-            ):  # an EOS counts when the blocks up to its own are complete
+            if not decoder.done and not sequence.request.ignore_eos:
+                # an EOS counts when the blocks up to its own are complete
                 fresh = list(itertools.takewhile(lambda t: t not in self.model.config.eos_token_ids, fresh))
             if fresh or decoder.done:
                 logprobs = decoder.log_probs[known:] if sequence.request.logprobs else None
@@ -640,8 +640,3 @@ class Engine:
     def check_integrity(self) -> None:
         """No page or row is lost or owned twice; raises `AssertionError`."""
         self.scheduler.check_integrity()
-
-
-def _log(confidence: np.ndarray) -> list[float]:
-    """Log-probabilities, finite also where float32 has no smaller number."""
-    return np.log(np.maximum(confidence, np.finfo(np.float32).tiny)).tolist()
