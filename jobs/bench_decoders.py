@@ -33,7 +33,6 @@ from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.plain import PlainRun, multi_bd, run_canvas
-from mbd_core.engine.plain_d2f import d2f
 from mbd_core.metrics.bench import interleaved, markdown, medians, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_model, load_tokenizer
@@ -153,8 +152,7 @@ def plain_run(model: Decoder, request: Request) -> PlainRun:
             shift=config.shift_logits,
         )
         return run_canvas(model, decoder)
-    loop = d2f if config.attention == "full" else multi_bd
-    return loop(model, prompt, request.max_tokens, decoding)
+    return multi_bd(model, prompt, request.max_tokens, decoding)
 
 
 def measure(

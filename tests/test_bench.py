@@ -12,7 +12,7 @@ from jobs import bench_decoders, bench_engine
 from mbd_core.decoding.config import T2T, DecodingConfig
 from mbd_core.engine.bench import StepCase, filled_engine, measure_step
 from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.plain_d2f import d2f
+from mbd_core.engine.plain import multi_bd
 from mbd_core.metrics.bench import buffer_ratios, host_growth, interleaved, markdown, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
@@ -62,7 +62,7 @@ def test_a_tied_random_model_stays_tied() -> None:
 def test_the_plain_d2f_loop_is_the_engine(shape: str, length: int, config: DecodingConfig) -> None:
     model = tiny(shape)
     prompt = [(7 * i * i + 3 * i + 5) % 250 for i in range(length)]
-    plain = d2f(model, prompt, 18, config, ignore_eos=True)
+    plain = multi_bd(model, prompt, 18, config, ignore_eos=True)
     request = Request(request_id="a", prompt=tuple(prompt), max_tokens=18, decoding=config, ignore_eos=True)
     engine = Engine(model, EngineConfig(max_rows=1, buffer_size=3, block_size=4))
     output = engine.generate([request])[0]
@@ -73,7 +73,7 @@ def test_the_plain_d2f_loop_is_the_engine(shape: str, length: int, config: Decod
 
 def test_the_plain_d2f_loop_refuses_what_it_has_not() -> None:
     with pytest.raises(ValueError, match="fallback"):
-        d2f(tiny("tiny-llada"), [1], 4, DecodingConfig(block_size=4, fallback="margin"))
+        multi_bd(tiny("tiny-llada"), [1], 4, DecodingConfig(block_size=4, fallback="margin"))
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -12,7 +12,7 @@ from mbd_core.decoding.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.plain import multi_bd, run_canvas, single_bd
+from mbd_core.engine.plain import multi_bd, run_canvas
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_model
 from mbd_core.ops.dense import DenseAttention
@@ -41,7 +41,7 @@ def model(tiny_model_dir: Path) -> Decoder:
 )
 def test_the_plain_block_loop_is_the_engine(model: Decoder, config: DecodingConfig, length: int) -> None:
     prompt = PROMPT[:length]
-    plain = (single_bd if config.buffer_size == 1 else multi_bd)(model, prompt, 10, config, ignore_eos=True)
+    plain = multi_bd(model, prompt, 10, config, ignore_eos=True)
     request = Request(request_id="a", prompt=tuple(prompt), max_tokens=10, decoding=config, ignore_eos=True)
     output = Engine(model, EngineConfig(max_rows=1)).generate([request])[0]
     assert plain.tokens == list(output.tokens) and len(plain.tokens) == 10

@@ -1,14 +1,14 @@
 """Plain loops: one request, no engine, no pages. The baseline that the engine is measured against, with its tokens.
 
 Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas is driven
-by its own decoder; SingleBD and MultiBD are the literal algorithms of `decoding/reference.py` around one forward.
+by its own decoder; decoding in blocks, D2F too, is the literal algorithm of `decoding/reference.py` and one forward.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -78,21 +78,22 @@ class LaneAttention:
 
 
 @dataclass(frozen=True)
-class BlockCausalAttention:
-    """The `Attend` of blocks beginning at `start` on lane 0: each sees everything up to its own end."""
+class GridAttention:
+    """The `Attend` of blocks from `start` on, on a grid that begins at `origin`: each sees all up to its own end."""
 
     cache: ContiguousCache
+    origin: int
     start: int
     block_size: int
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries (T, H, C), keys and values (T, K, C), whole blocks -> (T, H, C)."""
+        """Queries (T, H, C), keys and values (T, K, C) -> (T, H, C); what lies before `origin` is one block."""
         stop = self.start + len(q)
         self.cache.k[layer, 0, self.start : stop] = k
         self.cache.v[layer, 0, self.start : stop] = v
         mask = None
-        if len(q) > self.block_size:
-            block = torch.arange(stop, device=q.device) // self.block_size
+        if stop > self.origin and len(q) > self.block_size:
+            block = (torch.arange(stop, device=q.device) - self.origin).clamp(min=-1) // self.block_size
             mask = block[self.start :, None] >= block
         return attend_to(q, self.cache.k[layer, 0, :stop], self.cache.v[layer, 0, :stop], mask)
 
@@ -140,13 +141,6 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
     return list(model.logits(hidden[rows]).split([len(q.logits_at) for q in queries]))
 
 
-def single_bd(
-    model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
-) -> PlainRun:
-    """SingleBD: block by block, a forward of its own to store each."""
-    return multi_bd(model, prompt, max_tokens, replace(config, buffer_size=1), ignore_eos=ignore_eos)
-
-
 @torch.inference_mode()
 def multi_bd(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
@@ -154,40 +148,49 @@ def multi_bd(
     """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` for what it has not.
 
     A prefill forward stores the prompt's whole blocks; then every step is one forward of the resident blocks, whose
-    keys are written where they belong, so that those of a final block are stored.
+    keys are written where they belong, so that those of a final block are stored. A D2F prompt is stored in full, and
+    the algorithm does not see it.
     """
-    if config.canvas is not None or config.prompt_attention == "full":
+    if config.canvas is not None or config.fallback in ("margin", "neg_entropy"):
+        raise ValueError("a plain block loop has no canvas (run_canvas has), and no fallback by margin or entropy")
+    if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(
-            "a plain block loop has no canvas and no prompt_attention='full'; use the engine, or run_canvas"
+            f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"
         )
-    if config.fallback in ("margin", "neg_entropy"):
-        raise ValueError(f"a plain block loop has no fallback={config.fallback!r}; give 'confidence' or 'leftmost'")
-    if model.config.shift_logits:
-        raise ValueError(f"a plain block loop cannot serve {model.config.architecture}, whose logits are shifted")
-    size, device = config.block_size, model.lm_head.weight.device
-    span = -(-(len(prompt) + max_tokens) // size) * size
+    size, device, shift = config.block_size, model.lm_head.weight.device, model.config.shift_logits
+    origin = len(prompt) if config.prompt_attention == "full" else 0
+    num_stored = origin + (len(prompt) - origin) // size * size
+    span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
     cache = ContiguousCache(model, num_lanes=1, length=span)
     forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
     forbidden_V[model.config.mask_token_id] = True
-    num_stored = len(prompt) // size * size
+    hidden, hidden_start = torch.zeros(0), 0  # of the last forward, and where it began
+    before: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
 
     def forward(ids: list[int], start: int, weights: list[float] | None = None) -> Tensor:
+        nonlocal hidden, hidden_start, before
         positions = torch.arange(start, start + len(ids), device=device)
+        if start > hidden_start:
+            before = hidden[start - 1 - hidden_start]
         soft = None if weights is None else torch.tensor(weights, device=device)
-        attend = BlockCausalAttention(cache, start, size)
-        return model(torch.tensor(ids, device=device), positions, attend, soft_weight=soft)
+        attend = GridAttention(cache, origin, start, size)
+        hidden = model(torch.tensor(ids, device=device), positions, attend, soft_weight=soft)
+        hidden_start = start
+        if not shift:
+            return hidden
+        return torch.cat((hidden[:1] if before is None else before[None], hidden[:-1]))
 
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
-        token, confidence = choose(model.logits(forward(ids, len(cached), soft)), forbidden_V)
+        token, confidence = choose(model.logits(forward(ids, origin + len(cached), soft)), forbidden_V)
         pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
         return [pairs[i : i + size] for i in range(0, len(pairs), size)]
 
     if num_stored:
         forward(prompt[:num_stored], 0)
     eos = () if ignore_eos else model.config.eos_token_ids
-    run = naive_multibd(prompt, max_tokens, config, predict, eos=eos, cap=config.buffer_size)
+    run = naive_multibd(prompt[origin:], max_tokens, config, predict, eos=eos, cap=config.buffer_size)
     assert run.finish_reason is not None
     return PlainRun(
         run.tokens,
