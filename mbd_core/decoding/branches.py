@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas_accept import Guess, best, guess, over_threshold
-from mbd_core.decoding.canvas_config import Branches, Canvas
-from mbd_core.decoding.canvas_plan import CanvasPlan, CanvasUpdate, Lane, query
-from mbd_core.decoding.sampling import Sampling, log_probability
+from mbd_core.decoding.canvas_config import Branches
+from mbd_core.decoding.canvas_plan import CanvasPlan, CanvasTask, CanvasUpdate, Lane, query
+from mbd_core.decoding.sampling import log_probability
 
 
 class Phase(Enum):
@@ -135,26 +135,16 @@ class BranchedCanvas:
     `tokens` and `log_probs` stay empty until it is done: before, no branch is known to win.
     """
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        canvas: Canvas,
-        sampling: Sampling,
-        *,
-        mask_token_id: int,
-        eos_token_ids: tuple[int, ...],
-        forbidden_V: Tensor,
-        shift: bool,
-    ) -> None:
+    def __init__(self, task: CanvasTask) -> None:
+        canvas, prompt, max_tokens = task.canvas, task.prompt, task.max_tokens
         assert canvas.branches is not None
-        self.canvas, self.sampling, self.settings = canvas, sampling, canvas.branches
+        self.canvas, self.sampling, self.settings = canvas, task.sampling, canvas.branches
         self.prompt_length, self.length = len(prompt), len(prompt) + max_tokens
         self.num_forwards = 0
         self.num_query_positions = 0
-        self._eos, self._forbidden_V, self._shift = eos_token_ids, forbidden_V, int(shift)
+        self._eos, self._forbidden_V, self._shift = task.eos_token_ids, task.forbidden_V, int(task.shift)
         self.branches = [
-            Branch(i, n, Lane.fresh(prompt, max_tokens, mask_token_id), len(prompt), self.settings.tau_merge)
+            Branch(i, n, Lane.fresh(prompt, max_tokens, task.mask_token_id), len(prompt), self.settings.tau_merge)
             for i, n in enumerate(distinct_lengths(self.settings, max_tokens))
         ]
         self.num_lanes = len(self.branches)

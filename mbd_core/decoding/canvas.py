@@ -15,7 +15,7 @@ from torch import Tensor
 from mbd_core.decoding.branches import BranchedCanvas, distinct_lengths
 from mbd_core.decoding.canvas_accept import Guess, best, by_chance, by_factor, drawn_places, guess, over_threshold
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.canvas_plan import CanvasDecoder, CanvasPlan, CanvasUpdate, Lane, Query, query
+from mbd_core.decoding.canvas_plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, Query, query
 from mbd_core.decoding.canvas_steps import quota, scheduled, steps_of_block, unmasking_share
 from mbd_core.decoding.sampling import Sampling, log_probability
 
@@ -79,41 +79,33 @@ def canvas_decoder(
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
     kind = SingleCanvas if canvas.branches is None else BranchedCanvas
     return kind(
-        tuple(prompt),
-        max_tokens,
-        canvas,
-        sampling,
-        mask_token_id=mask_token_id,
-        eos_token_ids=eos_token_ids,
-        forbidden_V=forbidden_V,
-        shift=shift,
+        CanvasTask(
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            canvas=canvas,
+            sampling=sampling,
+            mask_token_id=mask_token_id,
+            eos_token_ids=eos_token_ids,
+            forbidden_V=forbidden_V,
+            shift=shift,
+        )
     )
 
 
 class SingleCanvas:
     """One trajectory: blocks from left to right on one lane, with guidance on a second that lacks the prompt."""
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        canvas: Canvas,
-        sampling: Sampling,
-        *,
-        mask_token_id: int,
-        eos_token_ids: tuple[int, ...],
-        forbidden_V: Tensor,
-        shift: bool,
-    ) -> None:
-        self.canvas, self.sampling = canvas, sampling
+    def __init__(self, task: CanvasTask) -> None:
+        canvas, prompt, max_tokens = task.canvas, task.prompt, task.max_tokens
+        self.canvas, self.sampling = canvas, task.sampling
         self.prompt_length, self.max_tokens = len(prompt), max_tokens
         self.length = len(prompt) + max_tokens
         self.num_lanes = num_lanes(canvas, max_tokens)
         self.num_forwards = 0
         self.done = False
-        self._mask_token_id, self._eos, self._forbidden_V = mask_token_id, eos_token_ids, forbidden_V
-        self._shift = int(shift)
-        self._lane = Lane.fresh(prompt, max_tokens, mask_token_id)
+        self._mask_token_id, self._eos, self._forbidden_V = task.mask_token_id, task.eos_token_ids, task.forbidden_V
+        self._shift = int(task.shift)
+        self._lane = Lane.fresh(prompt, max_tokens, task.mask_token_id)
         self._block_length = canvas.block_length or max_tokens
         self._begin_block(0)
 

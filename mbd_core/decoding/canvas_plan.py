@@ -13,6 +13,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.canvas_config import Canvas
+from mbd_core.decoding.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasTask:
+    """One request as a decoder takes it; its fields are `canvas_decoder`'s."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    canvas: Canvas
+    sampling: Sampling
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    forbidden_V: Tensor
+    shift: bool
+
 
 @dataclass(frozen=True)
 class Query:
