@@ -31,6 +31,7 @@ from tqdm import tqdm
 from mbd_core.decoding.canvas import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.plain import PlainRun, multi_bd, run_canvas
 from mbd_core.metrics.bench import interleaved, markdown, medians, write_json
@@ -139,16 +140,13 @@ def plain_run(model: Decoder, request: Request) -> PlainRun:
     """One request by the plain loop of its method."""
     config, decoding, prompt = model.config, request.decoding, list(request.prompt)
     if decoding.canvas is not None:
-        forbidden_V = torch.zeros(config.vocab_size, dtype=torch.bool)
-        forbidden_V[config.mask_token_id] = True
         decoder = canvas_decoder(
             request.prompt,
             request.max_tokens,
             decoding.canvas,
             request.sampling,
-            mask_token_id=config.mask_token_id,
             eos_token_ids=config.eos_token_ids,
-            forbidden_V=forbidden_V,
+            vocab=Vocab(config.mask_token_id, config.vocab_size),
             shift=config.shift_logits,
         )
         return run_canvas(model, decoder)

@@ -27,7 +27,7 @@ from mbd_core.decoding.branches import BranchedCanvas
 from mbd_core.decoding.canvas import CanvasDecoder, canvas_decoder
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.config import decoding_config
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine.cache_watch import BranchWatch, SingleWatch, Sketch
 from mbd_core.engine.load import read_folder
 from mbd_core.engine.plain import PlainRun, run_canvas
@@ -64,7 +64,7 @@ class Subject:
 
     model: Decoder
     config: ModelConfig
-    forbidden_V: torch.Tensor
+    vocab: Vocab
 
     def decoder(self, prompt: Prompt, max_tokens: int, canvas: Canvas) -> CanvasDecoder:
         return canvas_decoder(
@@ -72,9 +72,8 @@ class Subject:
             max_tokens,
             canvas,
             Sampling(),
-            mask_token_id=self.config.mask_token_id,
             eos_token_ids=self.config.eos_token_ids,
-            forbidden_V=self.forbidden_V,
+            vocab=self.vocab,
             shift=self.config.shift_logits,
         )
 
@@ -250,11 +249,8 @@ def prepare(args: argparse.Namespace) -> tuple[Subject, Methods, list[Prompt]]:
             raise ValueError(f"{prompt.name}: token id {wrong[0]} lies outside the vocabulary of {config.vocab_size}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
-    forbidden_V = torch.zeros(config.vocab_size, dtype=torch.bool, device=device)
-    forbidden_V[config.mask_token_id] = True
-    if tokenizer is not None:
-        forbidden_V[len(tokenizer) :] = True
-    return Subject(model=model, config=config, forbidden_V=forbidden_V), methods, prompts
+    vocab = Vocab(config.mask_token_id, config.vocab_size if tokenizer is None else len(tokenizer))
+    return Subject(model=model, config=config, vocab=vocab), methods, prompts
 
 
 def study_prompt(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mbd_core.decoding.canvas import CanvasDecoder, CanvasPlan, Query, canvas_decoder
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 
 VOCAB, MASK, TAIL = 14, 0, 13
-FORBIDDEN = torch.tensor([v in (MASK, TAIL) for v in range(VOCAB)])
+PREDICTED = Vocab(MASK, TAIL)
 
 
 Key = tuple[int, str]
@@ -74,9 +74,8 @@ def make(
         max_tokens,
         canvas,
         sampling or Sampling(),
-        mask_token_id=MASK,
         eos_token_ids=eos,
-        forbidden_V=FORBIDDEN,
+        vocab=PREDICTED,
         shift=shift,
     )
 

@@ -9,7 +9,7 @@ import torch
 from mbd_core.decoding.canvas import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas_plan import CanvasPlan, Query
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine.plain import ContiguousCache, forward_canvas, run_canvas
 from mbd_core.metrics.branches import (
     SampleRun,
@@ -143,12 +143,10 @@ def test_the_propositions_hold_on_a_model(tiny_model_dir: Path) -> None:
     """A BlockBatch run's own caches: coordinates, block corrections, and the error between refreshes."""
     model, length = load_model(tiny_model_dir, dtype=torch.float32), 24
     prompt, device = tuple(range(5, 13)), torch.device("cpu")
-    forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    forbidden_V[model.config.mask_token_id] = True
     settings = Branches(block_lengths=(2, 4, 8), tau_sync=1000, refresh=8)
     decoder = canvas_decoder(
-        prompt, length - 8, Canvas(tau=0.9, branches=settings), Sampling(), mask_token_id=model.config.mask_token_id,
-        eos_token_ids=(), forbidden_V=forbidden_V, shift=False,
+        prompt, length - 8, Canvas(tau=0.9, branches=settings), Sampling(),
+        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size), eos_token_ids=(), shift=False,
     )  # fmt: skip
 
     def full_refresh(tokens: torch.Tensor) -> np.ndarray:

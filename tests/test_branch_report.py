@@ -15,7 +15,7 @@ from mbd_core.decoding.branches import BranchedCanvas
 from mbd_core.decoding.canvas import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.canvas_plan import CanvasPlan
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine.cache_watch import BranchWatch, Sketch
 from mbd_core.engine.plain import ContiguousCache, run_canvas
 from mbd_core.metrics.branch_measures import BranchStudy, Decoded, Sample, oracle_of
@@ -63,16 +63,13 @@ def report(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def decoder_of(model: Decoder, prompt: list[int], canvas: Canvas) -> Any:
-    forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    forbidden_V[model.config.mask_token_id] = True
     return canvas_decoder(
         tuple(prompt),
         MAX_TOKENS,
         canvas,
         Sampling(),
-        mask_token_id=model.config.mask_token_id,
         eos_token_ids=model.config.eos_token_ids,
-        forbidden_V=forbidden_V,
+        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size),
         shift=model.config.shift_logits,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_canvas_model import FORBIDDEN, MASK, TAIL, FakeModel, drive, make
+from fake_canvas_model import MASK, PREDICTED, TAIL, FakeModel, drive, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,7 +183,7 @@ def test_guidance_without_a_condition_changes_nothing() -> None:
 def test_guidance_combines_the_two_rows() -> None:
     decoder, model = make(Canvas(accept="quota", block_length=1, cfg_scale=0.5), max_tokens=1), FakeModel()
     conditional, unconditional = model.forward(decoder.plan(), decoder.length)
-    combined = (unconditional + 1.5 * (conditional - unconditional))[0].masked_fill(FORBIDDEN, -torch.inf)
+    combined = PREDICTED.exclude_((unconditional + 1.5 * (conditional - unconditional))[0], -torch.inf)
     decoder.update([conditional, unconditional])
     assert decoder.tokens == [int(combined.argmax())]
 

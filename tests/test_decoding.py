@@ -1,6 +1,7 @@
 """The Block Buffer's tensors against the literal algorithms, for random confidences, thresholds and shapes."""
 
 import hashlib
+import itertools
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from mbd_core.decoding.accept import Prediction, predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.reference import Tokens, Weights, block_buffer_multibd, naive_multibd
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.types import Request
 
 MASK, EOS, VOCAB = 0, 1, 12
@@ -164,10 +166,15 @@ def test_what_leaves_is_exact(problem) -> None:
 
 def test_mask_and_padded_tail_are_never_predicted_and_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[9.0, 1.0, 1.0, 8.0], [0.0, 0.0, 0.0, 0.0]])
-    where = torch.ones((1, 1, 2), dtype=torch.bool)
-    forbidden = torch.tensor([True, False, False, True])
-    for chunk in (1, 2, 5):
-        found = predict(lambda part: logits[part], 2, where, forbidden, shape=where.shape, chunk=chunk)
+    for at, chunk in itertools.product((None, torch.tensor([0, 1])), (1, 2, 5)):
+        found = predict(lambda part: logits[part], 2, at, Vocab(0, 3), shape=torch.Size((1, 1, 2)), chunk=chunk)
         assert found.token_RNB.flatten().tolist() == [1, 1]
-    assert found.token_RNB.flatten().tolist() == [1, 1]
-    assert torch.allclose(found.confidence_RNB.flatten(), logits.softmax(-1)[:, 1])
+        assert torch.allclose(found.confidence_RNB.flatten(), logits.softmax(-1)[:, 1])
+
+
+def test_predictions_stand_where_they_were_asked_and_a_place_behind_the_last_is_none() -> None:
+    logits = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
+    shape = torch.Size((1, 2, 2))
+    found = predict(lambda part: logits[part], 3, torch.tensor([3, 1, 4]), Vocab(2, 3), shape=shape, chunk=2)
+    assert found.token_RNB.tolist() == [[[0, 0], [0, 1]]]
+    assert (found.confidence_RNB > 0).tolist() == [[[False, True], [False, True]]]

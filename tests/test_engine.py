@@ -18,6 +18,7 @@ from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.mask import block_causal_mask
 from mbd_core.ops.dense import DenseAttention
 from mbd_core.ops.reference import paged_attention
+from mbd_core.ops.rows import RowLayout
 from mbd_core.trace import TraceRecorder, read_trace
 from mbd_core.types import Output, Request
 
@@ -308,9 +309,8 @@ def test_paged_attention_is_dense_attention_row_by_row() -> None:
     table = torch.tensor([[3, 0, 0], [5, 1, 7], [2, 0, 0]])
     q = torch.randn(sum(lengths), 4, 6).double()
     bounds = torch.tensor([0, 3, 8, 9])
-    out = paged_attention(
-        q, k_pages, v_pages, cu_seqlens_q=bounds, kv_lens_R=torch.tensor(kv_lens), page_table_RP=table
-    )
+    layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=torch.tensor(kv_lens), page_table_RP=table, page_size=4)
+    out = paged_attention(q, k_pages, v_pages, layout)
     for r, n in enumerate(kv_lens):
         k = k_pages[table[r]].flatten(0, 1)[:n].repeat_interleave(2, dim=1)
         v = v_pages[table[r]].flatten(0, 1)[:n].repeat_interleave(2, dim=1)

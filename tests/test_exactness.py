@@ -12,7 +12,7 @@ import torch
 from mbd_core.decoding.canvas import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.sampling import Draw, Sampling, uniform
+from mbd_core.decoding.sampling import Draw, Sampling, Vocab, uniform
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.plain import run_canvas
 from mbd_core.models.config import ModelConfig
@@ -143,16 +143,13 @@ def run_with_preemption(served: Engine, requests: list[Request], rng: random.Ran
 def test_a_canvas_in_the_engine_is_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
     model = models[kind]
     r = request("a", 11, method, max_tokens=24)
-    forbidden = torch.zeros(VOCAB, dtype=torch.bool)
-    forbidden[MASK] = True
     decoder = canvas_decoder(
         r.prompt,
         r.max_tokens,
         r.decoding.canvas,
         r.sampling,
-        mask_token_id=MASK,
         eos_token_ids=() if r.ignore_eos else (EOS,),
-        forbidden_V=forbidden,
+        vocab=Vocab(MASK, VOCAB),
         shift=model.config.shift_logits,
     )
     run_canvas(model, decoder)

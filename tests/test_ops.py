@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from mbd_core.ops.attention import KERNELS, Choice, resolve
 from mbd_core.ops.compare import AttentionTiming, Shape, compare_attention, merge_rule, with_measured_rule
 from mbd_core.ops.merged import MergeRule
 from mbd_core.ops.reference import paged_attention, plan_bundles
+from mbd_core.ops.rows import RowLayout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
@@ -28,13 +30,13 @@ def pages(count: int, size: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
     return k, v
 
 
-def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
     """Softmax over each row's keys, token by token in plain products; also the log-sum-exp (T, H)."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
-    bounds = layout["cu_seqlens_q"].tolist()
-    for r, n in enumerate(layout["kv_lens_R"].tolist()):
-        k = k_pages[layout["page_table_RP"][r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
-        v = v_pages[layout["page_table_RP"][r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
+    bounds = layout.cu_seqlens_q.tolist()
+    for r, n in enumerate(layout.kv_lens_R.tolist()):
+        k = k_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
+        v = v_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
         part = slice(bounds[r], bounds[r + 1])
         scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(CHANNELS)
         out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
@@ -44,7 +46,7 @@ def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: dict[str, T
 
 def sequences(
     spec: list[tuple[int, list[int]]], *, page_size: int, seed: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, RowLayout]:
     """Sequences as (prefix, lengths of the rows after it); a row sees everything up to its own end."""
     width = max(-(-(prefix + sum(lengths)) // page_size) for prefix, lengths in spec)
     generator = torch.Generator().manual_seed(seed)
@@ -57,25 +59,26 @@ def sequences(
             lengths.append(size)
             kv_lens.append(prefix + sum(sizes[: n + 1]))
     q = torch.randn(sum(lengths), HEADS, CHANNELS, generator=generator, dtype=dtype)
-    layout = {
-        "cu_seqlens_q": torch.tensor([0, *lengths]).cumsum(0).int(),
-        "kv_lens_R": torch.tensor(kv_lens),
-        "page_table_RP": table[rows],
-    }
+    layout = RowLayout(
+        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+        kv_lens_R=torch.tensor(kv_lens),
+        page_table_RP=table[rows],
+        page_size=page_size,
+    )
     return q, *pages(num_pages, page_size, seed=seed, dtype=dtype), layout
 
 
 REFERENCE = resolve(CPU, torch.float64, CHANNELS, 16, num_heads=HEADS, num_kv_heads=KV_HEADS)
 
 
-def with_lse(choice: Choice, q: Tensor, k: Tensor, v: Tensor, layout: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return choice.bind_lse(**layout, page_size=k.shape[1])(q, k, v)
+def with_lse(choice: Choice, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+    return choice.bind_lse(layout)(q, k, v)
 
 
 def merged(
-    choice: Choice, q: Tensor, k: Tensor, v: Tensor, layout: dict[str, Tensor], *, slots: int, block_size: int
+    choice: Choice, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, *, slots: int, block_size: int
 ) -> Tensor:
-    return choice.bind(**layout, page_size=k.shape[1], max_q=block_size, merge_slots=slots)(q, k, v)
+    return choice.bind(replace(layout, max_q=block_size), merge_slots=slots)(q, k, v)
 
 
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -87,8 +90,8 @@ batches = st.lists(st.tuples(st.integers(0, 700), row_lengths), min_size=1, max_
 def test_every_way_is_the_equation(spec: list[tuple[int, list[int]]], page_size: int, seed: int) -> None:
     q, k, v, layout = sequences(spec, page_size=page_size, seed=seed)
     expected, expected_lse = by_equation(q, k, v, layout)
-    torch.testing.assert_close(paged_attention(q, k, v, **layout), expected)
-    torch.testing.assert_close(paged_attention(q, k, v, **layout, exact=True), expected)
+    torch.testing.assert_close(paged_attention(q, k, v, layout), expected)
+    torch.testing.assert_close(paged_attention(q, k, v, replace(layout, exact=True)), expected)
     out, lse = with_lse(REFERENCE, q, k, v, layout)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse.float())
@@ -98,40 +101,39 @@ def test_a_rows_own_length_is_respected_whatever_its_neighbours_see() -> None:
     """Neighbours with the same pages share a call, though their lengths neither grow nor agree."""
     k, v = pages(4, 4)
     q = torch.randn(9, HEADS, CHANNELS, dtype=torch.float64)
-    layout = {
-        "cu_seqlens_q": torch.tensor([0, 2, 5, 5, 9]),
-        "kv_lens_R": torch.tensor([9, 1, 3, 12]),
-        "page_table_RP": torch.tensor([[3, 1, 2]] * 4),
-    }
-    assert len(plan_bundles(*layout.values(), page_size=4)) == 1
-    torch.testing.assert_close(paged_attention(q, k, v, **layout), by_equation(q, k, v, layout)[0])
+    layout = RowLayout(
+        cu_seqlens_q=torch.tensor([0, 2, 5, 5, 9]),
+        kv_lens_R=torch.tensor([9, 1, 3, 12]),
+        page_table_RP=torch.tensor([[3, 1, 2]] * 4),
+        page_size=4,
+    )
+    assert len(plan_bundles(layout)) == 1
+    torch.testing.assert_close(paged_attention(q, k, v, layout), by_equation(q, k, v, layout)[0])
 
 
 def test_long_chunks_are_cut_and_like_sequences_share_a_call() -> None:
     q, k, v, layout = sequences([(0, [64] * 12), (40, [8, 8]), (72, [8, 8])], page_size=16, seed=1)
-    bundles = plan_bundles(*layout.values(), page_size=16)
+    bundles = plan_bundles(layout)
     assert [tuple(b.tokens_GQ.shape) for b in bundles] == [(1, 512), (1, 256), (2, 16)]
-    torch.testing.assert_close(paged_attention(q, k, v, **layout), by_equation(q, k, v, layout)[0])
+    torch.testing.assert_close(paged_attention(q, k, v, layout), by_equation(q, k, v, layout)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_rows_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     spec = [(70, [16, 16]), (333, [16]), (0, [16, 16, 16]), (1030, [5, 16])]
     q, k, v, layout = sequences(spec, page_size=16, seed=3, dtype=dtype)
-    together = paged_attention(q, k, v, **layout, exact=True)
-    bounds = layout["cu_seqlens_q"].tolist()
+    together = paged_attention(q, k, v, replace(layout, exact=True))
+    bounds = layout.cu_seqlens_q.tolist()
     for row in range(len(bounds) - 1):
         part = slice(bounds[row], bounds[row + 1])
-        alone = paged_attention(
-            q[part],
-            k,
-            v,
+        alone = RowLayout(
             cu_seqlens_q=torch.tensor([0, bounds[row + 1] - bounds[row]]),
-            kv_lens_R=layout["kv_lens_R"][row : row + 1],
-            page_table_RP=layout["page_table_RP"][row : row + 1],
+            kv_lens_R=layout.kv_lens_R[row : row + 1],
+            page_table_RP=layout.page_table_RP[row : row + 1],
+            page_size=16,
             exact=True,
         )
-        assert torch.equal(alone, together[part])
+        assert torch.equal(paged_attention(q[part], k, v, alone), together[part])
 
 
 @settings(max_examples=30, deadline=None)
@@ -160,30 +162,30 @@ def test_unused_slots_do_not_keep_the_others_from_sharing(
     """Static shapes: a slot that holds no block sees one key, and so do all slots of a row without a sequence."""
     q, k, v, layout = sequences([(p // 8 * 8, [8] * 3) for p in prefixes], page_size=page_size, seed=0)
     for row, count in zip(range(len(prefixes)), used, strict=False):
-        layout["kv_lens_R"][3 * row + count : 3 * row + 3] = 1
+        layout.kv_lens_R[3 * row + count : 3 * row + 3] = 1
     seen = []
 
-    def bind_lse(**given: Any) -> Any:
+    def bind_lse(given: RowLayout) -> Any:
         seen.append(given)
-        return REFERENCE.bind_lse(**given)
+        return REFERENCE.bind_lse(given)
 
     choice = Choice(name="x", bind_rows=REFERENCE.bind_rows, bind_lse=bind_lse)
     out = merged(choice, q, k, v, layout, slots=3, block_size=8)
     torch.testing.assert_close(out, by_equation(q, k, v, layout)[0], rtol=1e-5, atol=1e-5)
     prefix, rest = seen
     whole = [(p // 8 * 8 + 8) // page_size * page_size if n else 0 for p, n in zip(prefixes, used, strict=False)]
-    assert prefix["kv_lens_R"].tolist() == [max(n, 1) for n in whole]
-    assert rest["page_table_RP"].shape[1] <= 1 + -(-24 // page_size)
+    assert prefix.kv_lens_R.tolist() == [max(n, 1) for n in whole]
+    assert rest.page_table_RP.shape[1] <= 1 + -(-24 // page_size)
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
     layout = sequences([(64, [8, 8, 8])], page_size=16, seed=0)[-1]
     with pytest.raises(ValueError, match="3 rows do not divide into buffers of 2 slots"):
-        REFERENCE.bind(**layout, page_size=16, max_q=8, merge_slots=2)
+        REFERENCE.bind(replace(layout, max_q=8), merge_slots=2)
     with pytest.raises(ValueError, match="cannot be exact"):
-        REFERENCE.bind(**layout, page_size=16, max_q=8, merge_slots=3, exact=True)
+        REFERENCE.bind(replace(layout, max_q=8, exact=True), merge_slots=3)
     with pytest.raises(ValueError, match="needs max_q"):
-        REFERENCE.bind(**layout, page_size=16, merge_slots=3)
+        REFERENCE.bind(layout, merge_slots=3)
 
 
 SMALL = Shape(block_size=8, head_dim=16, page_size=8, dtype=torch.float32)
@@ -382,10 +384,10 @@ def test_adapters_hand_each_kernel_what_it_means(name: str, exact: bool) -> None
     q, k, v, layout = sequences([(50, [7, 7]), (3, [7]), (120, [7, 7, 7])], page_size=16, seed=5)
     expected, expected_lse = by_equation(q, k, v, layout)
     for max_q in (7, None):
-        bound = choice.bind(**layout, page_size=16, exact=exact, max_q=max_q)
+        bound = choice.bind(replace(layout, exact=exact, max_q=max_q))
         torch.testing.assert_close(bound(q, k, v), expected)
     for call in packages.calls:
-        assert (call["max_q"], call["max_k"]) == (7, layout["page_table_RP"].shape[1] * 16)
+        assert (call["max_q"], call["max_k"]) == (7, layout.page_table_RP.shape[1] * 16)
         assert call["exact"] == exact or name == "flash-attn"
         assert call.get("fa", 3) == 3
     torch.testing.assert_close(with_lse(choice, q, k, v, layout)[1], expected_lse.float())
@@ -448,8 +450,12 @@ def test_the_cpu_takes_the_reference_and_imports_nothing() -> None:
     q, k, v, layout = sequences([(50, [7, 7]), (3, [7])], page_size=16, seed=5)
     expected = by_equation(q, k, v, layout)[0]
     for exact in (False, True):
-        bound = choice.bind(**layout, page_size=16, exact=exact)
+        bound = choice.bind(replace(layout, exact=exact))
         torch.testing.assert_close(bound(q, k, v), expected)
+
+
+def on_gpu(layout: RowLayout) -> RowLayout:
+    return replace(layout, **{name: t.cuda() for name, t in vars(layout).items() if isinstance(t, Tensor)})
 
 
 @pytest.mark.gpu
@@ -464,19 +470,18 @@ def test_gpu_kernels_are_the_reference(name: str) -> None:
     kv_lens = torch.tensor([544, 576, 32, 1000, 1016, 1024, 700])
     bounds = torch.arange(8, dtype=torch.int32) * 32
     q, k, v = torch.randn(224, 8, 128), *torch.randn(2, 16, 256, 2, 128)
-    layout = {"cu_seqlens_q": bounds, "kv_lens_R": kv_lens, "page_table_RP": table}
+    layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=kv_lens, page_table_RP=table, page_size=256)
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    expected = paged_attention(q.float(), k.float(), v.float(), **layout)
-    on_gpu = {key: value.cuda() for key, value in layout.items()}
-    out = choice.bind(**on_gpu, page_size=256)(q.cuda(), k.cuda(), v.cuda())
+    expected = paged_attention(q.float(), k.float(), v.float(), layout)
+    out = choice.bind(on_gpu(layout))(q.cuda(), k.cuda(), v.cuda())
     torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=1e-2)
     table = torch.randperm(16).view(4, 4).repeat_interleave(2, 0)
     kv_lens = torch.tensor([544, 576, 32, 64, 992, 1024, 700, 1])
-    layout = {"cu_seqlens_q": torch.arange(9, dtype=torch.int32) * 32, "kv_lens_R": kv_lens, "page_table_RP": table}
+    bounds = torch.arange(9, dtype=torch.int32) * 32
+    layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=kv_lens, page_table_RP=table, page_size=256)
     q = torch.randn(256, 8, 128).bfloat16()
-    expected = paged_attention(q.float(), k.float(), v.float(), **layout)
-    on_gpu = {key: value.cuda() for key, value in layout.items()}
-    out = merged(choice, q.cuda(), k.cuda(), v.cuda(), on_gpu, slots=2, block_size=32)
+    expected = paged_attention(q.float(), k.float(), v.float(), layout)
+    out = merged(choice, q.cuda(), k.cuda(), v.cuda(), on_gpu(layout), slots=2, block_size=32)
     torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=1e-2)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mbd_core.decoding.canvas import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.plain import multi_bd, run_canvas
 from mbd_core.models.decoder import Decoder
@@ -76,16 +76,13 @@ def uncached(model: Decoder, canvas: Canvas, *, shift: bool) -> tuple[list[int],
 
 
 def make(model: Decoder, canvas: Canvas, *, shift: bool = False):  # type: ignore[no-untyped-def]
-    forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    forbidden_V[model.config.mask_token_id] = True
     return canvas_decoder(
         tuple(PROMPT),
         13,
         canvas,
         Sampling(),
-        mask_token_id=model.config.mask_token_id,
         eos_token_ids=(),
-        forbidden_V=forbidden_V,
+        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size),
         shift=shift,
     )
 

@@ -9,6 +9,7 @@ from test_exactness import MASK, B, build, engine, gist, request
 
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.layout import all_slots
 from mbd_core.ops.merged import MergeRule
 from mbd_core.types import Request
 
@@ -86,6 +87,24 @@ def test_a_program_that_reads_prefixes_once_gives_the_same(monkeypatch: pytest.M
     assert [o.tokens for o in served.generate(batch)] == wanted
     assert kinds == {False, True}
     assert "from prefix 40" in served.attention.describe()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """As many as the host can promise, in quarters of the buffer, also where a step is launched ahead."""
+    portions = set()
+
+    def spy(buffer, *args, num_asked, **kwargs):
+        total = buffer.masked_RNB.numel()
+        assert int(buffer.asked_RNB.sum()) <= (total if num_asked is None else num_asked)
+        portions.add(1.0 if num_asked is None else num_asked / total)
+        return all_slots(buffer, *args, num_asked=num_asked, **kwargs)
+
+    monkeypatch.setattr("mbd_core.engine.program.all_slots", spy)
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft", "single")[i % 4]) for i in range(8)]
+    served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
+    served.generate(batch)
+    assert 0.25 in portions and len(portions) > 1
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.sampling import Draw, choose, margin, neg_entropy
+from mbd_core.decoding.sampling import Draw, Vocab, choose, margin, neg_entropy
 
 CONFIDENCE, LEFTMOST, MARGIN, NEG_ENTROPY = range(4)
 FALLBACKS = {"confidence": CONFIDENCE, "leftmost": LEFTMOST, "margin": MARGIN, "neg_entropy": NEG_ENTROPY}
@@ -27,37 +27,35 @@ class Prediction:
 def predict(
     logits_of: Callable[[slice], Tensor],
     num_asked: int,
-    where_RNB: Tensor | None,
-    forbidden_V: Tensor,
+    at_A: Tensor | None,
+    vocab: Vocab,
     *,
     shape: torch.Size,
     chunk: int,
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
-    """What `choose` says of each asked position, put at the true positions of `where_RNB` (`None`: all) of `shape`.
+    """What `choose` says of each asked position, put at places `at_A` of the flattened `shape` (`None`: all of it).
 
-    `logits_of` gives the logits (P, V) of a range of the asked positions; it is asked for at most `chunk` at a time,
-    so that a large batch never holds all its logits. `fallback_P` (a `FALLBACKS` number a position) is given where
-    some request scores by more than confidence.
+    A place behind the last stands for nothing, so that `at_A` can have a fixed length. `logits_of` gives the logits
+    (P, V) of a range of the asked positions; it is asked for at most `chunk` at a time, so that a large batch never
+    holds all its logits. `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more
+    than confidence.
     """
     guesses = []
     for start in range(0, max(num_asked, 1), chunk):
         part = slice(start, min(start + chunk, num_asked))
         logits_PV = logits_of(part)
-        token_P, confidence_P = choose(logits_PV, forbidden_V, None if draw is None else draw.at(part))
+        token_P, confidence_P = choose(logits_PV, vocab, None if draw is None else draw.at(part))
         score_P = confidence_P
         if fallback_P is not None:
-            score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, forbidden_V), score_P)
+            score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)
             score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
         guesses.append((token_P, confidence_P, score_P))
     values = guesses[0] if len(guesses) == 1 else [torch.cat(parts) for parts in zip(*guesses, strict=True)]
-    if where_RNB is None:
-        return Prediction(*(value.view(shape) for value in values))
-    placed = [torch.zeros(shape, dtype=value.dtype, device=value.device) for value in values]
-    for place, value in zip(placed, values, strict=True):
-        place[where_RNB] = value
-    return Prediction(*placed)
+    if at_A is not None:
+        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
+    return Prediction(*(value.view(shape) for value in values))
 
 
 def accept_m2t(

@@ -142,9 +142,10 @@ class BranchedCanvas:
         self.prompt_length, self.length = len(prompt), len(prompt) + max_tokens
         self.num_forwards = 0
         self.num_query_positions = 0
-        self._eos, self._forbidden_V, self._shift = task.eos_token_ids, task.forbidden_V, int(task.shift)
+        mask_token_id = task.vocab.mask_token_id
+        self._eos, self._vocab, self._shift = task.eos_token_ids, task.vocab, int(task.shift)
         self.branches = [
-            Branch(i, n, Lane.fresh(prompt, max_tokens, task.mask_token_id), len(prompt), self.settings.tau_merge)
+            Branch(i, n, Lane.fresh(prompt, max_tokens, mask_token_id), len(prompt), self.settings.tau_merge)
             for i, n in enumerate(distinct_lengths(self.settings, max_tokens))
         ]
         self.num_lanes = len(self.branches)
@@ -191,7 +192,7 @@ class BranchedCanvas:
         positions_P, logits_PV = torch.cat([self._shown(b, wanted) for b in taking_part]), torch.cat(logits)
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        g = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._forbidden_V)
+        g = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._vocab)
         tokens_PK, p_PK = likeliest(logits_PV, self.settings.tau_merge)
         ends = torch.tensor([len(rows) for rows in logits]).cumsum(0).tolist()
         parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]

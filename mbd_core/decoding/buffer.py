@@ -9,7 +9,7 @@ T2T a block usually skips TO_CACHE: the forward that verified it saw its final t
 `activate()` runs before a forward, `commit()` after it; both are static-shape tensor work on buffers that are never
 reallocated, and every slot of a step reads the state before the step.
 
-Shape legend: R rows (sequences), N slots, B block size, P positions asked for.
+Shape legend: R rows (sequences), N slots, B block size, A positions asked for.
 """
 
 import copy
@@ -189,28 +189,33 @@ class BlockBuffer:
         left = (self.masked_RNB & self.editable_RNB).sum(-1)
         return 1.0 - left / self.num_editable_RN.clamp(min=1.0)
 
-    def draw(self, where_RNB: Tensor | None) -> Draw:
-        """What drawing needs at the true positions of `where_RNB`, `None` for all."""
-        row_P = self._row_at(where_RNB)
+    @property
+    def next_asked_R(self) -> Tensor:
+        """How many positions' logits the next forward may ask for, if one more block opens where there is room."""
+        opens = self.resident_RN.sum(-1) < self.limit_R
+        return self.asked_RNB.flatten(1).sum(-1) + self.block_size * opens
+
+    def draw(self, at_A: Tensor | None) -> Draw:
+        """What drawing needs at places `at_A` of the flattened buffer, `None` for all."""
+        row_A = self._row_at(at_A)
+        positions = self.positions_RNB.flatten()
         return Draw(
-            temperature_P=self.temperature_R[row_P],
-            top_p_P=self.top_p_R[row_P],
-            top_k_P=self.top_k_R[row_P],
-            seed_P=self.seed_R[row_P],
-            position_P=self.positions_RNB.flatten() if where_RNB is None else self.positions_RNB[where_RNB],
-            forward_P=self.forward_R[row_P],
+            temperature_P=self.temperature_R[row_A],
+            top_p_P=self.top_p_R[row_A],
+            top_k_P=self.top_k_R[row_A],
+            seed_P=self.seed_R[row_A],
+            position_P=positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)],
+            forward_P=self.forward_R[row_A],
         )
 
-    def fallback_at(self, where_RNB: Tensor | None) -> Tensor:
-        """The rows' `FALLBACKS` numbers at the true positions of `where_RNB`, `None` for all."""
-        return self.fallback_R[self._row_at(where_RNB)]
+    def fallback_at(self, at_A: Tensor | None) -> Tensor:
+        """The rows' `FALLBACKS` numbers at places `at_A` of the flattened buffer, `None` for all."""
+        return self.fallback_R[self._row_at(at_A)]
 
-    def _row_at(self, where_RNB: Tensor | None) -> Tensor:
-        if where_RNB is not None:
-            return where_RNB.nonzero(as_tuple=True)[0]
-        rows, slots, positions = self.masked_RNB.shape
-        places = torch.arange(rows * slots * positions, device=self.masked_RNB.device)
-        return places // (slots * positions)
+    def _row_at(self, at_A: Tensor | None) -> Tensor:
+        if at_A is None:
+            at_A = torch.arange(self.masked_RNB.numel(), device=self.masked_RNB.device)
+        return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
     def join(self, row: int, request: Request) -> None:
         """Seat a request: its boundary block, with the prompt's remainder, becomes slot 0 and is ACTIVE at once."""

@@ -17,7 +17,7 @@ from mbd_core.decoding.canvas_accept import Guess, best, by_chance, by_factor, d
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.canvas_plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, Query, query
 from mbd_core.decoding.canvas_steps import quota, scheduled, steps_of_block, unmasking_share
-from mbd_core.decoding.sampling import Sampling, log_probability
+from mbd_core.decoding.sampling import Sampling, Vocab, log_probability
 
 __all__ = [
     "CanvasDecoder",
@@ -66,15 +66,14 @@ def canvas_decoder(
     canvas: Canvas,
     sampling: Sampling,
     *,
-    mask_token_id: int,
     eos_token_ids: tuple[int, ...],
-    forbidden_V: Tensor,
+    vocab: Vocab,
     shift: bool,
 ) -> CanvasDecoder:
     """The decoder of one request.
 
-    `eos_token_ids` empty means that EOS ends nothing; `forbidden_V` marks the ids that are never predicted; with
-    `shift` a model's row p - 1 predicts position p. Raises `ValueError` where `check_canvas` does.
+    `eos_token_ids` empty means that EOS ends nothing; with `shift` a model's row p - 1 predicts position p. Raises
+    `ValueError` where `check_canvas` does.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
     kind = SingleCanvas if canvas.branches is None else BranchedCanvas
@@ -84,9 +83,8 @@ def canvas_decoder(
             max_tokens=max_tokens,
             canvas=canvas,
             sampling=sampling,
-            mask_token_id=mask_token_id,
             eos_token_ids=eos_token_ids,
-            forbidden_V=forbidden_V,
+            vocab=vocab,
             shift=shift,
         )
     )
@@ -103,9 +101,9 @@ class SingleCanvas:
         self.num_lanes = num_lanes(canvas, max_tokens)
         self.num_forwards = 0
         self.done = False
-        self._mask_token_id, self._eos, self._forbidden_V = task.mask_token_id, task.eos_token_ids, task.forbidden_V
+        self._vocab, self._eos = task.vocab, task.eos_token_ids
         self._shift = int(task.shift)
-        self._lane = Lane.fresh(prompt, max_tokens, task.mask_token_id)
+        self._lane = Lane.fresh(prompt, max_tokens, task.vocab.mask_token_id)
         self._block_length = canvas.block_length or max_tokens
         self._begin_block(0)
 
@@ -138,7 +136,7 @@ class SingleCanvas:
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         positions = self._lane.open(self._start, self._stop)
-        g = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._forbidden_V)
+        g = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
         accepted = self._accept(g)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
@@ -185,7 +183,7 @@ class SingleCanvas:
 
     def _without_prompt(self) -> Lane:
         lane = self._lane.copy()
-        lane.tokens[: self.prompt_length] = self._mask_token_id
+        lane.tokens[: self.prompt_length] = self._vocab.mask_token_id
         return lane
 
     def _accept(self, g: Guess) -> Tensor:

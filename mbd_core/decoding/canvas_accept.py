@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas_config import Canvas, Leap
-from mbd_core.decoding.sampling import Draw, Sampling, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.sampling import Draw, Sampling, Vocab, choose, gumbel, margin, neg_entropy, uniform
 
 # noise that is no token's: the ids under which a position draws its score, its place, and its turn
 RANDOM_SCORE, RANDOM_PLACE, RANDOM_TURN = -1, -2, -3
@@ -46,7 +46,7 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
 
 
 def guess(
-    logits_PV: Tensor, position_P: Tensor, forward: int, canvas: Canvas, sampling: Sampling, forbidden_V: Tensor
+    logits_PV: Tensor, position_P: Tensor, forward: int, canvas: Canvas, sampling: Sampling, vocab: Vocab
 ) -> Guess:
     """Token, confidence and score of each open position, in one copy to the host.
 
@@ -54,12 +54,12 @@ def guess(
     """
     where = position_P.to(logits_PV.device)
     draw = noise_source(where, sampling, forward)
-    token_P, confidence_P = choose(logits_PV, forbidden_V, draw if sampling.temperature > 0 else None)
+    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.temperature > 0 else None)
     match canvas.score:
         case "confidence":
             score_P = confidence_P
         case "margin":
-            score_P = margin(logits_PV, forbidden_V)
+            score_P = margin(logits_PV, vocab)
         case "neg_entropy":
             score_P = neg_entropy(logits_PV)
         case "random":

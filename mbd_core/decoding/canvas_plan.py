@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,8 @@ class CanvasTask:
     max_tokens: int
     canvas: Canvas
     sampling: Sampling
-    mask_token_id: int
     eos_token_ids: tuple[int, ...]
-    forbidden_V: Tensor
+    vocab: Vocab
     shift: bool
 
 

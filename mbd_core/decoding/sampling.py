@@ -47,6 +47,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Vocab:
+    """The ids that may be predicted: those below `size` (behind it a vocabulary is padded), but not the mask's."""
+
+    mask_token_id: int
+    size: int
+
+    def exclude_(self, x_PV: Tensor, value: float) -> Tensor:
+        """`x_PV` with `value` at every id that may not be predicted, in place."""
+        x_PV[..., self.mask_token_id] = value
+        x_PV[..., self.size :] = value
+        return x_PV
+
+
+@dataclass(frozen=True)
 class Draw:
     """What drawing needs beside the logits, a value a position asked for; temperature 0 draws nothing."""
 
@@ -62,18 +76,18 @@ class Draw:
         return Draw(*(getattr(self, f.name)[part] for f in fields(self)))
 
 
-def choose(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+def choose(logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
     """The token (P,) of each position and its probability (P,) in float32.
 
-    `forbidden_V` (the mask id and the padded vocabulary tail) is never chosen; ties go to the lowest id. The
-    probability is the model's own, over its whole vocabulary, also of a token that was drawn (with temperature, then
-    top-k, then top-p): thresholds mean the same at every temperature, and top_k = 1 is greedy.
+    Ties go to the lowest id. The probability is the model's own, over its whole vocabulary, also of a token that was
+    drawn (with temperature, then top-k, then top-p): thresholds mean the same at every temperature, and top_k = 1 is
+    greedy.
     """
-    probabilities = logits_PV.float().softmax(dim=-1).masked_fill(forbidden_V, -1.0)
+    probabilities = vocab.exclude_(logits_PV.float().softmax(dim=-1), -1.0)
     confidence_P, token_P = probabilities.max(dim=-1)
     if draw is None:
         return token_P, confidence_P
-    token_P = torch.where(draw.temperature_P > 0, _draw(logits_PV.float(), forbidden_V, draw), token_P)
+    token_P = torch.where(draw.temperature_P > 0, _draw(logits_PV.float(), vocab, draw), token_P)
     return token_P, probabilities.gather(-1, token_P[:, None])[:, 0]
 
 
@@ -82,9 +96,9 @@ def log_probability(confidence: Tensor) -> Tensor:
     return confidence.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
-def margin(logits_PV: Tensor, forbidden_V: Tensor) -> Tensor:
+def margin(logits_PV: Tensor, vocab: Vocab) -> Tensor:
     """By how much the likeliest token leads the second (P,), of those that may be predicted."""
-    best = logits_PV.float().softmax(-1).masked_fill(forbidden_V, 0.0).topk(2, dim=-1).values
+    best = vocab.exclude_(logits_PV.float().softmax(-1), 0.0).topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
 
 
@@ -94,9 +108,9 @@ def neg_entropy(logits_PV: Tensor) -> Tensor:
     return torch.special.xlogy(log_p.exp(), log_p.exp()).sum(-1)
 
 
-def _draw(logits_PV: Tensor, forbidden_V: Tensor, draw: Draw) -> Tensor:
+def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
     temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
-    scaled = (logits_PV / temperature_P[:, None]).masked_fill(forbidden_V, -torch.inf)
+    scaled = vocab.exclude_(logits_PV / temperature_P[:, None], -torch.inf)
     order = scaled.argsort(dim=-1, descending=True, stable=True)
     ranked = scaled.gather(-1, order).softmax(dim=-1)
     rank = torch.arange(ranked.shape[-1], device=ranked.device)

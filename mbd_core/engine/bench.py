@@ -196,7 +196,7 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
         kinds: dict[str, Callable[[], object]] = {"step": engine.step}
         if recorder is not None:
             kinds["traced"] = traced
-        kinds |= {"forward": forward, "layout": lambda: _lay_out(engine.runner, tap.batch)}
+        kinds |= {"forward": forward, "layout": lambda: engine.runner.bind(tap.batch)}
         taken = {
             name: _series(run, case.steps, tick, wait=name in ("forward", "layout")) for name, run in kinds.items()
         }
@@ -234,7 +234,7 @@ def _by_turns(
         batch = tap.batch
         assert batch is not None
         times = {"step": step, "forward": _seconds(lambda: tap.bare(tap.batch))}
-        times["layout"] = _seconds(lambda: _lay_out(engine.runner, tap.batch))
+        times["layout"] = _seconds(lambda: engine.runner.bind(tap.batch))
         if traced is not None:
             times["traced"] = _seconds(traced)
             tap.bare(tap.batch)
@@ -273,17 +273,6 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def _lay_out(runner: EagerRunner, batch: Batch) -> object:
-    return runner.attention.bind(
-        cu_seqlens_q=batch.cu_seqlens_q,
-        kv_lens_R=batch.kv_lens_K,
-        page_table_RP=batch.pages_KP,
-        page_size=runner.cache.page_size,
-        max_q=batch.max_q,
-        merge_slots=batch.merge_slots,
-    )
 
 
 def _seconds(run: Callable[[], object]) -> float:

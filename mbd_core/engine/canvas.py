@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas import CanvasDecoder, CanvasPlan, CanvasUpdate, canvas_decoder
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Rows
 from mbd_core.engine.sequence import Sequence
 from mbd_core.kvcache.cache import PagedKVCache
@@ -29,9 +30,9 @@ class CanvasRun:
 class CanvasRuns:
     """All canvases that hold a row of the engine."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, forbidden_V: Tensor) -> None:
+    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
         self._config, self._cache = config, cache
-        self._forbidden_V = forbidden_V
+        self._vocab = vocab
         self._runs: dict[int, CanvasRun] = {}
 
     def join(self, sequence: Sequence) -> None:
@@ -43,9 +44,8 @@ class CanvasRuns:
             request.max_tokens,
             request.decoding.canvas,
             request.sampling,
-            mask_token_id=config.mask_token_id,
             eos_token_ids=() if request.ignore_eos else config.eos_token_ids,
-            forbidden_V=self._forbidden_V,
+            vocab=self._vocab,
             shift=config.shift_logits,
         )
         pages = torch.tensor(sequence.pages, device=self._cache.k.device).view(decoder.num_lanes, -1)

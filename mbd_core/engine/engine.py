@@ -16,10 +16,11 @@ from torch import Tensor
 from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
-from mbd_core.decoding.sampling import log_probability
+from mbd_core.decoding.sampling import Vocab, log_probability
 from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.canvas import CanvasRuns
 from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
+from mbd_core.engine.ledger import Ledger
 from mbd_core.engine.program import DecodePrograms, ProgramKind
 from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.engine.runner import EagerRunner
@@ -188,12 +189,10 @@ class Engine:
             # unused slots stand behind the longest sequence
             num_positions=(longest + config.buffer_size + 1) * self.page_size,
         )
-        self._forbidden_V = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
-        self._forbidden_V[c.mask_token_id] = True
-        self._forbidden_V[vocab_limit or c.vocab_size :] = True
-        self._canvases = CanvasRuns(c, cache, self._forbidden_V)
+        self._vocab = Vocab(c.mask_token_id, vocab_limit or c.vocab_size)
+        self._canvases = CanvasRuns(c, cache, self._vocab)
         self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
-        self._table_of: list[tuple[int, ...]] = [()] * config.max_rows
+        self._ledger = Ledger(config.max_rows, block_size=self.block_size)
         self.static_shapes = device.type == "cuda" if config.static_shapes is None else config.static_shapes
         # whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte
         self.logits_chunk = max(1, LOGITS_AT_ONCE // c.vocab_size // self.block_size) * self.block_size
@@ -201,7 +200,7 @@ class Engine:
             self.runner,
             self.buffer,
             self._tables_RP,
-            self._forbidden_V,
+            self._vocab,
             page_size=self.page_size,
             batch_invariant=config.batch_invariant,
             logits_chunk=self.logits_chunk,
@@ -330,6 +329,9 @@ class Engine:
                     outputs[done.request_id] = done.output
         return [outputs[r.request_id] for r in requests]
 
+    def close(self) -> None:
+        """Let go of what stands behind the engine: nothing here, other processes where there are several ranks."""
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -379,7 +381,7 @@ class Engine:
         for sequence in self.scheduler.grow(self._upto):
             self._put_aside(sequence)
         for sequence in self.scheduler.admit():
-            if sequence.request.decoding.canvas is not None:
+            if sequence.is_canvas:
                 self._canvases.join(sequence)
         chunks = self.scheduler.prefill()
         decoding = [s for s in self.scheduler.running.values() if s.decodes]
@@ -398,30 +400,28 @@ class Engine:
 
     def _kind(self, decoding: list[Sequence]) -> ProgramKind:
         """What this step's decoding asks for."""
-        requests = [s.request for s in decoding]
-        num_rows = self._programs.bucket(max((s.row for s in decoding), default=0) + 1)
-        merges = not self.config.batch_invariant and self.attention.merges(
-            num_sequences=num_rows,
-            slots=self.config.buffer_size,
-            longest_prefix=max((max(s.prefix_length, s.committed) for s in decoding), default=0),
-        )
+        num_rows = self._programs.bucket(max([s.row for s in decoding], default=0) + 1)
+        merges = False
+        if self.attention.merge_rule is not None and not self.config.batch_invariant:
+            merges = self.attention.merges(
+                num_sequences=num_rows,
+                slots=self.config.buffer_size,
+                longest_prefix=max([max(s.prefix_length, s.committed) for s in decoding], default=0),
+            )
+        asked = self._ledger.asks_at_most(unread=int(self._launched is not None))
         return ProgramKind(
             num_rows=num_rows,
+            num_asked=self._programs.portion(num_rows, asked),
             merges=merges,
-            draws=any(r.sampling.temperature > 0 for r in requests),
-            scores=any(r.decoding.fallback not in ("confidence", "leftmost") for r in requests),
-            softens=any(r.decoding.soft is not None for r in requests),
-            revises=any(r.decoding.revises for r in requests),
-            quotas=any(r.decoding.tokens_per_step > 1 for r in requests),
+            **self._ledger.work(),
         )
 
     def _upto(self, sequence: Sequence) -> int:
         """Positions for which it needs pages in the next step."""
-        if sequence.request.decoding.canvas is not None:
-            return sequence.first_window
-        window = sequence.request.decoding.buffer_size * self.block_size
-        if self._launched is not None:
-            window *= 2  # the step under way may commit as much
+        if sequence.is_canvas:
+            return sequence.span
+        # the step under way may commit a whole window
+        window = sequence.window if self._launched is None else 2 * sequence.window
         return min(sequence.span, max(sequence.prefix_length, sequence.committed) + window)
 
     def _seat(self, sequence: Sequence) -> None:
@@ -430,6 +430,7 @@ class Engine:
         else:
             self.buffer.restore(sequence.row, sequence.saved)
             sequence.saved = None
+        self._ledger.seat(sequence)
         sequence.seated = True
 
     def _put_aside(self, sequence: Sequence) -> None:
@@ -437,9 +438,10 @@ class Engine:
         repeats is no part of its NFE."""
         if not sequence.seated:
             return
-        if sequence.request.decoding.canvas is None:
+        if not sequence.is_canvas:
             sequence.saved = self.buffer.save(sequence.row)
             self.buffer.leave(sequence.row)
+            self._ledger.leave(sequence)
         else:
             self._canvases.leave(sequence.row)
             sequence.num_prefill_forwards += sequence.num_forwards
@@ -449,16 +451,14 @@ class Engine:
     def _update_tables(self) -> None:
         """Bring the device's page table up to date; rows without a sequence keep what they had, nobody reads it."""
         for row, sequence in self.scheduler.running.items():
-            now = (sequence.arrival, sequence.num_preemptions, len(sequence.pages))
-            if self._table_of[row] != now and sequence.request.decoding.canvas is None:
-                self._tables_RP[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
-                self._table_of[row] = now
+            if len(sequence.pages) != sequence.num_tabled and not sequence.is_canvas:
+                sequence.num_tabled = len(sequence.pages)
+                self._tables_RP[row, : sequence.num_tabled] = torch.tensor(sequence.pages)
 
     @property
     def _width(self) -> int:
         """Pages that any sequence in the buffer or on its way there has at most."""
-        running = self.scheduler.running.values()
-        return max((len(s.pages) for s in running if s.request.decoding.canvas is None), default=1)
+        return max([len(s.pages) for s in self.scheduler.running.values() if not s.is_canvas], default=1)
 
     def _mixed_step(self, plan: Plan) -> tuple[Tensor | None, Tensor]:
         """Prompt chunks, resident slots and canvases in one forward; the report of those who decode in blocks, and the
@@ -498,17 +498,17 @@ class Engine:
         prediction = predict(
             self.runner.blockwise_logits(hidden_AD, batch, block_size=self.block_size),
             num_asked,
-            slots.where_RNB,
-            self._forbidden_V,
+            slots.at_A,
+            self._vocab,
             shape=buffer.masked_RNB.shape,
             chunk=self.logits_chunk,
-            draw=buffer.draw(slots.where_RNB) if plan.kind.draws else None,
-            fallback_P=buffer.fallback_at(slots.where_RNB) if plan.kind.scores else None,
+            draw=buffer.draw(slots.at_A) if plan.kind.draws else None,
+            fallback_P=buffer.fallback_at(slots.at_A) if plan.kind.scores else None,
         )
         commit = buffer.commit(prediction, revises=plan.kind.revises, quotas=plan.kind.quotas)
         if shift:
             self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-        return pack_report(seen_RX, commit), canvas_logits_AV
+        return pack_report(seen_RX, commit, buffer), canvas_logits_AV
 
     # -- after the forward --------------------------------------------------------------------------------------
 
@@ -525,20 +525,16 @@ class Engine:
             return []
         self.last_report_RX = copy.read()
         report = unpack_report(self.last_report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
-        seconds = self._seconds(plan)
+        seconds, num_blocks = self._seconds(plan), report.num_blocks_R.astype(np.int64).tolist()
         decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         if self._trace is not None and decoding:
             self._record(self._trace, plan.step, decoding, report)
+        self._ledger.count([s.row for s in decoding], report, seconds)
         outputs = []
         for sequence in decoding:
-            row = sequence.row
-            sequence.num_forwards += 1
-            sequence.num_store_forwards += int(report.storing_only_R[row])
-            sequence.decode_seconds += seconds
-            left = report.num_blocks_R[row]
-            if left:
-                tokens = report.tokens_RNB[row, :left].flatten().tolist()
-                outputs.append(self._emit(sequence, tokens, report.confidence_RNB[row, :left].flatten()))
+            if left := num_blocks[sequence.row]:
+                tokens = report.tokens_RNB[sequence.row, :left].flatten().astype(np.int64).tolist()
+                outputs.append(self._emit(sequence, tokens, report.confidence_RNB[sequence.row, :left].flatten()))
         return outputs
 
     def _seconds(self, plan: Plan) -> float:
@@ -618,7 +614,7 @@ class Engine:
 
     def _record(self, trace: "TraceRecorder", step: int, decoding: list[Sequence], report: Report) -> None:
         rows = [s.row for s in decoding]
-        masked = report.masked_RNB[rows]
+        masked = report.masked_RNB[rows] > 0
         trace.add(
             step,
             [s.request.request_id for s in decoding],
@@ -634,6 +630,7 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         if self.scheduler.is_running(sequence):
             self.buffer.leave(sequence.row)
+            self._ledger.leave(sequence)
             self._canvases.leave(sequence.row)
         self.scheduler.release(sequence)
 

@@ -18,12 +18,13 @@ from mbd_core.engine.scheduler import PrefillChunk
 class Slots:
     """The slots of a forward.
 
-    where_RNB    positions that get logits, in the order of `rows.logits_at_A`; `None`: all
+    at_A         places of the flattened buffer that get logits, in the order of `rows.logits_at_A`; `None`: all. One
+                 behind the last stands for nothing
     slot_end_RN  the packed token at which each slot ends
     """
 
     rows: Rows
-    where_RNB: Tensor | None
+    at_A: Tensor | None
     slot_end_RN: Tensor
 
 
@@ -74,14 +75,16 @@ def resident_slots(
     softens: bool,
     whole: bool,
 ) -> Slots:
-    """Resident slots behind the chunks' rows (Alg. 4). Logits are asked where a position can change, or for `whole`
+    """Resident slots behind the chunks' rows (Alg. 4). Logits are asked where a position can change, or in `whole`
     slots, so that a row's product has the same shape whatever is open in it."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
     row, slot = resident_RN.nonzero(as_tuple=True)
     before = sum(c.stop - c.start for c in chunks)
     positions_KB = buffer.positions_RNB[row, slot]
-    where_RNB = resident_RN[..., None].expand_as(buffer.masked_RNB) if whole else buffer.asked_RNB
-    logits_at = where_RNB[row, slot].flatten().nonzero()[:, 0]
+    num_slots = resident_RN.shape[1]
+    asked_KB = torch.ones_like(positions_KB, dtype=torch.bool) if whole else buffer.asked_RNB[row, slot]
+    logits_at = asked_KB.flatten().nonzero()[:, 0]
+    slot_A = (row * num_slots + slot)[logits_at // size]
     slot_end_RN = torch.zeros_like(resident_RN, dtype=torch.int64)
     slot_end_RN[row, slot] = torch.arange(len(row), device=row.device) * size + size - 1 + before
     if shift:
@@ -91,9 +94,9 @@ def resident_slots(
             last[at_row] = at
         of = logits_at // size
         opens = (slot[of] == 0) & (logits_at % size == 0)
-        at_A = torch.where(opens, torch.tensor(last, device=row.device)[row[of]], logits_at + before - 1)
+        hidden_at = torch.where(opens, torch.tensor(last, device=row.device)[row[of]], logits_at + before - 1)
     else:
-        at_A = logits_at + before
+        hidden_at = logits_at + before
     rows = Rows(
         tokens_T=buffer.tokens_RNB[row, slot].flatten(),
         positions_T=positions_KB.flatten(),
@@ -101,16 +104,19 @@ def resident_slots(
         kv_lens_K=positions_KB[:, -1] + 1,
         pages_KP=tables_RP[row],
         stored_K=torch.ones_like(row, dtype=torch.bool),
-        logits_at_A=at_A,
+        logits_at_A=hidden_at,
         weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
     )
-    return Slots(rows, where_RNB, slot_end_RN)
+    return Slots(rows, slot_A * size + logits_at % size, slot_end_RN)
 
 
-def all_slots(buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: bool) -> Slots:
+def all_slots(
+    buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: bool, num_asked: int | None = None
+) -> Slots:
     """Every slot of every row, used or not (Alg. 5): shapes and steps that depend on nothing but the buffer's size.
 
-    An unused slot attends to one key and stores into the null page; what comes of it is not read.
+    An unused slot attends to one key and stores into the null page; what comes of it is not read. Logits are asked at
+    the `num_asked` first positions that can change, which must be as many as there are, or (`None`) everywhere.
     """
     size, resident_RN = buffer.block_size, buffer.resident_RN
     num_rows, num_slots = resident_RN.shape
@@ -121,6 +127,11 @@ def all_slots(buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: b
     if shift:
         remembered = -1 - torch.arange(num_rows, device=device)[:, None]
         at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1)
+    hidden_at, at_A = at.flatten(), None
+    if num_asked is not None:
+        total = hidden_at.numel()
+        at_A = torch.nonzero_static(buffer.asked_RNB.flatten(), size=num_asked, fill_value=total)[:, 0]
+        hidden_at = hidden_at[at_A.clamp(max=total - 1)]
     rows = Rows(
         tokens_T=buffer.tokens_RNB.flatten(),
         positions_T=positions_RNB.flatten(),
@@ -128,7 +139,7 @@ def all_slots(buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: b
         kv_lens_K=torch.where(resident_RN, positions_RNB[..., -1] + 1, 1).flatten(),
         pages_KP=tables_RP.repeat_interleave(num_slots, dim=0, output_size=num_rows * num_slots),
         stored_K=resident_RN.flatten(),
-        logits_at_A=at.flatten(),
+        logits_at_A=hidden_at,
         weight_T=buffer.weight_RNB.flatten() if softens else None,
     )
-    return Slots(rows, None, slot_end_RN)
+    return Slots(rows, at_A, slot_end_RN)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mbd_core.decoding.canvas_plan import CanvasDecoder, CanvasPlan, Query
 from mbd_core.decoding.config import DecodingConfig
 from mbd_core.decoding.reference import Tokens, Weights, naive_multibd
-from mbd_core.decoding.sampling import choose
+from mbd_core.decoding.sampling import Vocab, choose
 from mbd_core.models.decoder import Decoder
 from mbd_core.types import FinishReason
 
@@ -162,8 +162,7 @@ def multi_bd(
     num_stored = origin + (len(prompt) - origin) // size * size
     span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
     cache = ContiguousCache(model, num_lanes=1, length=span)
-    forbidden_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
-    forbidden_V[model.config.mask_token_id] = True
+    vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
     hidden, hidden_start = torch.zeros(0), 0  # of the last forward, and where it began
     before: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
 
@@ -183,7 +182,7 @@ def multi_bd(
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
-        token, confidence = choose(model.logits(forward(ids, origin + len(cached), soft)), forbidden_V)
+        token, confidence = choose(model.logits(forward(ids, origin + len(cached), soft)), vocab)
         pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
         return [pairs[i : i + size] for i in range(0, len(pairs), size)]
 

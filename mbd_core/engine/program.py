@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import pack
 from mbd_core.engine.layout import all_slots
 from mbd_core.engine.report import before, pack_report
@@ -23,10 +24,12 @@ from mbd_core.engine.runner import EagerRunner
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """What a step's program depends on beside its buffers: the number of rows, which work some row asks for, and
-    whether prefixes are long enough to be read once for all slots (`Choice.merges`)."""
+    """What a step's program depends on beside its buffers: the number of rows, at how many positions there are logits
+    (`None`: all), which work some row asks for, and whether prefixes are long enough to be read once for all slots
+    (`Choice.merges`)."""
 
     num_rows: int
+    num_asked: int | None
     draws: bool
     scores: bool
     softens: bool
@@ -43,13 +46,13 @@ class DecodePrograms:
         runner: EagerRunner,
         buffer: BlockBuffer,
         tables_RP: Tensor,
-        forbidden_V: Tensor,
+        vocab: Vocab,
         *,
         page_size: int,
         batch_invariant: bool,
         logits_chunk: int,
     ) -> None:
-        self._runner, self._buffer, self._tables_RP, self._forbidden_V = runner, buffer, tables_RP, forbidden_V
+        self._runner, self._buffer, self._tables_RP, self._vocab = runner, buffer, tables_RP, vocab
         self._page_size, self._batch_invariant, self._logits_chunk = page_size, batch_invariant, logits_chunk
         # the reference kernel and batch-invariant rows look at lengths on the host
         on_host = batch_invariant or runner.attention.name == "reference"
@@ -71,6 +74,12 @@ class DecodePrograms:
         """The least power of two that holds `num_rows` rows, at most all."""
         return min(1 << (num_rows - 1).bit_length(), len(self._tables_RP))
 
+    def portion(self, num_rows: int, num_asked: int) -> int | None:
+        """The least quarter of the buffer's positions that holds `num_asked`; `None` for all of them."""
+        quarter = -(-num_rows * self._buffer.num_slots * self._buffer.block_size // 4)
+        quarters = max(1, -(-num_asked // quarter))
+        return None if quarters > 3 or self._batch_invariant else quarters * quarter
+
     def _program(self, kind: ProgramKind, num_pages: int) -> Callable[[], Tensor]:
         buffer = self._buffer.head(kind.num_rows)
         tables_RP = self._tables_RP[: kind.num_rows, :num_pages]
@@ -79,7 +88,7 @@ class DecodePrograms:
         def step() -> Tensor:
             buffer.activate()
             seen_RX = before(buffer)
-            slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens)
+            slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens, num_asked=kind.num_asked)
             batch = pack(
                 [slots.rows],
                 page_size=self._page_size,
@@ -90,17 +99,17 @@ class DecodePrograms:
             prediction = predict(
                 self._runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
                 len(hidden_AD),
-                slots.where_RNB,
-                self._forbidden_V,
+                slots.at_A,
+                self._vocab,
                 shape=buffer.masked_RNB.shape,
                 chunk=self._logits_chunk,
-                draw=buffer.draw(None) if kind.draws else None,
-                fallback_P=buffer.fallback_at(None) if kind.scores else None,
+                draw=buffer.draw(slots.at_A) if kind.draws else None,
+                fallback_P=buffer.fallback_at(slots.at_A) if kind.scores else None,
             )
             commit = buffer.commit(prediction, revises=kind.revises, quotas=kind.quotas)
             if shift:
                 self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-            return pack_report(seen_RX, commit)
+            return pack_report(seen_RX, commit, buffer)
 
         return step
 

@@ -14,9 +14,14 @@ from mbd_core.decoding.buffer import BlockBuffer, Commit
 
 @dataclass(frozen=True)
 class Report:
-    """A step on the host, by row. `states_RN` and `mask_ratio_RN` are what the forward saw, the rest what it did."""
+    """A step on the host, by row: views of the float64 array it came in.
+
+    `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did; `num_asked_R`
+    says how many positions' logits the next forward may ask for.
+    """
 
     num_blocks_R: np.ndarray
+    num_asked_R: np.ndarray
     storing_only_R: np.ndarray
     states_RN: np.ndarray
     mask_ratio_RN: np.ndarray
@@ -33,12 +38,13 @@ def before(buffer: BlockBuffer) -> Tensor:
     return torch.cat((storing_only.double(), buffer.state_RN.double(), 1.0 - buffer.progress_RN), dim=1)
 
 
-def pack_report(seen_RX: Tensor, commit: Commit) -> Tensor:
+def pack_report(seen_RX: Tensor, commit: Commit, buffer: BlockBuffer) -> Tensor:
     """All of a step as one float64 tensor (R, X); token ids and counts are exact in it."""
-    whole = (commit.num_blocks_R[:, None], commit.accepted_RN, commit.edited_RN)
+    rows = torch.stack((commit.num_blocks_R, buffer.next_asked_R), dim=1)
+    slots = (commit.accepted_RN, commit.edited_RN)
     positions = (commit.tokens_RNB, commit.masked_RNB, commit.confidence_RNB)
-    parts = [seen_RX, *(t.double() for t in whole), *(t.flatten(1).double() for t in positions)]
-    return torch.cat(parts, dim=1)
+    parts = [seen_RX, rows, *slots, *(t.flatten(1) for t in positions)]
+    return torch.cat([t.double() for t in parts], dim=1)
 
 
 class HostCopy:
@@ -62,18 +68,23 @@ class HostCopy:
 
 def unpack_report(host: np.ndarray, *, num_slots: int, block_size: int) -> Report:
     """A report (R, X), its parts by name."""
-    n, nb = num_slots, num_slots * block_size
-    parts = np.split(host, np.cumsum([1, n, n, 1, n, n, nb, nb]), axis=1)
-    storing_only, states, mask_ratio, num_blocks, accepted, edited, tokens, masked, confidence = parts
-    shape = (len(host), num_slots, block_size)
+    at = 0
+
+    def take(count: int) -> np.ndarray:
+        nonlocal at
+        at += count
+        return host[:, at - count : at]
+
+    n, shape = num_slots, (len(host), num_slots, block_size)
     return Report(
-        num_blocks_R=num_blocks[:, 0].astype(np.int64),
-        storing_only_R=storing_only[:, 0] > 0,
-        states_RN=states.astype(np.int8),
-        mask_ratio_RN=mask_ratio,
-        accepted_RN=accepted.astype(np.int64),
-        edited_RN=edited.astype(np.int64),
-        tokens_RNB=tokens.astype(np.int64).reshape(shape),
-        masked_RNB=(masked > 0).reshape(shape),
-        confidence_RNB=confidence.reshape(shape),
+        storing_only_R=take(1)[:, 0],
+        states_RN=take(n),
+        mask_ratio_RN=take(n),
+        num_blocks_R=take(1)[:, 0],
+        num_asked_R=take(1)[:, 0],
+        accepted_RN=take(n),
+        edited_RN=take(n),
+        tokens_RNB=take(n * block_size).reshape(shape),
+        masked_RNB=take(n * block_size).reshape(shape),
+        confidence_RNB=take(n * block_size).reshape(shape),
     )

@@ -14,6 +14,7 @@ from mbd_core.kvcache.cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.ops.attention import BoundAttention, Choice
+from mbd_core.ops.rows import RowLayout
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,22 @@ class EagerRunner:
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Final hidden states (A, D) of the positions that are asked for."""
-        attend = self.attention.bind(
+    def bind(self, batch: Batch) -> BoundAttention:
+        """The batch's attention, laid out for all layers."""
+        layout = RowLayout(
             cu_seqlens_q=batch.cu_seqlens_q,
             kv_lens_R=batch.kv_lens_K,
             page_table_RP=batch.pages_KP,
             page_size=self.cache.page_size,
-            exact=batch.split is not None,
             max_q=batch.max_q,
-            merge_slots=batch.merge_slots,
+            exact=batch.split is not None,
         )
-        paged = PagedAttention(self.cache, batch.write_loc_T, attend)
+        return self.attention.bind(layout, merge_slots=batch.merge_slots)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Final hidden states (A, D) of the positions that are asked for."""
+        paged = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         if batch.split is None:
             hidden = self._fused.forward(ids_T, positions_T, paged, soft_weight=weight_T)

@@ -155,6 +155,8 @@ class Scheduler:
         budget = self.max_prefill_tokens
         chunks: list[PrefillChunk] = []
         for sequence in self.running.values():
+            if sequence.prompt_stored:
+                continue
             if sequence.prefilled < sequence.origin:
                 if chunks and sequence.origin > budget:
                     continue
@@ -238,7 +240,7 @@ class Scheduler:
         del self.running[sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
-        sequence.pages = []
+        sequence.pages, sequence.num_tabled = [], 0
         self._blocked = None
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -17,9 +17,16 @@ class Sequence:
     row                where it runs; after a preemption the row it had
     arrival            its age: a lower number is older, and goes first
     tokens             the prompt and all that was committed behind it
+    origin             where its block grid begins
+    end                one past the last position it may fill
+    span               positions it may ever store: to its end, the last block whole
+    window             positions of a full buffer of its
+    num_lanes          how many times it holds its positions: once, or once a lane of a canvas
+    is_canvas          it decodes on a canvas, not in blocks
     prefix_length      tokens to be stored before it decodes: whole blocks of the prompt, or of all `tokens` after a
                        preemption; the whole prompt at least where the prompt attends in full; 0 for a canvas
     saved              what the engine keeps of its Block Buffer row while it is preempted
+    num_tabled         of its pages, those that stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages that are stored for good, so that others may share them
     num_cached_tokens  of the prompt, found in the prefix cache at the first admission
@@ -30,6 +37,7 @@ class Sequence:
     row: int = -1
     pages: list[int] = field(default_factory=list)
     arrival: int = 0
+    num_tabled: int = 0
     seated: bool = False
     prefilled: int = 0
     committed: int = 0
@@ -46,33 +54,25 @@ class Sequence:
     decode_seconds: float = 0.0
     tokens: list[int] = field(init=False)
     prefix_length: int = field(init=False)
+    origin: int = field(init=False)
+    end: int = field(init=False)
+    span: int = field(init=False)
+    window: int = field(init=False)
+    num_lanes: int = field(init=False)
+    is_canvas: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        request = self.request
+        self.tokens = list(request.prompt)
+        self.origin, self.end = grid_origin(request), len(request.prompt) + request.max_tokens
+        self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
+        self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
-
-    @property
-    def origin(self) -> int:
-        """Where its block grid begins."""
-        return grid_origin(self.request)
-
-    @property
-    def end(self) -> int:
-        """One past the last position it may fill."""
-        return len(self.request.prompt) + self.request.max_tokens
-
-    @property
-    def span(self) -> int:
-        """Positions it may ever store: to its end, the last block whole."""
-        return span(self.request, self.block_size)
 
     @property
     def first_window(self) -> int:
         """Positions it needs to begin decoding: its prefix and a full buffer behind it; a canvas needs all."""
-        config = self.request.decoding
-        if config.canvas is not None:
-            return self.span
-        return min(self.span, self.prefix_length + config.buffer_size * self.block_size)
+        return self.span if self.is_canvas else min(self.span, self.prefix_length + self.window)
 
     @property
     def prompt_stored(self) -> bool:
@@ -82,12 +82,7 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """It takes part in the next forward with blocks of its own."""
-        return self.request.decoding.canvas is None and self.prompt_stored
-
-    @property
-    def num_lanes(self) -> int:
-        """How many times it holds its positions: once, or once a lane of a canvas."""
-        return lanes(self.request)
+        return not self.is_canvas and self.prefilled == self.prefix_length
 
     @property
     def shares_prefix(self) -> bool:
@@ -108,7 +103,7 @@ class Sequence:
         """
         if not tokens:
             return
-        if self.request.decoding.canvas is None:
+        if not self.is_canvas:
             known = self.tokens[self.committed :]
             assert len(tokens) % self.block_size == 0, f"{len(tokens)} tokens are not whole blocks"
             assert tokens[: len(known)] == known, "a committed block changes the prompt's remainder"
@@ -117,14 +112,13 @@ class Sequence:
         self.committed = len(self.tokens)
 
     def rewind(self) -> None:
-        """Its pages are gone: all that was committed has to be stored again before it goes on."""
-        self.pages = []
+        """It has given up its pages: all that was committed has to be stored again before it goes on."""
         self.prefilled = self.committed = 0
         self.prefix_length = self._whole_prefix()
         self.num_preemptions += 1
 
     def _whole_prefix(self) -> int:
-        if self.request.decoding.canvas is not None:
+        if self.is_canvas:
             return 0
         return self.origin + (len(self.tokens) - self.origin) // self.block_size * self.block_size
 

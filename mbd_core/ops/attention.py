@@ -2,36 +2,19 @@
 
 All of them compute `ops.reference.paged_attention`. GPU packages are imported only when a CUDA device asks for them.
 `Choice.bind` prepares once a step what all layers share.
-
-Shape legend: T packed query tokens, R rows, P pages a row, H query heads, C head channels.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mbd_core.ops import flash, reference
-from mbd_core.ops.merged import BindLse, BoundAttention, BoundLse, MergeRule, bind_merged
-
-
-class Bind(Protocol):
-    """Lay a batch of rows out once, for all layers of its step."""
-
-    def __call__(
-        self,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        page_size: int,
-        exact: bool = False,
-        max_q: int | None = None,
-    ) -> BoundAttention: ...
+from mbd_core.ops.merged import BoundAttention, BoundLse, MergeRule, bind_merged
+from mbd_core.ops.rows import RowLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +26,12 @@ class Choice:
     """
 
     name: str
-    bind_rows: Bind
-    bind_lse: BindLse
+    bind_rows: Callable[[RowLayout], BoundAttention]
+    bind_lse: Callable[[RowLayout], BoundLse]
     reasons: dict[str, str] = field(default_factory=dict)
     merge_rule: MergeRule | None = None
 
-    def bind(
-        self,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        page_size: int,
-        exact: bool = False,
-        max_q: int | None = None,
-        merge_slots: int | None = None,
-    ) -> BoundAttention:
+    def bind(self, layout: RowLayout, *, merge_slots: int | None = None) -> BoundAttention:
         """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages: `ops.reference.paged_attention`.
 
         With `merge_slots` the rows must be whole buffers of that many slots, each of `max_q` tokens (`bind_merged`
@@ -66,29 +39,8 @@ class Choice:
         `merges` says so. Raises `ValueError` for rows that are no whole buffers, without `max_q`, and with `exact`.
         """
         if merge_slots is None:
-            return self.bind_rows(
-                cu_seqlens_q=cu_seqlens_q,
-                kv_lens_R=kv_lens_R,
-                page_table_RP=page_table_RP,
-                page_size=page_size,
-                exact=exact,
-                max_q=max_q,
-            )
-        if exact:
-            raise ValueError(
-                f"merge_slots={merge_slots} cannot be exact: merged parts round differently; leave it out"
-            )
-        if max_q is None:
-            raise ValueError(f"merge_slots={merge_slots} needs max_q, the tokens of a slot")
-        return bind_merged(
-            self.bind_lse,
-            cu_seqlens_q=cu_seqlens_q,
-            kv_lens_R=kv_lens_R,
-            page_table_RP=page_table_RP,
-            page_size=page_size,
-            slots=merge_slots,
-            block_size=max_q,
-        )
+            return self.bind_rows(layout)
+        return bind_merged(self.bind_lse, layout, slots=merge_slots)
 
     def merges(self, *, num_sequences: int, slots: int, longest_prefix: int) -> bool:
         """Whether to bind with `merge_slots`: host numbers only, so that a graph can be captured for each answer."""
@@ -178,67 +130,18 @@ def resolve(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
         )
     if kernel is None:
-        return Choice(name="reference", bind_rows=_bind_reference, bind_lse=_bind_reference_lse, reasons=reasons)
+        return Choice(name="reference", bind_rows=reference.bind, bind_lse=reference.bind_lse, reasons=reasons)
     reasons["reference"] = f"{chosen} is faster on {device.type}"
     return _choice(chosen, kernel, reasons)
 
 
-def _bind_reference(
-    *,
-    cu_seqlens_q: Tensor,
-    kv_lens_R: Tensor,
-    page_table_RP: Tensor,
-    page_size: int,
-    exact: bool = False,
-    max_q: int | None = None,
-) -> BoundAttention:
-    if exact:
-        bounds, kv_lens = cu_seqlens_q.tolist(), kv_lens_R.tolist()
-        return lambda q, k, v: reference.attend_by_rows(
-            q, k, v, bounds=bounds, kv_lens=kv_lens, page_table_RP=page_table_RP
-        )
-    bundles = reference.plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=page_size)
-    return lambda q, k, v: reference.attend_shared(q, k, v, bundles)
-
-
-def _bind_reference_lse(
-    *, cu_seqlens_q: Tensor, kv_lens_R: Tensor, page_table_RP: Tensor, page_size: int, max_q: int | None = None
-) -> BoundLse:
-    bundles = reference.plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=page_size)
-    return lambda q, k, v: reference.attend_shared_lse(q, k, v, bundles)
-
-
 def _choice(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> Choice:
-    def bind_rows(
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        page_size: int,
-        exact: bool = False,
-        max_q: int | None = None,
-    ) -> BoundAttention:
-        rows = flash.lay_out(
-            cu_seqlens_q=cu_seqlens_q,
-            kv_lens_R=kv_lens_R,
-            page_table_RP=page_table_RP,
-            page_size=page_size,
-            max_q=max_q,
-            exact=exact,
-        )
+    def bind_rows(layout: RowLayout) -> BoundAttention:
+        rows = layout.for_kernels()
         return lambda q, k, v: kernel(q, k, v, rows)[0]
 
-    def bind_lse(
-        *, cu_seqlens_q: Tensor, kv_lens_R: Tensor, page_table_RP: Tensor, page_size: int, max_q: int | None = None
-    ) -> BoundLse:
-        rows = flash.lay_out(
-            cu_seqlens_q=cu_seqlens_q,
-            kv_lens_R=kv_lens_R,
-            page_table_RP=page_table_RP,
-            page_size=page_size,
-            max_q=max_q,
-            exact=False,
-        )
+    def bind_lse(layout: RowLayout) -> BoundLse:
+        rows = layout.for_kernels()
         return lambda q, k, v: kernel(q, k, v, rows)
 
     return Choice(name=name, bind_rows=bind_rows, bind_lse=bind_lse, reasons=reasons)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mbd_core.ops.attention import Choice, resolve
-from mbd_core.ops.merged import BoundAttention, MergeRule
+from mbd_core.ops.merged import MergeRule
+from mbd_core.ops.rows import RowLayout
 from mbd_core.ops.timing import best_seconds
 
 # What an engine tries when it starts, and the most keys it does so on: a fraction of a gigabyte.
@@ -159,17 +160,10 @@ def _both(
     bounds = torch.arange(slots + 1, device=device, dtype=torch.int32) * s.block_size
     kv_lens, pages = ends.repeat(rows).int(), table.repeat_interleave(buffer_size, 0)
 
-    def bind(merge_slots: int | None) -> BoundAttention:
-        return choice.bind(
-            cu_seqlens_q=bounds,
-            kv_lens_R=kv_lens,
-            page_table_RP=pages,
-            page_size=s.page_size,
-            max_q=s.block_size,
-            merge_slots=merge_slots,
-        )
-
-    ways = [bind(None), bind(buffer_size)]
+    layout = RowLayout(
+        cu_seqlens_q=bounds, kv_lens_R=kv_lens, page_table_RP=pages, page_size=s.page_size, max_q=s.block_size
+    )
+    ways = [choice.bind(layout), choice.bind(layout, merge_slots=buffer_size)]
     by_rows, merged = (_replayed(lambda way=way: way(q, k, v), device) for way in ways)  # type: ignore[misc]
     return by_rows, merged
 

@@ -8,56 +8,23 @@ Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.ops.rows import RowLayout
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """A batch's layout as the kernels want it: int32, maxima on the host. `max_k` is what a table row can hold."""
-
-    cu_seqlens_q: Tensor
-    kv_lens_R: Tensor
-    page_table_RP: Tensor
-    max_q: int
-    max_k: int
-    exact: bool
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Rows], tuple[Tensor, Tensor]]
-"""Queries (T, H, C), key pages and value pages (pages, S, K, C), rows -> output (T, H, C) and log-sum-exp (T, H)."""
-
-
-def lay_out(
-    *,
-    cu_seqlens_q: Tensor,
-    kv_lens_R: Tensor,
-    page_table_RP: Tensor,
-    page_size: int,
-    max_q: int | None,
-    exact: bool,
-) -> Rows:
-    """`Rows` of a batch. Without `max_q` the longest row is read back from the device, which no graph can capture."""
-    if max_q is None:
-        max_q = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
-    return Rows(
-        cu_seqlens_q=cu_seqlens_q.int(),
-        kv_lens_R=kv_lens_R.int(),
-        page_table_RP=page_table_RP.int().contiguous(),
-        max_q=max_q,
-        max_k=page_table_RP.shape[1] * page_size,
-        exact=exact,
-    )
+Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], tuple[Tensor, Tensor]]
+"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C) and
+log-sum-exp (T, H)."""
 
 
 def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
     """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         return varlen_attn(
             q,
             k_pages,
@@ -79,7 +46,7 @@ def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any
 def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
     """The same function without a block table (torch's own FlashAttention 2): pages are copied together first."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         table = rows.page_table_RP.long()
         starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
         return varlen_attn(
@@ -105,7 +72,7 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
         {"fa_version": fa_version} if "fa_version" in inspect.signature(flash_attn_varlen_func).parameters else {}
     )
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         out, lse_HT = flash_attn_varlen_func(
             q=q,
             k=k_pages,
@@ -131,7 +98,7 @@ def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
     Neither splits keys in this call, so a row's result does not depend on the others and `exact` needs nothing.
     """
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         out, lse_HT = flash_attn_varlen_func(
             q=q,
             k=k_pages,

@@ -15,11 +15,12 @@ a row, S page size, H query heads, C head channels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from mbd_core.ops.rows import RowLayout
 
 BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
@@ -28,61 +29,44 @@ BoundLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The same, and the log-sum-exp of every query's scaled scores, float32 (T, H)."""
 
 
-class BindLse(Protocol):
-    """Lay a batch of rows out for attention that also gives its log-sum-exp."""
-
-    def __call__(
-        self,
-        *,
-        cu_seqlens_q: Tensor,
-        kv_lens_R: Tensor,
-        page_table_RP: Tensor,
-        page_size: int,
-        max_q: int | None = None,
-    ) -> BoundLse: ...
-
-
-def bind_merged(
-    bind_lse: BindLse,
-    *,
-    cu_seqlens_q: Tensor,
-    kv_lens_R: Tensor,
-    page_table_RP: Tensor,
-    page_size: int,
-    slots: int,
-    block_size: int,
-) -> BoundAttention:
-    """Attention of whole buffers: rows of `block_size` queries, `slots` to a sequence and with the same pages.
+def bind_merged(bind_lse: Callable[[RowLayout], BoundLse], layout: RowLayout, *, slots: int) -> BoundAttention:
+    """Attention of whole buffers: rows of `max_q` queries, `slots` to a sequence and with the same pages.
 
     Slot n sees n blocks more than slot 0; an unused slot sees at most the keys of a buffer, which it reads by itself.
     Static shapes and no host reads of its own: fit for a graph if `bind_lse` is. Raises `ValueError` if the rows do
-    not divide into sequences.
+    not divide into sequences, without `max_q`, and with `exact`.
     """
+    block_size, kv_lens_R, page_table_RP = layout.max_q, layout.kv_lens_R, layout.page_table_RP
     num_rows, width = page_table_RP.shape
     if num_rows % slots:
         raise ValueError(f"{num_rows} rows do not divide into buffers of {slots} slots")
-    shared_G = kv_lens_R[::slots] // page_size * page_size
+    if layout.exact:
+        raise ValueError(f"merge_slots={slots} cannot be exact: merged parts round differently; leave it out")
+    if block_size is None:
+        raise ValueError(f"merge_slots={slots} needs max_q, the tokens of a slot")
+    shared_G = kv_lens_R[::slots] // layout.page_size * layout.page_size
     shared_R = shared_G.repeat_interleave(slots)
     shares_R = (kv_lens_R >= shared_R) & (shared_R > 0)
-    first_page_R = torch.where(shares_R, shared_R // page_size, 0)
-    rest_R = kv_lens_R - first_page_R * page_size
-    rest_width = min(width, 1 + -(-slots * block_size // page_size))
+    first_page_R = torch.where(shares_R, shared_R // layout.page_size, 0)
+    rest_R = kv_lens_R - first_page_R * layout.page_size
+    rest_width = min(width, 1 + -(-slots * block_size // layout.page_size))
     pages = torch.arange(rest_width, device=page_table_RP.device)
-    rest_table_RP = page_table_RP.gather(1, (first_page_R[:, None] + pages).clamp(max=width - 1).long())
     # A part without keys still runs, on one key that then counts for nothing: a kernel's answer to none is its own.
     attend_prefix = bind_lse(
-        cu_seqlens_q=cu_seqlens_q[::slots].contiguous(),
-        kv_lens_R=shared_G.clamp(min=1),
-        page_table_RP=page_table_RP[::slots].contiguous(),
-        page_size=page_size,
-        max_q=slots * block_size,
+        replace(
+            layout,
+            cu_seqlens_q=layout.cu_seqlens_q[::slots].contiguous(),
+            kv_lens_R=shared_G.clamp(min=1),
+            page_table_RP=page_table_RP[::slots],
+            max_q=slots * block_size,
+        )
     )
     attend_rest = bind_lse(
-        cu_seqlens_q=cu_seqlens_q,
-        kv_lens_R=rest_R.clamp(min=1),
-        page_table_RP=rest_table_RP,
-        page_size=page_size,
-        max_q=block_size,
+        replace(
+            layout,
+            kv_lens_R=rest_R.clamp(min=1),
+            page_table_RP=page_table_RP.gather(1, (first_page_R[:, None] + pages).clamp(max=width - 1).long()),
+        )
     )
     only_R = torch.zeros(num_rows, device=kv_lens_R.device)
     only_R = only_R.masked_fill(rest_R == 0, torch.inf).masked_fill(~shares_R, -torch.inf)

@@ -12,13 +12,15 @@ heads, K key/value heads, C head channels; in a bundle G sequences, Q query toke
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from mbd_core.ops.rows import RowLayout
 
 # A chunk's blocks see keys of growing number; more queries than this in one call would mostly mask.
 _MOST_QUERIES = 512
@@ -61,29 +63,28 @@ class Bundle:
         return self._masks[dtype]
 
 
-def paged_attention(
-    q_THC: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    kv_lens_R: Tensor,
-    page_table_RP: Tensor,
-    exact: bool = False,
-    max_q: int | None = None,
-) -> Tensor:
+def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
     """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all of them, scaled by C^-1/2.
 
-    `q_THC` holds the rows one after another, bounded by `cu_seqlens_q` (R + 1); `k_pages`, `v_pages` are one layer's
-    (pages, S, K, C). A row with queries needs a key length of at least 1. `exact` makes a row's result bitwise
-    independent of the other rows. `max_q` (the longest row) is for kernels that need it on the host; not this one.
-    Returns (T, H, C).
+    `q_THC` holds the rows one after another; `k_pages`, `v_pages` are one layer's (pages, S, K, C). Returns (T, H, C).
     """
-    if exact:
-        bounds, kv_lens = cu_seqlens_q.tolist(), kv_lens_R.tolist()
-        return attend_by_rows(q_THC, k_pages, v_pages, bounds=bounds, kv_lens=kv_lens, page_table_RP=page_table_RP)
-    bundles = plan_bundles(cu_seqlens_q, kv_lens_R, page_table_RP, page_size=k_pages.shape[1])
-    return attend_shared(q_THC, k_pages, v_pages, bundles)
+    return bind(layout)(q_THC, k_pages, v_pages)
+
+
+def bind(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`paged_attention` of one layout, planned once for all layers."""
+    if layout.exact:
+        bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
+        table_RP = layout.page_table_RP
+        return lambda q, k, v: attend_by_rows(q, k, v, bounds=bounds, kv_lens=kv_lens, page_table_RP=table_RP)
+    bundles = plan_bundles(layout)
+    return lambda q, k, v: attend_shared(q, k, v, bundles)
+
+
+def bind_lse(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same, and the log-sum-exp of every query's scaled scores, float32 (T, H)."""
+    bundles = plan_bundles(layout)
+    return lambda q, k, v: attend_shared_lse(q, k, v, bundles)
 
 
 def attend_by_rows(
@@ -102,16 +103,15 @@ def attend_by_rows(
     return out_THC
 
 
-def plan_bundles(
-    cu_seqlens_q: Tensor, kv_lens_R: Tensor, page_table_RP: Tensor, *, page_size: int
-) -> tuple[Bundle, ...]:
+def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
     """Which rows are attended together: a function of the batch's layout, so one plan serves all layers of a step.
 
     Neighbouring rows with the same pages are one sequence; sequences with as many queries and about as many keys share
     a bundle. Costs one look at the row lengths on the host and Python proportional to rows, not to tokens.
     """
+    page_table_RP, page_size = layout.page_table_RP, layout.page_size
     device = page_table_RP.device
-    bounds, kv_lens = cu_seqlens_q.tolist(), kv_lens_R.tolist()
+    bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     same = (page_table_RP[1:] == page_table_RP[:-1]).all(-1).tolist()
     levels: dict[int, list[_Member]] = {}
     row, num_rows = 0, len(kv_lens)

@@ -6,12 +6,10 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mbd_core.decoding.branches import BranchedCanvas
 from mbd_core.decoding.canvas import CanvasDecoder, canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine.plain import run_canvas
 from mbd_core.models.loader import load_model
 
@@ -122,16 +120,13 @@ def decoder(
     folder: Path, case: dict[str, Any], canvas: Canvas, max_tokens: int, eos: tuple[int, ...]
 ) -> CanvasDecoder:
     config = load_model(folder).config
-    forbidden_V = torch.zeros(config.vocab_size, dtype=torch.bool)
-    forbidden_V[config.mask_token_id] = True
     return canvas_decoder(
         tuple(case["inputs"]["prompt"]),
         max_tokens,
         canvas,
         Sampling(),
-        mask_token_id=config.mask_token_id,
         eos_token_ids=eos,
-        forbidden_V=forbidden_V,
+        vocab=Vocab(config.mask_token_id, config.vocab_size),
         shift=config.shift_logits,
     )
 

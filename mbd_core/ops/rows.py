@@ -1,0 +1,46 @@
+"""A batch of rows over a paged cache, said once for every kernel.
+
+Shape legend: R rows, P pages a row.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Row r's queries attend, without order, to the first `kv_lens_R[r]` keys of its pages.
+
+    cu_seqlens_q   where each row's queries begin in the packed ones, and where the last end (R + 1)
+    kv_lens_R      at least 1 for a row with queries
+    page_table_RP  whole numbers below the cache's pages, also behind those that a row needs
+    page_size      tokens a page
+    max_q          the longest row, for kernels that need it on the host; `None`: it is read back
+    exact          a row's result is to be bitwise independent of the other rows
+    """
+
+    cu_seqlens_q: Tensor
+    kv_lens_R: Tensor
+    page_table_RP: Tensor
+    page_size: int
+    max_q: int | None = None
+    exact: bool = False
+
+    @property
+    def max_k(self) -> int:
+        """The keys that a row of the table can hold."""
+        return self.page_table_RP.shape[1] * self.page_size
+
+    def for_kernels(self) -> "RowLayout":
+        """The same as flash kernels take it: int32, the table contiguous, `max_q` on the host.
+
+        Without `max_q` the longest row is read back from the device, which no graph can capture.
+        """
+        return replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q.int(),
+            kv_lens_R=self.kv_lens_R.int(),
+            page_table_RP=self.page_table_RP.int().contiguous(),
+            max_q=int(self.cu_seqlens_q.diff().max()) if self.max_q is None else self.max_q,
+        )
