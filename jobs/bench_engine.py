@@ -14,7 +14,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,6 +27,7 @@ from mbd_core.metrics.roofline import Machine, floor_seconds, measure_machine, s
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_config, load_model
+from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.recipes import model_folder
 
@@ -39,13 +40,13 @@ COLUMNS = {
     "step_seconds": "step (ms)|.2f",
     "forward_seconds": "forward (ms)|.2f",
     "step_over_forward": "step / forward|.3f",
-    "host_seconds": "host (ms)|.2f",
+    "host_seconds": "host (ms)|.3f",
+    "beside_seconds": "step - forward (ms)|.2f",
     "layout_seconds": "layout (ms)|.2f",
     "floor_seconds": "floor (ms)|.2f",
     "step_over_floor": "step / floor|.2f",
     "tpf": "TPF|.2f",
     "tps": "TPS|.0f",
-    "trace_seconds": "traced (ms)|.2f",
     "trace_cost": "recorder / step|.2%",
 }
 RATIO_COLUMNS = {
@@ -61,7 +62,7 @@ GROWTH_COLUMNS = {
     "from_rows": "from rows",
     "to_rows": "to rows",
     "growth": "host work grows|.2f",
-    "growth_with_layout": "with attention's layout|.2f",
+    "growth_beside_forward": "step - forward grows|.2f",
 }
 PAPER_COLUMNS = {
     "model": "paper's Table 3",
@@ -94,6 +95,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--static", action="store_true", default=None, help="every slot of every row (default on a GPU)"
     )
     shapes.add_argument("--dynamic", dest="static", action="store_false", help="resident slots only")
+    parser.add_argument("--eager", action="store_true", help="on a GPU, run static steps without CUDA graphs")
+    parser.add_argument("--fp8", choices=get_args(Parts), help="round these weights to FP8")
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--attention", help="the attention kernel by name (default: the best there is)")
@@ -102,7 +105,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tpf", type=float, help="tokens a forward, to state TPS (default: Table 3's, 3.47 at N_buf=1, else 6.19)"
     )
-    parser.add_argument("--trace", action="store_true", help="measure the step with a trace recorder too")
+    parser.add_argument("--trace", action="store_true", help="measure a trace recorder too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args(argv)
     for name in ("steps", "threads", "tpf"):
@@ -166,6 +169,8 @@ def measure(
         buffer_size=case.buffer_size,
         prefix=case.prefix,
         dtype_bytes=weight.dtype.itemsize,
+        matrix_bytes=1 if args.fp8 == "all" else None,
+        expert_bytes=1 if args.fp8 else None,
         logit_tokens=round(times.num_logits),
     )
     floor = floor_seconds(cost, machine)
@@ -183,7 +188,8 @@ def measure(
         "step_over_floor": times.step / floor,
         "backend": times.backend,
         "device": device_name(device),
-        "host_seconds": times.step - times.forward,
+        "host_seconds": times.host,
+        "beside_seconds": times.step - times.forward,
         "layout_seconds": times.layout,
         "forward_tokens": times.num_tokens,
         "logit_tokens": times.num_logits,
@@ -191,12 +197,14 @@ def measure(
         "floor_flops": cost.flops,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "static_shapes": engine.static_shapes,
+        "graphs": engine.graphs,
+        "fp8": args.fp8,
         "tpf": tpf,
         "tpf_assumed": True,
         "tps": case.rows * tpf / times.step,
     }
-    if times.traced is not None and times.recorder is not None:
-        row |= {"trace_seconds": times.traced, "trace_cost": times.recorder / times.step}
+    if times.recorder is not None:
+        row["trace_cost"] = times.recorder / times.step
     return row
 
 
@@ -223,6 +231,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             static=args.static,
             attention=args.attention,
             trace=args.trace,
+            graphs=False if args.eager else None,
         )
         for prefix in args.prefix
         for rows in args.rows
@@ -231,6 +240,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     check_fits(args.model, config, cases, dtype, device)
     machine = measure_machine(device, dtype)
     model = load(args.model, config, device, dtype)
+    if args.fp8 is not None:
+        quantize_weights(model, args.fp8)
     with tqdm(total=len(cases) * (args.steps + WARM_UP), unit="step", desc=args.model, mininterval=1.0) as bar:
         rows = [measure(args, model, case, machine, device, bar) for case in cases]
     return {

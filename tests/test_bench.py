@@ -84,8 +84,9 @@ def test_a_filled_engine_decodes_with_all_slots_in_use(static: bool) -> None:
     times = measure_step(engine, case)
     assert times.num_tokens == 3 * 2 * 32, "every slot of every row is in the forward"
     assert 0 < times.num_logits <= times.num_tokens
-    for value in (times.step, times.forward, times.layout, times.traced, times.recorder):
+    for value in (times.step, times.host, times.forward, times.layout, times.recorder):
         assert value is not None and value > 0
+    assert times.host < times.step
     assert engine.num_running == 3
     engine.check_integrity()
     committed = [s.committed for s in engine.scheduler.running.values()]
@@ -131,7 +132,7 @@ def test_ratios_compare_like_with_like() -> None:
             "prefix": 64,
             "step_seconds": step,
             "host_seconds": host,
-            "layout_seconds": 1.0,
+            "forward_seconds": 1.0,
         }
 
     table = [row(1, 1, 2.0, 1.0), row(1, 2, 3.0, 1.0), row(8, 2, 9.0, 3.0)]
@@ -139,7 +140,7 @@ def test_ratios_compare_like_with_like() -> None:
     assert (ratio["rows"], ratio["step_over_single"], ratio["paper"]) == (1, 1.5, 1.24)
     (growth,) = host_growth(table)
     assert (growth["buffer_size"], growth["from_rows"], growth["to_rows"]) == (2, 1, 8)
-    assert (growth["growth"], growth["growth_with_layout"]) == (3.0, 2.0)
+    assert (growth["growth"], growth["growth_beside_forward"]) == (3.0, 4.0)
 
 
 def test_a_table_shows_milliseconds_and_gaps() -> None:

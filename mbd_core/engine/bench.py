@@ -1,4 +1,4 @@
-"""One decode step of a full engine, timed: whole, its bare forward on the identical batch, and with a trace recorder.
+"""One decode step of a full engine, timed: whole, the host's part of it, its bare forward on the identical batch.
 
 The engine is filled without computing prefixes: its sequences are admitted as usual, their prefix pages hold random
 keys and count as stored. Then it decodes. No confidence exceeds tau_m2t = 1, so every block takes one token a step,
@@ -9,15 +9,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from mbd_core.decoding.config import DecodingConfig
-from mbd_core.engine.batch import Batch
-from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.runner import EagerRunner
+from mbd_core.engine.engine import Engine, EngineConfig, Plan
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
@@ -34,7 +31,8 @@ class StepCase:
     steps      measured steps; the median counts
     static     send every slot through the model, used or not; `None`: as the engine does by itself
     attention  the kernel by name; by default the best there is
-    trace      measure the steps with a trace recorder too
+    trace      measure a trace recorder too
+    graphs     on a GPU, replay static steps as CUDA graphs; `None`: as the engine does by itself
     """
 
     rows: int
@@ -44,6 +42,7 @@ class StepCase:
     static: bool | None = None
     attention: str | None = None
     trace: bool = False
+    graphs: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "buffer_size", "prefix", "steps"):
@@ -69,42 +68,22 @@ class StepCase:
 class StepTimes:
     """Medians in seconds, and what the batches held.
 
-    step      `Engine.step()`: scheduling, layout, forward, acceptance, slot states, copy to the host, outputs
+    step      `Engine.step()`: schedule, device part, collect
+    host      of `step`, what is not the device's part: to schedule before it, to collect after it
     forward   `runner.forward` and `logits` on the same batches: the attention's layout, the model, the logits
     layout    of `forward`, what lays the attention out for all layers
-    traced    `step` with a trace recorder; `None` unless asked for
-    recorder  of `traced`, what recording takes, and of the table that its rows become a step's part; `None` as before
+    recorder  what a trace recorder adds to a step, its share of making the table included; `None` unless asked for
     num_tokens, num_logits  packed tokens and positions with logits of a batch
     """
 
     step: float
+    host: float
     forward: float
     layout: float
-    traced: float | None
     recorder: float | None
     num_tokens: float
     num_logits: float
     backend: str
-
-
-class _Tap:
-    """Remembers the batches that a runner runs, whoever asks it to.
-
-    Of a captured step that is the batch it was captured with, whose tensors every replay fills anew.
-    """
-
-    def __init__(self, runner: EagerRunner) -> None:
-        self.batch: Batch = None  # type: ignore[assignment]
-        self._runner, self.forward = runner, runner.forward
-        runner.forward = self._forward  # type: ignore[method-assign]
-
-    def _forward(self, batch: Batch) -> Tensor:
-        self.batch = batch
-        return self.forward(batch)
-
-    def bare(self, batch: Batch) -> Tensor:
-        """The forward and its logits."""
-        return self._runner.logits(self.forward(batch))
 
 
 def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
@@ -125,6 +104,7 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
             num_pages=case.num_pages(size, page_size),
             static_shapes=case.static,
             attention=case.attention,
+            graphs=case.graphs,
         ),
     )
     decoding = DecodingConfig(
@@ -149,7 +129,7 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
     cache = engine.runner.cache
     cache.k.normal_()
     cache.v.normal_()
-    for sequence in engine.scheduler.admit():
+    for sequence in engine.admit():
         sequence.prefilled_to(sequence.prefix_length)
         engine.scheduler.stored([PrefillChunk(sequence, 0, sequence.prefix_length)])
     assert len(engine.scheduler.running) == case.rows, "the pool was made for all of them"
@@ -159,107 +139,77 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
 def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] = lambda: None) -> StepTimes:
     """Time a filled engine's steps, and its forward alone on the same batches.
 
-    Running the forward again changes nothing: it stores the same keys where they are. On a CPU steps, forwards and,
-    with `case.trace`, traced steps take turns, so that a slow spell of the machine meets all of them alike. On a GPU
-    they come one kind after another, for a step is launched before the one before it is read; where the step is
-    replayed as a graph its forward is one too.
+    Running the forward again changes nothing: it stores the same keys where they are. On a CPU steps and forwards
+    take turns, so that a slow spell of the machine meets all of them alike. On a GPU they come one kind after
+    another, for a step is launched before the one before it is read; where the step is replayed as a graph its forward
+    is one too.
     """
-    device = engine.buffer.tokens_RNB.device
-    tap = _Tap(engine.runner)
+    runner, device = engine.runner, engine.buffer.tokens_RNB.device
     for _ in range(2 * engine.block_size):
         engine.step()
         if bool(engine.buffer.resident_RN.all()):
             break
     assert bool(engine.buffer.resident_RN.all()), "every slot of every row is in use"
-    assert tap.batch is not None, "a step runs a forward"
     recorder = TraceRecorder(block_size=engine.block_size) if case.trace else None
 
-    recording: list[float] = []
-    record = engine._record
+    def bare() -> None:
+        assert runner.last_batch is not None, "a step runs a forward"
+        runner.logits(runner.forward(runner.last_batch))
 
-    def timed_record(*args: Any) -> None:
-        recording.append(_seconds(lambda: record(*args)))
+    def layout() -> None:
+        assert runner.last_batch is not None
+        runner.bind(runner.last_batch)
 
-    engine._record = timed_record  # type: ignore[method-assign, assignment]
-
-    def traced() -> None:
-        engine._trace = recorder
-        engine.step()
-        engine._trace = None
-
-    if recorder is not None:
-        traced()
-        recorder.table()  # the first table loads code
-        recording.clear()
-    if device.type == "cuda":
-        forward = _captured(lambda: tap.bare(tap.batch)) if engine.static_shapes else lambda: tap.bare(tap.batch)
-        kinds: dict[str, Callable[[], object]] = {"step": engine.step}
+    gpu = device.type == "cuda"
+    forward = _captured(bare) if engine.graphs else bare
+    taken: dict[str, list[float]] = {"step": [], "host": [], "forward": [], "layout": [], "recorder": []}
+    shapes = []
+    if gpu:
+        taken["step"] = [_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
+        engine.land()
+    for _ in range(WARM_UP + case.steps):
+        plan, step, host = _step_apart(engine)
+        if not gpu:
+            taken["step"].append(step)
+        taken["host"].append(host)
+        assert runner.last_batch is not None
+        shapes.append((len(runner.last_batch.input_ids_T), len(runner.last_batch.logits_at_A)))
+        for name, run in (("forward", forward), ("layout", layout)):
+            taken[name].append(_seconds(run, wait=gpu))
         if recorder is not None:
-            kinds["traced"] = traced
-        kinds |= {"forward": forward, "layout": lambda: engine.runner.bind(tap.batch)}
-        taken = {
-            name: _series(run, case.steps, tick, wait=name in ("forward", "layout")) for name, run in kinds.items()
-        }
-        shapes = [(len(tap.batch.input_ids_T), len(tap.batch.logits_at_A))]
-    else:
-        taken, shapes = _by_turns(engine, tap, case, traced if case.trace else None, tick)
-    engine.runner.forward = tap.forward  # type: ignore[method-assign]
-    engine._record = record  # type: ignore[method-assign]
+            report = engine.last_report
+            taken["recorder"].append(_seconds(partial(engine.record, recorder, plan.step, plan.decoding, report)))
+        bare()  # what comes next always follows a forward, so that no step finds emptier caches
+        tick()
+    of = {name: statistics.median(values[WARM_UP:]) for name, values in taken.items() if values}
     own = None
     if recorder is not None:
-        own = statistics.median(recording) + _seconds(recorder.table) / len(recording)
+        recorder.table()  # the first table loads code
+        own = of["recorder"] + _seconds(recorder.table) / (WARM_UP + case.steps)
     return StepTimes(
-        step=statistics.median(taken["step"]),
-        forward=statistics.median(taken["forward"]),
-        layout=statistics.median(taken["layout"]),
-        traced=statistics.median(taken["traced"]) if recorder is not None else None,
+        step=of["step"],
+        host=of["host"],
+        forward=of["forward"],
+        layout=of["layout"],
         recorder=own,
-        num_tokens=statistics.fmean(tokens for tokens, _ in shapes),
-        num_logits=statistics.fmean(logits for _, logits in shapes),
+        num_tokens=statistics.fmean(tokens for tokens, _ in shapes[WARM_UP:]),
+        num_logits=statistics.fmean(logits for _, logits in shapes[WARM_UP:]),
         backend=engine.attention.name,
     )
 
 
-def _by_turns(
-    engine: Engine, tap: _Tap, case: StepCase, traced: Callable[[], None] | None, tick: Callable[[], object]
-) -> tuple[dict[str, list[float]], list[tuple[int, int]]]:
-    """Seconds of every kind of run, taken in turns after two rounds to warm up; tokens and logits of the batches.
-
-    What is timed always follows a forward, so that neither a step nor a traced one finds emptier caches.
-    """
-    taken: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "traced": []}
-    shapes = []
-    for turn in range(case.steps + WARM_UP):
-        step = _seconds(engine.step)
-        batch = tap.batch
-        assert batch is not None
-        times = {"step": step, "forward": _seconds(lambda: tap.bare(tap.batch))}
-        times["layout"] = _seconds(lambda: engine.runner.bind(tap.batch))
-        if traced is not None:
-            times["traced"] = _seconds(traced)
-            tap.bare(tap.batch)
-        tick()
-        if turn >= WARM_UP:
-            for name, value in times.items():
-                taken[name].append(value)
-            shapes.append((len(batch.input_ids_T), len(batch.logits_at_A)))
-    return taken, shapes
-
-
-def _series(run: Callable[[], object], steps: int, tick: Callable[[], object], *, wait: bool) -> list[float]:
-    """Seconds of runs on a GPU, one after another; those that do not look at their result are waited for."""
-    torch.cuda.synchronize()
-    taken = []
-    for turn in range(steps + WARM_UP):
-        started = time.perf_counter()
-        run()
-        if wait:
-            torch.cuda.synchronize()
-        if turn >= WARM_UP:
-            taken.append(time.perf_counter() - started)
-            if not wait:
-                tick()
-    return taken
+def _step_apart(engine: Engine) -> tuple[Plan, float, float]:
+    """One step in its three parts: seconds of all of it, and of the first and the last."""
+    started = time.perf_counter()
+    plan = engine.schedule()
+    scheduled = time.perf_counter()
+    launched = engine.launch(plan)
+    if engine.buffer.tokens_RNB.is_cuda:
+        torch.cuda.synchronize()
+    done = time.perf_counter()
+    engine.collect(launched)
+    ended = time.perf_counter()
+    return plan, ended - started, (scheduled - started) + (ended - done)
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -275,7 +225,9 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Callable[[], object], *, wait: bool = False) -> float:
     started = time.perf_counter()
     run()
+    if wait:
+        torch.cuda.synchronize()
     return time.perf_counter() - started

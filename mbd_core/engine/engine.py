@@ -55,6 +55,7 @@ class EngineConfig:
     static_shapes       in steps that only decode send every slot of the rows in use through the model, resident or
                         not (Alg. 5), so that a CUDA graph can be replayed; otherwise only resident slots (Alg. 4).
                         `None`: on a GPU
+    graphs              replay static steps as CUDA graphs, with kernels that allow it. `None`: on a GPU
     overlap             launch a static step before the results of the one before are read, where that is safe.
                         `None`: on a GPU
     batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
@@ -70,6 +71,7 @@ class EngineConfig:
     max_prefill_tokens: int = 2048
     prefix_caching: bool = True
     static_shapes: bool | None = None
+    graphs: bool | None = None
     overlap: bool | None = None
     batch_invariant: bool = False
     attention: str | None = None
@@ -99,12 +101,13 @@ class Plan:
     started: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A step that runs on the device while the host does something else."""
+    """A step whose device part has been launched: a report on those who decode in blocks, the canvases' logits."""
 
     plan: Plan
-    report: HostCopy
+    report: HostCopy | None
+    canvas_logits_AV: Tensor | None = None
 
 
 class Engine:
@@ -192,7 +195,7 @@ class Engine:
         self._vocab = Vocab(c.mask_token_id, vocab_limit or c.vocab_size)
         self._canvases = CanvasRuns(c, cache, self._vocab)
         self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
-        self._ledger = Ledger(config.max_rows, block_size=self.block_size)
+        self._ledger = Ledger(config.max_rows, block_size=self.block_size, page_size=self.page_size)
         self.static_shapes = device.type == "cuda" if config.static_shapes is None else config.static_shapes
         # whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte
         self.logits_chunk = max(1, LOGITS_AT_ONCE // c.vocab_size // self.block_size) * self.block_size
@@ -203,8 +206,10 @@ class Engine:
             self._vocab,
             page_size=self.page_size,
             batch_invariant=config.batch_invariant,
+            graphs=config.graphs,
             logits_chunk=self.logits_chunk,
         )
+        self.graphs = self.static_shapes and self._programs.records
         if trace is not None:
             trace.block_size = self.block_size
         self._trace = trace
@@ -212,6 +217,7 @@ class Engine:
         self.overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._launched: Launched | None = None
         self._held: list[StepOutput] = []
+        self._coming: list[Sequence] = []  # running, and on their way to the buffer
         self.last_report_RX = np.zeros((0, 0))
         self.num_ahead = 0  # steps launched before the one before was read
         self._collected = 0.0
@@ -299,7 +305,7 @@ class Engine:
 
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
-        self._held += self._land()
+        self._held += self.land()
         sequence = self.scheduler.preempt_youngest()
         if sequence is None:
             return None
@@ -343,70 +349,85 @@ class Engine:
         if not self.has_work:
             return []
         if self._launched is not None and not self._may_run_ahead():
-            return self._land()
-        plan = self._schedule()
-        if not (self.static_shapes and plan.decoding and not plan.chunks and not self._canvases.running):
+            return self.land()
+        plan = self.schedule()
+        launched = self.launch(plan)
+        if not (self.overlap and self._static(plan)):
             assert self._launched is None
-            report_RX, canvas_logits_AV = self._mixed_step(plan)
-            report = None if report_RX is None else HostCopy(report_RX)
-            return [*self._collect(plan, report), *self._collect_canvases(plan, canvas_logits_AV)]
-        report_RX = self._programs.run(plan.kind, num_pages=self._width)
-        launched = Launched(plan, HostCopy(report_RX))
-        if not self.overlap:
-            return self._collect(launched.plan, launched.report)
+            return self.collect(launched)
         self.num_ahead += self._launched is not None
-        outputs = self._land()
+        outputs = self.land()
         self._launched = launched
         return outputs
 
-    def _land(self) -> list[StepOutput]:
+    def land(self) -> list[StepOutput]:
         """Collect the step that was launched and not waited for, if there is one."""
         launched, self._launched = self._launched, None
-        return [] if launched is None else self._collect(launched.plan, launched.report)
+        return [] if launched is None else self.collect(launched)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step can be launched before the last one's results are known: nobody is to be seated or
         stored, and there are pages for whatever both steps may fill."""
         running = self.scheduler.running
-        if not running or any(not s.seated for s in running.values()) or self._canvases.running:
+        if not running or len(self._ledger.sequences) < len(running):
             return False
         if self.scheduler.waiting and len(running) < self.config.max_rows:
             return False
-        missing = sum(max(0, -(-self._upto(s) // self.page_size) - len(s.pages)) for s in running.values())
-        return missing <= self.scheduler.pool.num_free
+        return int(self._ledger.missing_pages_R(unread=1).sum()) <= self.scheduler.pool.num_free
 
-    def _schedule(self) -> Plan:
-        """Make room, admit, choose prompt chunks, seat sequences whose prompt is complete."""
+    def schedule(self) -> Plan:
+        """A step's first part, on the host: make room, admit, choose prompt chunks, seat sequences whose prompt is
+        complete."""
         started = time.perf_counter()
-        for sequence in self.scheduler.grow(self._upto):
-            self._put_aside(sequence)
-        for sequence in self.scheduler.admit():
-            if sequence.is_canvas:
-                self._canvases.join(sequence)
+        self._make_room()
+        self.admit()
         chunks = self.scheduler.prefill()
-        decoding = [s for s in self.scheduler.running.values() if s.decodes]
-        for sequence in decoding:
-            if not sequence.seated:
-                self._seat(sequence)
-        self._update_tables()
+        for sequence in [s for s in self._coming if s.decodes]:
+            self._coming.remove(sequence)
+            self._seat(sequence)
+        decoding = list(self._ledger.sequences.values())
         self._num_steps += 1
         return Plan(
             step=self._num_steps - 1,
             decoding=decoding,
             chunks=chunks,
-            kind=self._kind(decoding),
+            kind=self._kind(),
             started=started,
         )
 
-    def _kind(self, decoding: list[Sequence]) -> ProgramKind:
+    def admit(self) -> list[Sequence]:
+        """Requests that now run; those that decode in blocks come to the buffer when their prefix is stored."""
+        admitted = self.scheduler.admit()
+        for sequence in admitted:
+            if sequence.is_canvas:
+                self._canvases.join(sequence)
+            else:
+                self._coming.append(sequence)
+                self._table(sequence)
+        return admitted
+
+    def _static(self, plan: Plan) -> bool:
+        """Whether a step is a program: it only decodes, in blocks."""
+        return self.static_shapes and bool(plan.decoding) and not plan.chunks and not self._canvases.running
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """A step's second part, on the device: one forward and what follows from it."""
+        if self._static(plan):
+            return Launched(plan=plan, report=HostCopy(self._programs.run(plan.kind, num_pages=self._width)))
+        report_RX, canvas_logits_AV = self._mixed_step(plan)
+        report = None if report_RX is None else HostCopy(report_RX)
+        return Launched(plan=plan, report=report, canvas_logits_AV=canvas_logits_AV)
+
+    def _kind(self) -> ProgramKind:
         """What this step's decoding asks for."""
-        num_rows = self._programs.bucket(max([s.row for s in decoding], default=0) + 1)
+        num_rows = self._programs.bucket(max(self._ledger.sequences, default=0) + 1)
         merges = False
         if self.attention.merge_rule is not None and not self.config.batch_invariant:
             merges = self.attention.merges(
                 num_sequences=num_rows,
                 slots=self.config.buffer_size,
-                longest_prefix=max([max(s.prefix_length, s.committed) for s in decoding], default=0),
+                longest_prefix=self._ledger.most_committed,
             )
         asked = self._ledger.asks_at_most(unread=int(self._launched is not None))
         return ProgramKind(
@@ -436,29 +457,52 @@ class Engine:
     def _put_aside(self, sequence: Sequence) -> None:
         """A preempted sequence: keep what stands in its buffer row. A canvas keeps nothing and begins anew; what it
         repeats is no part of its NFE."""
-        if not sequence.seated:
-            return
-        if not sequence.is_canvas:
+        if sequence.seated and not sequence.is_canvas:
             sequence.saved = self.buffer.save(sequence.row)
+        self._leave(sequence)
+        if sequence.is_canvas:
+            sequence.num_prefill_forwards += sequence.num_forwards
+            sequence.num_forwards, sequence.decode_seconds = 0, 0.0
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Nothing of a running sequence stays in its row."""
+        if sequence.is_canvas:
+            self._canvases.leave(sequence.row)
+        elif sequence.seated:
             self.buffer.leave(sequence.row)
             self._ledger.leave(sequence)
         else:
-            self._canvases.leave(sequence.row)
-            sequence.num_prefill_forwards += sequence.num_forwards
-            sequence.num_forwards, sequence.decode_seconds = 0, 0.0
+            self._coming.remove(sequence)
         sequence.seated = False
 
-    def _update_tables(self) -> None:
-        """Bring the device's page table up to date; rows without a sequence keep what they had, nobody reads it."""
-        for row, sequence in self.scheduler.running.items():
-            if len(sequence.pages) != sequence.num_tabled and not sequence.is_canvas:
-                sequence.num_tabled = len(sequence.pages)
-                self._tables_RP[row, : sequence.num_tabled] = torch.tensor(sequence.pages)
+    def _make_room(self) -> None:
+        """Pages for those who may outgrow theirs in this step; who has to give up its own for it is put aside."""
+        unread = int(self._launched is not None)
+        short = [
+            self._ledger.sequences[row] for row in self._ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
+        ]
+        if not short:
+            return
+        for sequence in self.scheduler.grow(self._upto, sorted(short, key=lambda s: s.arrival)):
+            self._put_aside(sequence)
+        grown = [s for s in short if s.seated]
+        for sequence in grown:
+            self._ledger.moved(sequence)
+        self._table(*grown)
+
+    def _table(self, *sequences: Sequence) -> None:
+        """Write their new pages into the device's table; rows nobody is in keep what they had, and nobody reads it."""
+        new = [(s.row, place, s.pages[place]) for s in sequences for place in range(s.num_tabled, len(s.pages))]
+        if new:
+            row, place, page = torch.tensor(new, device=self._tables_RP.device).T
+            self._tables_RP[row, place] = page
+        for sequence in sequences:
+            sequence.num_tabled = len(sequence.pages)
 
     @property
     def _width(self) -> int:
         """Pages that any sequence in the buffer or on its way there has at most."""
-        return max([len(s.pages) for s in self.scheduler.running.values() if not s.is_canvas], default=1)
+        return max([self._ledger.most_pages, *(len(s.pages) for s in self._coming)]) or 1
 
     def _mixed_step(self, plan: Plan) -> tuple[Tensor | None, Tensor]:
         """Prompt chunks, resident slots and canvases in one forward; the report of those who decode in blocks, and the
@@ -512,11 +556,17 @@ class Engine:
 
     # -- after the forward --------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, copy: HostCopy | None) -> list[StepOutput]:
-        """Count the step, hand out what was committed, let finished sequences go.
+    def collect(self, launched: Launched) -> list[StepOutput]:
+        """A step's third part, on the host again: count it, hand out what was committed, let finished sequences go.
 
         Of a step launched ahead, sequences that had ended or were aborted by then have no share.
         """
+        outputs = self._collect_blocks(launched.plan, launched.report)
+        if launched.canvas_logits_AV is not None and self._canvases.running:
+            outputs += self._collect_canvases(launched.plan, launched.canvas_logits_AV)
+        return outputs
+
+    def _collect_blocks(self, plan: Plan, copy: HostCopy | None) -> list[StepOutput]:
         self.scheduler.stored(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
@@ -524,18 +574,25 @@ class Engine:
         if copy is None:
             return []
         self.last_report_RX = copy.read()
-        report = unpack_report(self.last_report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
+        report = self.last_report
         seconds, num_blocks = self._seconds(plan), report.num_blocks_R.astype(np.int64).tolist()
         decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
         if self._trace is not None and decoding:
-            self._record(self._trace, plan.step, decoding, report)
+            self.record(self._trace, plan.step, decoding, report)
         self._ledger.count([s.row for s in decoding], report, seconds)
         outputs = []
         for sequence in decoding:
             if left := num_blocks[sequence.row]:
                 tokens = report.tokens_RNB[sequence.row, :left].flatten().astype(np.int64).tolist()
                 outputs.append(self._emit(sequence, tokens, report.confidence_RNB[sequence.row, :left].flatten()))
+                if sequence.seated:
+                    self._ledger.moved(sequence)
         return outputs
+
+    @property
+    def last_report(self) -> Report:
+        """What the last step that was collected reported of those who decode in blocks."""
+        return unpack_report(self.last_report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
 
     def _seconds(self, plan: Plan) -> float:
         """Wall time of a step: since it was scheduled, or since the one before it was collected."""
@@ -558,7 +615,7 @@ class Engine:
         """Give out new tokens, up to an EOS among them; with that, or when `ended`, the request is done."""
         request = sequence.request
         stops = () if request.ignore_eos else self.model.config.eos_token_ids
-        cut = next((i for i, t in enumerate(fresh) if t in stops), None)
+        cut = min([fresh.index(eos) for eos in stops if eos in fresh], default=None)
         reason: FinishReason | None = "length" if ended else None
         if cut is not None:
             fresh, reason = fresh[:cut], "stop"
@@ -577,8 +634,6 @@ class Engine:
 
     def _collect_canvases(self, plan: Plan, logits_AV: Tensor) -> list[StepOutput]:
         """The canvases' part of the step: tokens decided without a gap are handed out."""
-        if not self._canvases.running:
-            return []
         outputs = []
         updates = self._canvases.update(logits_AV)
         seconds = time.perf_counter() - plan.started
@@ -612,7 +667,7 @@ class Engine:
                 outputs.append(self._hand_out(sequence, fresh, logprobs, ended=decoder.done))
         return outputs
 
-    def _record(self, trace: "TraceRecorder", step: int, decoding: list[Sequence], report: Report) -> None:
+    def record(self, trace: "TraceRecorder", step: int, decoding: list[Sequence], report: Report) -> None:
         rows = [s.row for s in decoding]
         masked = report.masked_RNB[rows] > 0
         trace.add(
@@ -629,9 +684,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence) -> None:
         if self.scheduler.is_running(sequence):
-            self.buffer.leave(sequence.row)
-            self._ledger.leave(sequence)
-            self._canvases.leave(sequence.row)
+            self._leave(sequence)
         self.scheduler.release(sequence)
 
     def check_integrity(self) -> None:

@@ -27,17 +27,21 @@ def work_of(request: Request) -> tuple[bool, ...]:
 
 
 class Ledger:
-    """Counts of the sequences that decode in blocks, by row, and what they ask of a step.
+    """The sequences in the Block Buffer, by row: how far they are, what they ask of a step, and their counts.
 
     num_asked_R  positions whose logits a row's next forward may ask for, at most
-    most_R       the positions of its whole buffer
+    window_R     the positions of its whole buffer
     """
 
-    def __init__(self, num_rows: int, *, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, num_rows: int, *, block_size: int, page_size: int) -> None:
+        self._block_size, self._page_size = block_size, page_size
+        self.sequences: dict[int, Sequence] = {}
+        self._committed_R = np.zeros(num_rows, dtype=np.int64)
+        self._span_R = np.zeros(num_rows, dtype=np.int64)
+        self._num_pages_R = np.zeros(num_rows, dtype=np.int64)
         self._work_RK = np.zeros((num_rows, len(WORK)), dtype=bool)
-        self.num_asked_R = np.zeros(num_rows, dtype=np.int64)
-        self.most_R = np.zeros(num_rows, dtype=np.int64)
+        self._num_asked_R = np.zeros(num_rows, dtype=np.int64)
+        self._window_R = np.zeros(num_rows, dtype=np.int64)
         self._num_forwards_R = np.zeros(num_rows, dtype=np.int64)
         self._num_store_forwards_R = np.zeros(num_rows, dtype=np.int64)
         self._seconds_R = np.zeros(num_rows)
@@ -46,7 +50,15 @@ class Ledger:
         """A sequence takes its row of the buffer."""
         row = sequence.row
         self._work_RK[row] = work_of(sequence.request)
-        self.num_asked_R[row] = self.most_R[row] = sequence.window
+        self._num_asked_R[row] = self._window_R[row] = sequence.window
+        self._span_R[row] = sequence.span
+        self.sequences[row] = sequence
+        self.moved(sequence)
+
+    def moved(self, sequence: Sequence) -> None:
+        """A sequence has committed more, or has other pages."""
+        self._committed_R[sequence.row] = sequence.committed
+        self._num_pages_R[sequence.row] = len(sequence.pages)
 
     def count(self, rows: Seq[int], report: Report, seconds: float) -> None:
         """A step of `seconds` in which `rows` took part."""
@@ -54,7 +66,7 @@ class Ledger:
         self._num_forwards_R[at] += 1
         self._num_store_forwards_R[at] += report.storing_only_R[at] > 0
         self._seconds_R[at] += seconds
-        self.num_asked_R[at] = report.num_asked_R[at]
+        self._num_asked_R[at] = report.num_asked_R[at]
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence leaves its row and takes its counts along."""
@@ -62,16 +74,32 @@ class Ledger:
         sequence.num_forwards += int(self._num_forwards_R[row])
         sequence.num_store_forwards += int(self._num_store_forwards_R[row])
         sequence.decode_seconds += float(self._seconds_R[row])
-        for kept in (self._num_forwards_R, self._num_store_forwards_R, self._seconds_R):
-            kept[row] = 0
-        self._work_RK[row] = False
-        self.num_asked_R[row] = self.most_R[row] = 0
+        del self.sequences[row]
+        for column in (
+            self._committed_R, self._span_R, self._num_pages_R, self._window_R, self._num_asked_R, self._work_RK,
+            self._num_forwards_R, self._num_store_forwards_R, self._seconds_R,
+        ):  # fmt: skip
+            column[row] = 0
 
     def work(self) -> dict[str, bool]:
         """Which of `WORK` some row asks for."""
-        return {kind: bool(self._work_RK[:, column].any()) for column, kind in enumerate(WORK)}
+        asked = np.logical_or.reduce(self._work_RK).tolist()
+        return dict(zip(WORK, asked, strict=True))
+
+    def missing_pages_R(self, *, unread: int) -> np.ndarray:
+        """Pages that each row lacks for its next step, `unread` steps being under way: each may commit a window."""
+        upto_R = np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
+        return np.maximum(-(-upto_R // self._page_size) - self._num_pages_R, 0)
+
+    @property
+    def most_committed(self) -> int:
+        return int(self._committed_R.max())
+
+    @property
+    def most_pages(self) -> int:
+        return int(self._num_pages_R.max())
 
     def asks_at_most(self, *, unread: int) -> int:
         """Positions whose logits the next forward of all rows may ask for, `unread` steps being under way: each of
         them may open one block more."""
-        return int(np.minimum(self.num_asked_R + unread * self._block_size, self.most_R).sum())
+        return int(np.minimum(self._num_asked_R + unread * self._block_size, self._window_R).sum())

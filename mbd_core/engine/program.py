@@ -50,20 +50,32 @@ class DecodePrograms:
         *,
         page_size: int,
         batch_invariant: bool,
+        graphs: bool | None,
         logits_chunk: int,
     ) -> None:
         self._runner, self._buffer, self._tables_RP, self._vocab = runner, buffer, tables_RP, vocab
         self._page_size, self._batch_invariant, self._logits_chunk = page_size, batch_invariant, logits_chunk
-        # the reference kernel and batch-invariant rows look at lengths on the host
-        on_host = batch_invariant or runner.attention.name == "reference"
-        self._records = tables_RP.device.type == "cuda" and not on_host
+        self.records = graphs is not False and self._obstacle is None
+        if graphs and self._obstacle is not None:
+            raise ValueError(f"graphs=True cannot be honoured: {self._obstacle}")
         self._recorded: dict[ProgramKind, Recording] = {}
         # all graphs share their temporary memory: one runs at a time, and a report is read before the next replay
-        self._pool = torch.cuda.graph_pool_handle() if self._records else None
+        self._pool = torch.cuda.graph_pool_handle() if self.records else None
+
+    @property
+    def _obstacle(self) -> str | None:
+        """Why a step cannot be recorded."""
+        if self._tables_RP.device.type != "cuda":
+            return f"CUDA graphs need a GPU, this is {self._tables_RP.device.type}"
+        if self._batch_invariant:
+            return "with batch_invariant=True rows' lengths are read on the host"
+        if self._runner.attention.name == "reference":
+            return "the reference attention reads rows' lengths on the host"
+        return None
 
     def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
         """One step; its report (R, X), on the device, good until the next. No row has more than `num_pages` pages."""
-        if not self._records:
+        if not self.records:
             return self._program(kind, num_pages)()
         if kind not in self._recorded:
             program = self._program(kind, self._tables_RP.shape[1])

@@ -45,6 +45,7 @@ class EagerRunner:
         self.model, self.cache, self.attention = model, cache, attention
         self._fused = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
+        self.last_batch: Batch | None = None  # of a captured step, what its replays fill anew
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 
@@ -63,6 +64,7 @@ class EagerRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Final hidden states (A, D) of the positions that are asked for."""
+        self.last_batch = batch
         paged = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
         if batch.split is None:

@@ -98,14 +98,16 @@ class Scheduler:
 
     # -- before a forward ---------------------------------------------------------------------------------------
 
-    def grow(self, upto: Callable[[Sequence], int]) -> list[Sequence]:
+    def grow(self, upto: Callable[[Sequence], int], among: Seq[Sequence] | None = None) -> list[Sequence]:
         """Give every running sequence, oldest first, pages for its tokens [0, upto(sequence)).
+
+        `among` names those of them, oldest first, that may lack any.
 
         When they run out the youngest is preempted, be it the asking one itself. Returns the preempted ones, youngest
         first: their pages are gone and they wait again; `row` still tells whose buffer row is to be saved.
         """
         preempted: list[Sequence] = []
-        for sequence in list(self.running.values()):
+        for sequence in list(self.running.values()) if among is None else among:
             if not self.is_running(sequence):
                 break  # preempted meanwhile, like all that are younger
             missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
@@ -154,9 +156,7 @@ class Scheduler:
         """
         budget = self.max_prefill_tokens
         chunks: list[PrefillChunk] = []
-        for sequence in self.running.values():
-            if sequence.prompt_stored:
-                continue
+        for sequence in [s for s in self.running.values() if s.prefilled < s.prefix_length]:
             if sequence.prefilled < sequence.origin:
                 if chunks and sequence.origin > budget:
                     continue

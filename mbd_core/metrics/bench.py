@@ -58,7 +58,8 @@ def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Host work of a step at the most rows over that at the fewest, for every (model, buffer, prefix) with several."""
+    """A step's host work at the most rows over that at the fewest, for every (model, buffer, prefix) with several;
+    and the same of all that a step does beside its forward."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["buffer_size"], row["prefix"]), []).append(row)
@@ -75,8 +76,8 @@ def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "from_rows": few["rows"],
                 "to_rows": many["rows"],
                 "growth": many["host_seconds"] / few["host_seconds"],
-                "growth_with_layout": (many["host_seconds"] + many["layout_seconds"])
-                / (few["host_seconds"] + few["layout_seconds"]),
+                "growth_beside_forward": (many["step_seconds"] - many["forward_seconds"])
+                / (few["step_seconds"] - few["forward_seconds"]),
             }
         )
     return found

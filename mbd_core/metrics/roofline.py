@@ -84,14 +84,16 @@ def step_cost(
     prefix: int,
     block_size: int | None = None,
     dtype_bytes: float = 2,
+    matrix_bytes: float | None = None,
     expert_bytes: float | None = None,
     logit_tokens: int | None = None,
 ) -> StepCost:
     """One step of `rows` sequences with `buffer_size` slots each behind `prefix` stored tokens.
 
-    `block_size` is the model's unless given; `expert_bytes` is the size of an expert's weight where it differs (1 for
-    FP8); `logit_tokens` how many positions get logits, all of the buffer's unless given. For one tensor-parallel rank
-    pass `config.sharded(size)`. Raises `ValueError` for counts that are not positive.
+    `block_size` is the model's unless given; `matrix_bytes` and `expert_bytes` are the sizes of a weight of the
+    layers' matrices and of the experts where they differ (1 for FP8); `logit_tokens` is how many positions get
+    logits, all of the buffer's unless given. For one tensor-parallel rank pass `config.sharded(size)`. Raises
+    `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:
@@ -100,6 +102,7 @@ def step_cost(
         )
     tokens = rows * buffer_size * block
     logit_tokens = tokens if logit_tokens is None else logit_tokens
+    matrix_bytes = dtype_bytes if matrix_bytes is None else matrix_bytes
     expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes
     d, c = config.hidden_size, config.head_dim
     attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
@@ -107,18 +110,18 @@ def step_cost(
 
     weight_bytes, per_token_flops = 0.0, 0.0
     for layer in range(config.num_layers):
-        weight_bytes += attention * dtype_bytes
+        weight_bytes += attention * matrix_bytes
         per_token_flops += 2 * attention
         moe = config.moe if config.is_sparse(layer) else None
         if moe is None:
-            weight_bytes += dense * dtype_bytes
+            weight_bytes += dense * matrix_bytes
             per_token_flops += 2 * dense
             continue
         expert = 3 * d * moe.intermediate_size
-        always = d * moe.num_experts + 3 * d * moe.shared_size
+        router, shared = d * moe.num_experts, 3 * d * moe.shared_size
         touched = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
-        weight_bytes += always * dtype_bytes + touched * expert * expert_bytes
-        per_token_flops += 2 * (always + moe.experts_per_token * expert)
+        weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
+        per_token_flops += 2 * (router + shared + moe.experts_per_token * expert)
     head = config.vocab_size * d
     weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
 
