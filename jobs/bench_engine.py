@@ -120,9 +120,10 @@ def config_of(model: str) -> ModelConfig:
     if model in SHAPES:
         return SHAPES[model]
     try:
-        return load_config(model_folder(model))
+        folder = model_folder(model)
     except ValueError as error:
         raise ValueError(f"{error}; shapes: {', '.join(SHAPES)}") from None
+    return load_config(folder)
 
 
 def check_fits(

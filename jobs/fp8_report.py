@@ -108,7 +108,7 @@ def logits(model: Decoder, asked: Sequence[Sample], *, masked: bool) -> Tensor:
         attend = DenseAttention((blocks[None, :] <= blocks[:, None])[None, None])
         hidden = model(tokens.to(device)[None], positions[None], attend)[0]
         rows = (at - 1).clamp(min=0) if c.shift_logits else at
-        row_V = model.logits(hidden[rows.to(device)]).cpu()
+        row_V = model.logits(hidden[rows.to(device)]).float().cpu()
         out.append(torch.cat((row_V[:, : c.mask_token_id], row_V[:, c.mask_token_id + 1 :]), dim=1))
     return torch.cat(out)
 

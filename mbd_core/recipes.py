@@ -115,6 +115,8 @@ def model_folder(model: str) -> Path:
     for folder in (CHECKPOINTS / model, Path(model)):
         if (folder / "config.json").is_file():
             return folder
+    if Path(model).exists():
+        raise ValueError(f"{model} is no model folder: it holds no config.json")
     known = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))
     raise ValueError(
         f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(known) or 'none'}"

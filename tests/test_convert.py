@@ -1,6 +1,7 @@
 """Converted checkpoints: there and back is the same bytes, and the model they make is the same model."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from jobs.convert_checkpoint import main
 from mbd_core.models import convert as convert_module
 from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.convert import convert
+from mbd_core.models.dcp import save_dcp
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.loader import load_model, save_model
 
@@ -92,6 +95,43 @@ def test_several_shards(tmp_path: Path, to: str) -> None:
     assert contents(tmp_path / "back") == contents(start)
 
 
+def test_dcp_has_about_as_many_files_as_there_are_shards(tmp_path: Path) -> None:
+    """Many tensors in a few files, none larger than asked, and read by DCP's own reader."""
+    start = saved(tmp_path / "start", LLADA2, max_shard_bytes=8000)
+    convert(start, tmp_path / "dcp", to="dcp", max_shard_bytes=8000)
+    files = sorted((tmp_path / "dcp").glob("*.distcp"))
+    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
+    held = dict.fromkeys((f.name for f in files), 0)
+    for index, where in metadata.storage_data.items():
+        tensor = metadata.state_dict_metadata[index.fqn]
+        held[where.relative_path] += tensor.size.numel() * tensor.properties.dtype.itemsize
+    assert len(files) == len(list(start.glob("*.safetensors"))) > 2
+    assert 0 < min(held.values()) <= max(held.values()) <= 8000
+    assert len(metadata.state_dict_metadata) > 10 * len(files)
+    stored = {name: t for file in start.glob("*.safetensors") for name, t in load_file(file).items()}
+    state = {"model": {name: torch.zeros_like(t) for name, t in stored.items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(t, state["model"][name]) for name, t in stored.items())
+
+
+def test_dcp_makes_a_tensor_when_its_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is made before the files in front of its own are closed."""
+    start = saved(tmp_path / "start", LLADA2)
+    seen = []
+
+    def watched(folder: Path, planned: dict[str, torch.Tensor], make, **options) -> None:
+        def noted(name: str) -> torch.Tensor:
+            seen.append(sum(p.stat().st_size for p in folder.glob("*.distcp")))
+            return make(name)
+
+        save_dcp(folder, planned, noted, **options)
+
+    monkeypatch.setattr(convert_module, "save_dcp", watched)
+    convert(start, tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= len(list((tmp_path / "dcp").glob("*.distcp"))) > 5
+
+
 def test_trainers_checkpoint_becomes_a_model(tmp_path: Path) -> None:
     start = saved(tmp_path / "start", LLADA2)
     model = load_model(start)
@@ -138,6 +178,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
 
     refused("is not a model folder: it has no config.json", source=tmp_path)
     refused("exists already", target=start)
+    refused("start, which is read; give a folder elsewhere", target=start / "inside")
+    refused("is not a model folder: it has no config.json", source=start / "config.json")
     convert(start, tmp_path / "dcp", to="dcp")
     file = sorted((tmp_path / "dcp").glob("*.distcp"))[0]
     whole = file.read_bytes()
@@ -145,12 +187,13 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     refused("is cut short at tensor 'model.", source=tmp_path / "dcp")
     file.unlink()
     refused(f"lacks the file {file.name}, which holds 'model.", source=tmp_path / "dcp")
-    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
-    refused(".metadata is damaged", source=tmp_path / "dcp")
+    for damaged in (b"", b"text", pickle.dumps([1]), pickle.dumps("text")):
+        (tmp_path / "dcp" / ".metadata").write_bytes(damaged)
+        refused(".metadata is damaged", source=tmp_path / "dcp")
     weights = load_file(start / "model.safetensors")
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     save_file({n: t for n, t in weights.items() if n != name}, start / "model.safetensors")
-    refused(f"lacks 1 tensors, the first is '{name}'")
+    refused(f"lacks the tensor '{name}', which config.json asks for")
     save_file(weights | {name: weights[name].float()}, start / "model.safetensors")
     refused(f"'{name}' is torch.float32 but")
     path = start / "model.safetensors"

@@ -1,10 +1,13 @@
 """Model folders of every family: exact round trips, tensor-parallel slices, a sentence for every wrong folder."""
 
 import json
+import math
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -14,11 +17,12 @@ from torch.nn import functional as F
 from mbd_core.models import loader
 from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.families import FAMILIES as ROWS
 from mbd_core.models.families import read_config, write_config
 from mbd_core.models.loader import load_config, load_generation_defaults, load_model, load_tokenizer, save_model
+from mbd_core.models.safetensor_files import INDEX
 from mbd_core.models.shard import Shard, split_dim
 from mbd_core.ops.dense import DenseAttention
-from mbd_core.recipes import TINY_MODEL
 from mbd_core.tasks.tokenizer import train_tokenizer
 
 SIZES = {
@@ -363,7 +367,7 @@ def test_wrong_folders_are_named(folder: Path, tmp_path: Path) -> None:
             load_model(folder)
 
     name = "model.layers.1.mlp.up_proj.weight"
-    with_tensors({k: v for k, v in weights.items() if k != name}, f"lacks 1 tensors, the first is '{name}'")
+    with_tensors({k: v for k, v in weights.items() if k != name}, f"lacks the tensor '{name}', which")
     with_tensors(weights | {"surprise": torch.zeros(1)}, "unexpected tensor 'surprise'")
     with_tensors(weights | {name: torch.zeros(3, 3)}, rf"'{name}' has shape \(3, 3\)")
     save_file(weights, folder / "model.safetensors")
@@ -390,6 +394,91 @@ def test_wrong_shards_are_named(folder: Path) -> None:
     (folder / file).unlink()
     with pytest.raises(ValueError, match=rf"lacks the weights file {file}, which holds 'model\.\S+' and \d+ more"):
         load_model(folder)
+
+
+def change_index(folder: Path, **files: object) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    rewrite(folder / INDEX, weight_map=index["weight_map"] | files)
+
+
+def first(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def cast(folder: Path, dtype: torch.dtype) -> None:
+    weights = load_file(first(folder))
+    save_file(weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"].to(dtype)}, first(folder))
+
+
+def be_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no index": (lambda f: (f / INDEX).unlink(), "lacks the weights file model.safetensors, and model.safeten"),
+    "index without map": (lambda f: (f / INDEX).write_text("{}"), "index.json has no weight_map"),
+    "index is a list": (lambda f: (f / INDEX).write_text("[]"), "index.json holds a list, not a JSON object"),
+    "index with a number": (lambda f: change_index(f, x=5), "index.json has the tensor 'x' in 5, which is no file"),
+    "index leads away": (lambda f: change_index(f, x="../x"), "has the tensor 'x' in '../x', which is no file"),
+    "index with a lost file": (lambda f: change_index(f, x="y.safetensors"), "lacks the weights file y.safetensors"),
+    "index with a lost tensor": (lambda f: change_index(f, x=first(f).name), "00001-of-.* lacks the tensor 'x'"),
+    "empty file": (lambda f: first(f).write_bytes(b""), "00001-of-.* is damaged or cut short in its header"),
+    "cut header": (lambda f: first(f).write_bytes(first(f).read_bytes()[:40]), "00001-of-.* in its header"),
+    "odd header": (lambda f: first(f).write_bytes(b"\x08" + bytes(7) + b'{"a": 1}'), "00001-of-.* in its header"),
+    "longer file": (lambda f: first(f).write_bytes(first(f).read_bytes() + b"x"), "00001-of-.* is damaged"),
+    "folder for a file": (lambda f: be_a_folder(first(f)), "00001-of-.* cannot be read: Is a directory"),
+    "whole numbers": (lambda f: cast(f, torch.int8), "00001-of-.*: tensor 'model.embed_.*' has dtype I8; known: "),
+    "config is a folder": (lambda f: be_a_folder(f / "config.json"), "config.json cannot be read: Is a directory"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
+    "config is no text": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is not valid JSON"),
+    "generation is no JSON": (lambda f: (f / "generation_config.json").write_text("{"), "^[^:]*/generation_config.j"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_one_sentence(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    save_model(folder, load_model(folder), max_shard_bytes=20_000)
+    load_model(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_model_folder(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"config.json is not a model folder: it has no config.json"):
+        load_model(folder / "config.json")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    """In a stacked expert, in one of several tensors stored as one, and in the last place of a norm."""
+    save_model(tmp_path / "m", random_model(FAMILIES["llada2"]), dtype=dtype)
+    path = tmp_path / "m" / "model.safetensors"
+    weights = load_file(path)
+    assert load_model(tmp_path / "m").model.norm.weight.dtype == dtype
+    for name in ("model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.0.attention.query_key_value.weight",
+                 "model.norm.weight", "model.layers.1.mlp.gate.expert_bias"):  # fmt: skip
+        bad = weights[name].clone()
+        bad.view(-1)[-1] = value
+        save_file(weights | {name: bad}, path)
+        with pytest.raises(ValueError, match=f"{path}: tensor '{name}' has values that are not finite in "):
+            load_model(tmp_path / "m")
+
+
+def test_values_that_a_narrower_dtype_cannot_hold_are_refused(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e6
+    save_file(weights, folder / "model.safetensors")
+    assert load_model(folder, dtype=torch.bfloat16).model.norm.weight[3].item() == pytest.approx(1e6, rel=1e-2)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' has values that are not finite in float16"):
+        load_model(folder, dtype=torch.float16)
+
+
+def test_weights_can_be_read_by_others(folder: Path) -> None:
+    assert {path.stat().st_mode & 0o444 for path in folder.iterdir()} == {0o444}
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
@@ -423,12 +512,108 @@ def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
     rewrite(folder / "config.json", mask_token_id=5)
     with pytest.raises(ValueError, match="mask_token_id=5 but the tokenizer's"):
         load_tokenizer(folder, load_config(folder))
+    rewrite(folder / "config.json", mask_token_id=0)
+    for damaged in ("{}", "[]", "{", '{"added_tokens": []}'):
+        (folder / "tokenizer.json").write_text(damaged)
+        with pytest.raises(ValueError, match="has no tokenizer that can be loaded: "):
+            load_tokenizer(folder, load_config(folder))
+
+
+def test_tokenizer_without_a_mask_token_needs_a_special_token_there(folder: Path) -> None:
+    """LLaDA's, as released: its mask token is a special token like others."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["mask_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    assert (tokenizer.mask_token, tokenizer.encode("<|mask|>")) == (None, [config.mask_token_id])
+    with pytest.raises(ValueError, match="mask_token_id=200 but the tokenizer's mask token None"):
+        load_tokenizer(folder, replace(config, mask_token_id=200))
+
+
+def test_dreams_tokenizer_needs_no_code_of_its_own(tmp_path: Path) -> None:
+    """Dream and DiffuCoder, as released: vocabulary, merges, and a class in a file of the checkpoint."""
+    letters = [*"abcdefgh", "\u0120", "ab"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "tokenization_dream.py").write_text("raise RuntimeError('this was run')")
+    special = {"10": {"content": "<|endoftext|>", "special": True}, "11": {"content": "<|mask|>", "special": True}}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": special,
+        "eos_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = replace(FAMILIES["dream"], mask_token_id=11)
+    tokenizer = load_tokenizer(tmp_path, config)
+    assert tokenizer.encode("ab ab<|mask|>") == [9, 8, 9, 11]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "OtherTokenizer"}))
+    with pytest.raises(ValueError, match=r"has no tokenizer that can be loaded: .*custom code"):
+        load_tokenizer(tmp_path, config)
+
+
+BAD_VALUES: dict[object, list[object]] = {
+    int: ["7", 7.0, True, -1, [7], {}, 2**31],
+    int | None: ["7", 7.0, True, -1, 0, [7]],
+    float: ["7", True, 0, -1.0, math.nan, math.inf, [7.0]],
+    bool: [0, 1, "true", [True], {}],
+    tuple[int, ...]: ["7", 7.0, True, -1, [7.5], [[7]], [True], {}],
+}
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
+    """Every key that is read, with every kind of value that it cannot have."""
+    family, written = ROWS[config.architecture], write_config(config)
+    for kind, keys in ((ModelConfig, family.keys), (MoEConfig, family.moe_keys or {})):
+        for ours, theirs in keys.items():
+            for value in BAD_VALUES[get_type_hints(kind)[ours]]:
+                with pytest.raises(ValueError, match=rf"^config.json has {theirs}=") as caught:
+                    read_config({**written, theirs: value})
+                assert "\n" not in str(caught.value)
+            if theirs not in (*family.defaults, "rotary_dim"):
+                with pytest.raises(ValueError, match=f"no '{theirs}', which {config.architecture} needs"):
+                    read_config({**written, theirs: None})
+    for key, wanted in family.fixed.items():
+        for value in ("other", 2, int(wanted) if isinstance(wanted, bool) else [wanted]):
+            with pytest.raises(ValueError, match=f"config.json has {key}=.* is supported with {wanted!r} only"):
+                read_config({**written, key: value})
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("hidden_size", "64"), ("num_attention_heads", 0), ("vocab_size", 1.5), ("rope_theta", "x")]
+    ("changes", "message"),
+    [
+        ({"architectures": "SDARForCausalLM"}, "^config.json has architectures='SDARForCausalLM'; supported: "),
+        ({"architectures": ["SDARForCausalLM", "DreamModel"]}, r"architectures=\['SDARForCausalLM', 'DreamModel'\]"),
+        ({"architectures": [{}]}, r"architectures=\[\{\}\]; supported: "),
+        ({"architectures": None}, "architectures=None; supported: "),
+        ({"quantization_config": {"quant_method": "fp8"}}, "^config.json has a quantization_config; take a release"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it must be an object"),
+        ({"rotary_dim": "4"}, "rotary_dim='4'; it must be a whole number"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor=True; it must be a number above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5; it must be at most 1"),
+        ({"eos_token_id": []}, "^config.json: eos_token_id is an empty list"),
+        ({"n_group": 3}, "^config.json: num_experts=8 does not divide into n_group=3"),
+    ],
 )
-def test_a_size_that_is_no_number_is_named(key: str, value: object) -> None:
-    written = write_config(TINY_MODEL)
-    with pytest.raises(ValueError, match=f"config.json has {key}="):
-        read_config({**written, key: value})
+def test_config_that_no_decoder_fits_is_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(write_config(FAMILIES["llada2"]) | changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"mask_token_id": "0"}, "^generation_config.json has mask_token_id='0'; it must be a whole number"),
+        ({"mask_token_id": True}, "^generation_config.json has mask_token_id=True"),
+        ({"eos_token_id": [1.0]}, r"^generation_config.json has eos_token_id=\[1.0\]; it must be a list"),
+        ({"block_size": 0}, "^generation_config.json has block_size=0; it must be a whole number from 1"),
+        ({"mask_token_id": 999}, "^config.json with generation_config.json: mask_token_id=999 lies outside"),
+    ],
+)
+def test_a_wrong_value_in_generation_config_names_that_file(value: dict, message: str) -> None:
+    config = {k: v for k, v in write_config(SDAR).items() if k not in value}
+    with pytest.raises(ValueError, match=message):
+        read_config(config, value)

@@ -1,5 +1,7 @@
 """Paged attention: every way of computing it gives what the equation gives, and the resolver says what it chose."""
 
+import functools
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from mbd_core.ops import compare
 from mbd_core.ops.attention import KERNELS, Choice, resolve
@@ -293,77 +296,81 @@ class FakePackages:
             out[part], lse[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v), scores.logsumexp(-1).T.float()
         return out, lse
 
-    def varlen_attn(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any,
-        enable_gqa: bool,
-        seqused_k: Tensor,
-        num_splits: int | None,
-        block_table: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert return_aux.lse and enable_gqa and seqused_k.dtype == torch.int32
-        assert (cu_seq_k is None) != (block_table is None)
-        self.calls.append({"max_q": max_q, "max_k": max_k, "exact": num_splits == 1})
-        keys, values = (gather_back(x, block_table, cu_seq_k, seqused_k) for x in (key, value))
-        return self.attend(query, keys, values, cu_seq_q)
-
-    def vllm(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        max_seqlen_q: int,
-        cu_seqlens_q: Tensor,
-        max_seqlen_k: int,
-        seqused_k: Tensor,
-        causal: bool,
-        block_table: Tensor,
-        return_softmax_lse: bool,
-        num_splits: int,
-        fa_version: int,
-    ) -> tuple[Tensor, Tensor]:
-        assert not causal and return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
-        self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": num_splits == 1, "fa": fa_version})
-        keys, values = (gather_back(x, block_table, None, seqused_k) for x in (k, v))
-        out, lse = self.attend(q, keys, values, cu_seqlens_q)
+    def varlen_attn(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given = inspect.signature(varlen_attn).bind(*args, num_splits=num_splits, **kwargs).arguments
+        query, table, starts, lengths = (given.get(n) for n in ("query", "block_table", "cu_seq_k", "seqused_k"))
+        assert given["return_aux"].lse and given["enable_gqa"] and lengths.dtype == torch.int32
+        assert (starts is None) != (table is None)
+        self.calls.append({"max_q": given["max_q"], "max_k": given["max_k"], "exact": num_splits == 1})
+        keys, values = (gather_back(given[name], table, starts, lengths) for name in ("key", "value"))
+        out, lse = self.attend(query, keys, values, given["cu_seq_q"])
         return out, lse.T
 
+    def vllm(
+        self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+        cu_seqlens_k: None = None, seqused_k: Any = None, q_v: None = None, dropout_p: float = 0.0,
+        softmax_scale: None = None, causal: bool = False, window_size: None = None, softcap: float = 0.0,
+        alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        block_table: Any = None, return_softmax_lse: bool = False, out: None = None, scheduler_metadata: None = None,
+        q_descale: None = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
+        output_scale: None = None, fa_version: int = 2,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert not causal and return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
+        assert num_splits in (0, 1) and k.shape[1] % 16 == 0 and block_table.is_contiguous()
+        self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": num_splits == 1, "fa": fa_version})
+        keys, values = (gather_back(x, block_table, None, seqused_k) for x in (k, v))
+        result, lse = self.attend(q, keys, values, cu_seqlens_q)
+        return result, lse.T
+
     def flash_2(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        causal: bool,
-        return_attn_probs: bool,
-        block_table: Tensor,
-    ) -> tuple[Tensor, Tensor, None]:
-        assert not causal and return_attn_probs and cu_seqlens_k.dtype == torch.int32
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+    ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
+        assert not causal and return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": True})
         keys, values = (gather_back(x, block_table, None, cu_seqlens_k.diff()) for x in (k, v))
         out, lse = self.attend(q, keys, values, cu_seqlens_q)
         return out, lse.T, None
 
+    def flash_3(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, qv: None = None,
+        rotary_cos: None = None, rotary_sin: None = None, cache_seqlens: Any = None, cache_batch_idx: None = None,
+        cache_leftpad: None = None, page_table: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: None = None,
+        max_seqlen_q: Any = None, rotary_seqlens: None = None, q_descale: None = None, k_descale: None = None,
+        v_descale: None = None, softmax_scale: None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+        scheduler_metadata: None = None, num_splits: int = 0, pack_gqa: None = None, sm_margin: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+        assert not causal and return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
+        # it knows the longest row's keys from the table alone
+        max_k = page_table.shape[1] * k_cache.shape[1]
+        self.calls.append({"max_q": max_seqlen_q, "max_k": max_k, "exact": num_splits == 1})
+        keys, values = (gather_back(x, page_table, None, cache_seqlens) for x in (k_cache, v_cache))
+        out, lse = self.attend(q, keys, values, cu_seqlens_q)
+        return out, lse.T, None, None
+
+    def get_kernel(
+        self, repo_id: str, revision: str | None = None, version: int | str | None = None
+    ) -> SimpleNamespace:
+        """From 0.15 on a version or a revision must be named."""
+        assert repo_id.startswith("kernels-community/") and (revision is None) != (version is None)
+        return SimpleNamespace(flash_attn_with_kvcache=self.flash_3)
+
     def __call__(self, name: str) -> Any:
         modules = {
             "vllm.vllm_flash_attn": {"flash_attn_varlen_func": self.vllm},
             "vllm.vllm_flash_attn.flash_attn_interface": {"is_fa_version_supported": lambda version: version == 3},
-            "torch.nn.attention.varlen": {"varlen_attn": self.varlen_attn, "AuxRequest": SimpleNamespace},
+            "torch.nn.attention.varlen": {
+                "varlen_attn": functools.update_wrapper(functools.partial(self.varlen_attn), varlen_attn),
+                "AuxRequest": AuxRequest,
+            },
             "torch.nn.attention": {"activate_flash_attention_impl": self.activated.append},
             "flash_attn_interface": {},
             "flash_attn": {"flash_attn_varlen_func": self.flash_2},
-            "kernels": {"get_kernel": lambda name: SimpleNamespace(flash_attn_varlen_func=self.vllm)},
+            "kernels": {"get_kernel": self.get_kernel},
         }
         if name in self.missing or name not in modules:
             raise ImportError(f"no module named {name}")
@@ -446,7 +453,6 @@ def test_the_cpu_takes_the_reference_and_imports_nothing() -> None:
 
     choice = resolve(CPU, torch.float32, 16, 24, load=refuse)
     assert choice.name == "reference" and set(choice.reasons) == set(KERNELS)
-    assert "torch 2.4" in choice.reasons["vllm-flash-attn-wheel"]
     q, k, v, layout = sequences([(50, [7, 7]), (3, [7])], page_size=16, seed=5)
     expected = by_equation(q, k, v, layout)[0]
     for exact in (False, True):

@@ -127,12 +127,12 @@ class SingleCanvas:
         return CanvasPlan([], queries)
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Accept tokens from this forward's logits, a (len(logits_at), V) float32 tensor a query."""
+        """Accept tokens from this forward's logits, a (len(logits_at), V) tensor a query."""
         per_lane = len(logits) // self.num_lanes
         logits_PV = torch.cat(logits[:per_lane])
         if self.num_lanes == 2:
-            unconditional_PV = torch.cat(logits[per_lane:])
-            logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (logits_PV - unconditional_PV)
+            conditional_PV, unconditional_PV = logits_PV.float(), torch.cat(logits[per_lane:]).float()
+            logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (conditional_PV - unconditional_PV)
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         positions = self._lane.open(self._start, self._stop)

@@ -33,8 +33,8 @@ def check_weight(owner: str, name: str, value: object) -> None:
 
 
 def check_choice(owner: str, name: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise `ValueError` unless `value` is one of `known`."""
-    if value not in known:
+    """Raise `ValueError` unless `value` is one of `known`, and of its type: 1 is not True."""
+    if not any(type(value) is type(k) and value == k for k in known):
         raise ValueError(f"{owner}{name}={value!r} must be one of {', '.join(map(repr, known))}")
 
 

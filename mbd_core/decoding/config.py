@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from mbd_core.decoding.canvas_config import Canvas, check_count, check_share
+from mbd_core.decoding.canvas_config import Canvas, check_choice, check_count, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,7 @@ class DecodingConfig:
             ("prompt_attention", ("block_causal", "full")),
             ("prefix_cache", (None, True, False)),
         ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
+            check_choice("", name, getattr(self, name), known)
         for name, kind in (("t2t", T2T), ("soft", Soft), ("canvas", Canvas)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):

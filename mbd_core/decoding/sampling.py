@@ -59,6 +59,14 @@ class Vocab:
         x_PV[..., self.size :] = value
         return x_PV
 
+    def likeliest(self, logits_PV: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest id (P,) that may be predicted and its probability (P,) in float32; ties go to the lowest id.
+
+        The probability is the model's own, over its whole vocabulary: ids that may not be predicted keep their share.
+        """
+        confidence_P, token_P = self.exclude_(logits_PV.float().softmax(dim=-1), -1.0).max(dim=-1)
+        return token_P, confidence_P
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -79,16 +87,16 @@ class Draw:
 def choose(logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
     """The token (P,) of each position and its probability (P,) in float32.
 
-    Ties go to the lowest id. The probability is the model's own, over its whole vocabulary, also of a token that was
-    drawn (with temperature, then top-k, then top-p): thresholds mean the same at every temperature, and top_k = 1 is
-    greedy.
+    The probability is the model's own also of a token that was drawn (with temperature, then top-k, then top-p):
+    thresholds mean the same at every temperature, and top_k = 1 is greedy.
     """
-    probabilities = vocab.exclude_(logits_PV.float().softmax(dim=-1), -1.0)
-    confidence_P, token_P = probabilities.max(dim=-1)
+    token_P, confidence_P = vocab.likeliest(logits_PV)
     if draw is None:
         return token_P, confidence_P
-    token_P = torch.where(draw.temperature_P > 0, _draw(logits_PV.float(), vocab, draw), token_P)
-    return token_P, probabilities.gather(-1, token_P[:, None])[:, 0]
+    logits_PV = logits_PV.float()
+    drawn_P = torch.where(draw.temperature_P > 0, _draw(logits_PV, vocab, draw), token_P)
+    own_P = (logits_PV.gather(-1, drawn_P[:, None])[:, 0] - logits_PV.logsumexp(-1)).exp()
+    return drawn_P, torch.where(drawn_P == token_P, confidence_P, own_P)
 
 
 def log_probability(confidence: Tensor) -> Tensor:

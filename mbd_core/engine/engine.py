@@ -23,7 +23,7 @@ from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slot
 from mbd_core.engine.ledger import Ledger
 from mbd_core.engine.program import DecodePrograms, ProgramKind
 from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
-from mbd_core.engine.runner import EagerRunner
+from mbd_core.engine.runner import EagerRunner, FusedVocab
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import Sequence, pages_needed
 from mbd_core.kvcache.cache import PagedKVCache
@@ -192,7 +192,8 @@ class Engine:
             # unused slots stand behind the longest sequence
             num_positions=(longest + config.buffer_size + 1) * self.page_size,
         )
-        self._vocab = Vocab(c.mask_token_id, vocab_limit or c.vocab_size)
+        vocab = FusedVocab if device.type == "cuda" else Vocab
+        self._vocab = vocab(c.mask_token_id, vocab_limit or c.vocab_size)
         self._canvases = CanvasRuns(c, cache, self._vocab)
         self._tables_RP = torch.zeros((config.max_rows, longest), dtype=torch.int64, device=device)
         self._ledger = Ledger(config.max_rows, block_size=self.block_size, page_size=self.page_size)

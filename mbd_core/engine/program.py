@@ -141,7 +141,8 @@ class Recording:
                 runner.last_RD.copy_(remembered)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # "thread_local": what other threads ask of the device meanwhile does not concern this capture
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._report_RX = step()
 
     def replay(self) -> Tensor:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Batch
 from mbd_core.kvcache.cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.ops.attention import BoundAttention, Choice
+from mbd_core.ops.confidence import confidence
 from mbd_core.ops.rows import RowLayout
 
 
@@ -28,6 +30,13 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, k, v, self.write_loc_T)
         return self.attend(q, *self.cache.layers[layer])
+
+
+class FusedVocab(Vocab):
+    """`Vocab` for logits on a GPU: they are read once."""
+
+    def likeliest(self, logits_PV: Tensor) -> tuple[Tensor, Tensor]:
+        return confidence(logits_PV, mask_token_id=self.mask_token_id, size=self.size)
 
 
 class EagerRunner:
@@ -78,7 +87,7 @@ class EagerRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """Float32 logits (A, V), raw: a position's own row; `split` computes runs of rows apart."""
+        """Logits (A, V), raw: a position's own row; `split` computes runs of rows apart."""
         return self.model.logits(hidden_AD, split=split)
 
     def blockwise_logits(self, hidden_AD: Tensor, batch: Batch, *, block_size: int) -> Callable[[slice], Tensor]:

@@ -93,9 +93,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (0 if name == "mask_token_id" else 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+            value, least = getattr(self, name), 0 if name == "mask_token_id" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
@@ -103,10 +103,10 @@ class ModelConfig:
         for name, token in [("mask_token_id", self.mask_token_id), *(("eos_token_id", e) for e in self.eos_token_ids)]:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}={token} lies outside the vocabulary of {self.vocab_size} tokens")
+        if not self.eos_token_ids:
+            raise ValueError("eos_token_id is an empty list; give at least one id")
         if self.mask_token_id in self.eos_token_ids:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an EOS id; they must differ")
-        if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be at least 1")
         rotated = self.num_rotated
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise ValueError(f"rotary_dim={rotated} must be even and at most head_dim={self.head_dim}")

@@ -79,6 +79,8 @@ def convert(
         raise ValueError(f"{target} exists already; give a folder that is yet to be made")
     beside_weights = config_from or source
     config = load_config(beside_weights)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} lies inside {source}, which is read; give a folder elsewhere")
     weights: Source = DcpFolder(source) if (source / METADATA).exists() else HfFolder(source)
     to = to or ("dcp" if isinstance(weights, DcpFolder) else "hf")
     with torch.device("meta"):
@@ -102,15 +104,15 @@ def convert(
         return tensor
 
     with written_beside(target) as beside:
+        _copy_rest(beside_weights, beside, config, fused=_fused(wanted))
         if to == "dcp":
             planned = {n: torch.empty(s.shape, dtype=dtypes[n], device="meta") for n, s in wanted.items()}
-            save_dcp(beside, planned, made)
+            save_dcp(beside, planned, made, max_bytes=max_shard_bytes)
         else:
             writer = ShardWriter(beside, max_bytes=max_shard_bytes)
             for name in wanted:
                 writer.add(name, made(name))
             writer.close()
-        _copy_rest(beside_weights, beside, config, fused=_fused(wanted))
 
 
 class _Pieces:

@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints (DCP) as a source and a target of weights, one tensor in memory at a time.
+"""PyTorch's distributed checkpoints (DCP) as a source and a target of weights, about one file in memory at a time.
 
 A training checkpoint holds the weights under `model.` beside optimizer and progress; only the weights matter here.
 """
@@ -6,8 +6,9 @@ A training checkpoint holds the weights under `model.` beside optimizer and prog
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from mbd_core.models.safetensor_files import TensorInfo
+from mbd_core.models.safetensor_files import MAX_SHARD_BYTES, TensorInfo
 
 METADATA = ".metadata"
 PREFIX = "model."
+# what unpickling a damaged file raises, as Python documents it
+DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
 
 
 class DcpFolder:
@@ -36,7 +41,7 @@ class DcpFolder:
         self._reader = _Reader(folder)
         try:
             metadata = self._reader.read_metadata()
-        except (pickle.UnpicklingError, EOFError) as error:
+        except DAMAGED as error:
             raise ValueError(f"{folder / METADATA} is damaged or cut short: {error}") from None
         tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
         nested = any(name.startswith(f"{PREFIX}model.") for name in tensors)
@@ -73,13 +78,15 @@ class DcpFolder:
         return into[key]
 
 
-def save_dcp(folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor]) -> None:
+def save_dcp(
+    folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor], *, max_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, `make` gives their values, one at a time.
 
-    A file a tensor: DCP's writer keeps everything in memory that goes into one file.
+    Files hold at most `max_bytes` each (or one tensor). DCP's writer keeps in memory what goes into one file.
     """
     planner = _LazyPlanner(lambda name: make(name.removeprefix(PREFIX)))
-    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
+    writer = _Writer(folder, max_bytes)
     with _one_process():
         dcp.save({PREFIX + n: t for n, t in tensors.items()}, storage_writer=writer, planner=planner, no_dist=True)
 
@@ -101,6 +108,38 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._parsed
+
+
+class _Writer(FileSystemWriter):
+    """Writes file after file, as if several ranks had written one each."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is made before its turn
+        self._max_bytes = max_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        for number, items in enumerate(_in_files(plan.items, self._max_bytes)):
+            prefix = replace(plan.storage_data, prefix=f"__{number}_")
+            written += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+
+def _in_files(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteItem]]:
+    """The items in order, cut into runs of at most `max_bytes` of values."""
+    run: list[WriteItem] = []
+    held = 0
+    for item in items:
+        assert item.tensor_data is not None
+        size = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+        if run and held + size > max_bytes:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size
+    yield run
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -189,11 +189,11 @@ class Decoder(nn.Module):
         return torch.where(w == 1, hard, soft.to(hard.dtype))
 
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """Float32 logits (..., V) of hidden states (..., D), as the head gives them.
+        """Logits (..., V) of hidden states (..., D), as the head gives them and in its type.
 
         At a position they predict that position's token, or the next one's where `config.shift_logits`.
         """
-        return join([self.lm_head(row).float() for row in pieces(hidden, split)])
+        return join([self.lm_head(row) for row in pieces(hidden, split)])
 
 
 def init_weights(model: Decoder, *, seed: int, std: float = 0.02) -> None:

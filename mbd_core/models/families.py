@@ -4,6 +4,7 @@ A checkpoint is recognised by `architectures`, never by a name a user types. A f
 config keys, the settings it is supported with, its switches on the one decoder stack, the module names that differ.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
@@ -22,7 +23,8 @@ class Family:
     only, `switches` and `moe_switches` fields that follow from the architecture. `names` says what the checkpoint
     calls our modules (`{i}` a layer, `{e}` an expert); several of ours under one name lie there one after another.
     `model_types` are the `model_type`s found in the wild, the first is the one written, unless `expert_model_types`
-    tells single experts from stacked ones.
+    tells single experts from stacked ones. `published` are the ids of the released vocabulary, for folders of that
+    `vocab_size` whose files leave them out; the tokenizer must agree (`loader.load_tokenizer`).
     """
 
     model_types: tuple[str, ...]
@@ -34,10 +36,14 @@ class Family:
     moe_switches: Json = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     expert_model_types: Mapping[str, str] | None = None
+    published: Json = field(default_factory=dict)
 
 
 # Ids and block size may stand in generation_config.json instead.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
+# The least value of whole numbers that may be less than 1, and the most of any.
+LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
+MOST = 2**31 - 1
 
 QWEN_KEYS = {
     "vocab_size": "vocab_size",
@@ -68,7 +74,13 @@ PER_EXPERT = {
     for p in ("gate", "up", "down")
 }
 
-SDAR = Family(model_types=("sdar",), keys=QWEN_KEYS, defaults={"tie_word_embeddings": False}, fixed=QWEN_FIXED)
+SDAR = Family(
+    model_types=("sdar",),
+    keys=QWEN_KEYS,
+    defaults={"tie_word_embeddings": False},
+    fixed=QWEN_FIXED,
+    published={"vocab_size": 151936, "mask_token_id": 151669, "eos_token_id": 151643},
+)
 
 SDAR_MOE = replace(
     SDAR,
@@ -120,6 +132,7 @@ LLADA2_MOE = Family(
         "model.layers.{i}.self_attn.o_proj": "model.layers.{i}.attention.dense",
         **PER_EXPERT,
     },
+    published={"vocab_size": 157184, "mask_token_id": 156895, "eos_token_id": 156892},
 )
 
 LLADA = Family(
@@ -174,6 +187,7 @@ LLADA = Family(
             }.items()
         },
     },
+    published={"vocab_size": 126464, "mask_token_id": 126336, "eos_token_id": 126081},
 )
 
 DREAM = Family(
@@ -182,6 +196,7 @@ DREAM = Family(
     defaults={"tie_word_embeddings": False, "block_size": 32},
     fixed={"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
+    published={"vocab_size": 152064, "mask_token_id": 151666, "eos_token_id": 151643},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -195,39 +210,50 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(config: Json) -> tuple[str, Family]:
     """The architecture a parsed config.json names, and its family; `ValueError` lists ours if it is none of them."""
-    names = config.get("architectures") or []
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(f"config.json has architectures={names}; supported: {', '.join(sorted(FAMILIES))}")
-    return names[0], FAMILIES[names[0]]
+    match config.get("architectures"):
+        case [str(name)] if name in FAMILIES:
+            return name, FAMILIES[name]
+        case names:
+            known = ", ".join(sorted(FAMILIES))
+            raise ValueError(f"config.json has architectures={names!r}; supported: {known}, one of them alone")
 
 
 def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """The `ModelConfig` of a parsed config.json; ids and block size missing there are looked up in `generation`.
 
-    Raises `ValueError` naming the key that is missing, or that has a value the stack does not compute.
+    Raises `ValueError` naming the file and the key that is missing, or that has a value of the wrong type or one that
+    the stack does not compute.
     """
     architecture, family = family_of(config)
-    config = _rope_in_place(config)
+    if config.get("quantization_config") is not None:
+        raise ValueError("config.json has a quantization_config; take a release whose weights are not quantized")
+    config = {key: value for key, value in _rope_in_place(config).items() if value is not None}
     if config.get("model_type", family.model_types[0]) not in family.model_types:
         raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
     for key, value in family.fixed.items():
-        if config.get(key) is not None and config[key] != value:
+        if key in config and (type(config[key]) is not type(value) or config[key] != value):
             raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
-    config = {**family.defaults, **_decoding_part(generation), **{k: v for k, v in config.items() if v is not None}}
+    recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
+    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
+    values = {**family.defaults, **published, **recommended, **config}
+    elsewhere = recommended.keys() - config.keys()
 
-    def required(key: str) -> Any:
-        if key not in config:
-            where = "config.json has" if key not in DECODING_KEYS else "config.json and generation_config.json have"
-            raise ValueError(f"{where} no '{key}', which {architecture} needs")
-        return config[key]
+    def taken(kind: type, ours: str, theirs: str) -> Any:
+        if theirs in values:
+            file = "generation_config.json" if theirs in elsewhere else "config.json"
+            return _typed(get_type_hints(kind)[ours], values[theirs], f"{file} has {theirs}", LEAST.get(ours, 1))
+        if theirs in DECODING_KEYS:
+            raise ValueError(
+                f"config.json and generation_config.json have no '{theirs}', which {architecture} needs; "
+                "add it to generation_config.json"
+            )
+        raise ValueError(f"config.json has no '{theirs}', which {architecture} needs")
 
     if "rotary_dim" in family.keys:
-        rotated = _rotary_dim(config, _number(ModelConfig, "head_dim", "head_dim", required("head_dim")))
-        config["rotary_dim"] = None if rotated == config["head_dim"] else rotated
-    fields = {ours: _number(ModelConfig, ours, theirs, required(theirs)) for ours, theirs in family.keys.items()}
-    eos = fields["eos_token_ids"]
-    fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
-    fields["rope_theta"] = float(fields["rope_theta"])
+        head_dim = taken(ModelConfig, "head_dim", "head_dim")
+        rotated = _rotary_dim(config, head_dim)
+        values["rotary_dim"] = None if rotated == head_dim else rotated
+    fields = {ours: taken(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
     if "head_dim" not in fields:
         fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
         if rest:
@@ -235,29 +261,36 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
                 f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
             )
     if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
-        raise ValueError(f"config.json has embedding_size={config['embedding_size']} beside another vocab_size")
-    moe = None
-    if family.moe_keys is not None:
-        experts = {
-            ours: _number(MoEConfig, ours, theirs, required(theirs)) for ours, theirs in family.moe_keys.items()
-        }
-        if "dense_layers" in experts:
-            experts["dense_layers"] = tuple(experts["dense_layers"])
-        moe = MoEConfig(**experts, **family.moe_switches)
-    return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+        raise ValueError(f"config.json has embedding_size={config['embedding_size']!r} beside another vocab_size")
+    experts = {ours: taken(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
+    try:
+        moe = MoEConfig(**experts, **family.moe_switches) if experts else None
+        return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+    except ValueError as error:
+        files = "config.json with generation_config.json" if elsewhere else "config.json"
+        raise ValueError(f"{files}: {error}") from None
 
 
-def _number(kind: type, ours: str, theirs: str, value: Any) -> Any:
-    """`value` as the field `ours` of `kind` takes it; `ValueError` names the key `theirs` if it is no such number."""
-    hint = get_type_hints(kind)[ours]
-    if hint not in (int, float):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int if hint is int else int | float):
-        raise ValueError(f"config.json has {theirs}={value!r}; it must be a {'whole ' if hint is int else ''}number")
-    least = {"mask_token_id": 0, "first_dense_layers": 0, "num_shared_experts": 0}.get(ours, 1)
-    if hint is int and value < least:
-        raise ValueError(f"config.json has {theirs}={value}; it must be at least {least}")
-    return value
+def _typed(hint: Any, value: Any, said: str, least: int) -> Any:
+    """`value` as a field of type `hint` takes it; else `ValueError`, in a sentence that `said` begins."""
+
+    def whole(number: Any) -> bool:
+        return type(number) is int and least <= number <= MOST
+
+    if hint is bool:
+        fits, wanted = type(value) is bool, "true or false"
+    elif hint is float:
+        fits, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+    elif hint == tuple[int, ...]:
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if all(whole(number) for number in numbers):
+            return numbers
+        fits, wanted = False, f"a list of whole numbers from {least}"
+    else:
+        fits, wanted = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
+    if not fits:
+        raise ValueError(f"{said}={value!r}; it must be {wanted}")
+    return float(value) if hint is float else value
 
 
 def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
@@ -297,6 +330,8 @@ def _rope_in_place(config: Json) -> dict[str, Any]:
     """transformers 5 moved rope settings into `rope_parameters`: put them back where older files have them."""
     config = dict(config)
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"config.json has rope_type={rope['rope_type']!r}; 'default' only is supported")
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -305,15 +340,13 @@ def _rope_in_place(config: Json) -> dict[str, Any]:
     return config
 
 
-def _decoding_part(generation: Json | None) -> dict[str, Any]:
-    return {k: generation[k] for k in DECODING_KEYS if generation is not None and generation.get(k) is not None}
-
-
 def _rotary_dim(config: Json, head_dim: int) -> int:
     """How many channels rotate, by number, by share of a head, or (neither given) all."""
     factor = config.get("partial_rotary_factor")
+    if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
+        raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")
     by_factor = head_dim if factor is None else int(head_dim * factor)
-    by_number = config.get("rotary_dim", by_factor)
+    by_number = _typed(int, config.get("rotary_dim", by_factor), "config.json has rotary_dim", 1)
     if factor is not None and by_number != by_factor:
         raise ValueError(f"config.json has rotary_dim={by_number} but partial_rotary_factor={factor} of {head_dim}")
     return by_number

@@ -1,13 +1,14 @@
 """Loading and saving models in the Hugging Face layout: config.json, safetensors, tokenizer, generation_config.json.
 
 Every tensor must be there, none may be left over, each must have its shape: a wrong folder is an error, not a model
-with random weights, and it is found out from the files' headers before a weight is read. Weights stream from the files
-into a model made without memory, so that the peak is the model and one tensor. A folder is written beside its place
-and renamed.
+with random weights, and it is found out from the files' headers before a weight is read. No weight may be NaN or
+infinite, which is found out as it is read. Weights stream from the files into a model made without memory, so that the
+peak is the model and one tensor. A folder is written beside its place and renamed.
 """
 
 import itertools
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder, Reduce
@@ -26,6 +27,7 @@ from mbd_core.models.families import read_config, write_config
 from mbd_core.models.names import ExpertLayout, Shape, Stored, stored_tensors
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.safetensor_files import (
+    DTYPES,
     MAX_SHARD_BYTES,
     ShardWriter,
     TensorInfo,
@@ -41,9 +43,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 def load_config(folder: Path) -> ModelConfig:
     """The model's configuration: config.json, and generation_config.json for ids and block size it leaves out."""
-    config = read_json(folder / "config.json")
+    config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     try:
-        return read_config(config, load_generation_defaults(folder))
+        return read_config(config, generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
@@ -55,16 +57,20 @@ def load_generation_defaults(folder: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary."""
+    """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary.
+
+    Tokenizers that name no mask token (LLaDA's) must have a special token at the model's mask id.
+    """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
-    # tokenizer.json is the whole tokenizer; without it the class named by the checkpoint has to build one
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").exists() else AutoTokenizer
+    kind = _tokenizer_kind(folder)
     try:
-        tokenizer = kind.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {' '.join(str(error).split())}") from None
-    if tokenizer.mask_token_id != config.mask_token_id:
+    added = tokenizer.added_tokens_decoder.get(config.mask_token_id)
+    unnamed = tokenizer.mask_token is None and added is not None and added.special
+    if tokenizer.mask_token_id != config.mask_token_id and not unnamed:
         raise ValueError(
             f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
             f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}"
@@ -72,6 +78,16 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
     return tokenizer
+
+
+def _tokenizer_kind(folder: Path) -> Any:
+    """The class to load a tokenizer with: no checkpoint's own code is run."""
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast  # the file is the whole tokenizer
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and read_json(settings).get("tokenizer_class") == "DreamTokenizer":
+        return Qwen2Tokenizer  # Dream's is Qwen2's, under a name of its own
+    return AutoTokenizer
 
 
 def load_model(
@@ -106,7 +122,10 @@ def load_model(
     for path, names in itertools.groupby(found, key=lambda name: found[name].path):
         with open_file(path) as file:
             for name in names:
-                _copy_in(weights, file.get_slice(name), expected[name], model.shard)
+                written = _copy_in(weights, file.get_slice(name), expected[name], model.shard)
+                if not all(_is_finite(part) for part in written):
+                    kind = str(written[0].dtype).removeprefix("torch.")
+                    raise ValueError(f"{path}: tensor '{name}' has values that are not finite in {kind}")
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
@@ -195,7 +214,8 @@ def check_tensors(
         raise ValueError(f"{info.path}: tensor '{name}' has shape {info.shape}, config.json asks for {wanted}")
     missing = sorted(expected.keys() - found.keys())
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors, the first is '{missing[0]}'")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{folder} lacks the tensor '{missing[0]}'{more}, which config.json asks for")
 
 
 def detect_layout(config: ModelConfig, shapes: dict[str, Shape], found: Iterable[str]) -> ExpertLayout:
@@ -220,14 +240,21 @@ def _stored_dtype(folder: Path, found: dict[str, TensorInfo]) -> torch.dtype:
         return dtypes.pop()
     config = read_json(folder / "config.json")
     name = config.get("dtype") or config.get("torch_dtype")
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = next((d for d in DTYPES.values() if str(d) == f"torch.{name}" or str(d) == name), None)
+    if dtype is None:
         raise ValueError(f"{folder} holds weights of several dtypes and config.json's dtype is {name!r}; ask for one")
     return dtype
 
 
-def _copy_in(weights: dict[str, Tensor], source: Any, stored: Stored, shard: Shard) -> None:
-    """Copy a stored tensor's parts, or this rank's slices of them, to their places in the model."""
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor an infinity: its least and its greatest value tell, at a copy's speed."""
+    low, high = tensor.aminmax()
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _copy_in(weights: dict[str, Tensor], source: Any, stored: Stored, shard: Shard) -> list[Tensor]:
+    """Copy a stored tensor's parts, or this rank's slices of them, to their places in the model; these places."""
+    places: list[Tensor] = []
     start = 0
     for part, length in zip(stored.parts, stored.lengths, strict=True):
         target = weights[part.target] if part.expert is None else weights[part.target][part.expert]
@@ -238,4 +265,6 @@ def _copy_in(weights: dict[str, Tensor], source: Any, stored: Stored, shard: Sha
             begin = (start if dim == 0 else 0) + shard.rank * target.shape[dim]
             where[dim] = slice(begin, begin + target.shape[dim])
         target.copy_(source[tuple(where)])
+        places.append(target)
         start += length
+    return places

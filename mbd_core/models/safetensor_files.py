@@ -18,11 +18,13 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a missing or malformed one is a `ValueError` that names it."""
+    """A JSON object from a file; a missing, unreadable or malformed one is a `ValueError` that names it."""
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -56,6 +58,8 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
         if not path.exists():
             inside = sorted(name for name, where in promised.items() if where == file)
             holds = f", which holds '{inside[0]}' and {len(inside) - 1} more tensors" if inside else ""
+            if not promised and any(folder.glob("*.safetensors")):
+                holds = f", and {INDEX}, which would say what its other weights files hold"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
         with open_file(path) as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
@@ -77,8 +81,11 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
 def open_file(path: Path) -> Iterator[Any]:
     """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor it cuts off."""
     try:
+        path.open("rb").close()  # its error says why a file cannot be read, safe_open's does not
         with safe_open(path, framework="pt") as file:
             yield file
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short{_first_cut(path)}: {error}") from None
 
@@ -91,6 +98,9 @@ def _promised(folder: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} has the tensor '{name}' in {file!r}, which is no file beside it")
     return weight_map
 
 
@@ -101,9 +111,9 @@ def _first_cut(path: Path) -> str:
         raw = file.read(size) if size < path.stat().st_size else b""
     try:
         header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        ends = sorted((v["data_offsets"][1], n) for n, v in header.items() if n != "__metadata__")
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         return " in its header"
-    ends = sorted((v["data_offsets"][1], n) for n, v in header.items() if n != "__metadata__")
     cut = [name for end, name in ends if 8 + size + end > path.stat().st_size]
     return f" at tensor '{cut[0]}'" if cut else ""
 
@@ -145,7 +155,9 @@ class ShardWriter:
         return self.folder / f"part-{number}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        path = self._part(len(self._shards))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes for the owner alone
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0

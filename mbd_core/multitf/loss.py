@@ -18,7 +18,7 @@ def multitf_loss(model: Decoder, batch: MultiTFBatch) -> tuple[Tensor, Tensor]:
     mask = dual_stream_mask(batch.stream, batch.block, batch.first)[:, None]
     hidden = model(batch.input_ids, batch.positions, DenseAttention(mask))
     chosen = batch.labels != IGNORE
-    logits = model.logits(hidden[chosen])
+    logits = model.logits(hidden[chosen]).float()
     labels = batch.labels[chosen]
     losses = F.cross_entropy(logits, labels, reduction="none")
     loss = (losses * batch.weights[chosen]).sum() / batch.num_samples

@@ -169,6 +169,12 @@ def _load(setting: Setting, module: str, *attributes: str) -> tuple[Any, ...]:
         raise UnavailableError(f"{module} cannot be imported ({error})") from error
 
 
+def _takes(function: Callable[..., Any], *arguments: str) -> None:
+    missing = [name for name in arguments if name not in inspect.signature(function).parameters]
+    if missing:
+        raise UnavailableError(f"the installed {function.__name__} takes no {missing[0]}; a newer one does")
+
+
 def _vllm(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=16)
     (function,) = _load(setting, "vllm.vllm_flash_attn", "flash_attn_varlen_func")
@@ -179,8 +185,7 @@ def _vllm(setting: Setting) -> flash.Kernel:
 def _torch_paged(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=16)
     varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
-    if "block_table" not in inspect.signature(varlen_attn).parameters:
-        raise UnavailableError("varlen_attn takes a block table from torch 2.11 on")
+    _takes(varlen_attn, "block_table", "num_splits")
     major = setting.capability[0] if setting.capability is not None else 0
     packages = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
     if major not in packages:
@@ -198,8 +203,7 @@ def _torch_paged(setting: Setting) -> flash.Kernel:
 def _torch_gathered(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=1)
     varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
-    if "seqused_k" not in inspect.signature(varlen_attn).parameters:
-        raise UnavailableError("varlen_attn takes key lengths (seqused_k) from torch 2.11 on")
+    _takes(varlen_attn, "seqused_k", "num_splits")
     return flash.torch_varlen_gathered(varlen_attn, aux)
 
 
@@ -211,20 +215,17 @@ def _flash_attn(setting: Setting) -> flash.Kernel:
 
 def _hub(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=16)
+    if setting.capability is not None and setting.capability[0] > 9:
+        raise UnavailableError(
+            "FlashAttention 3 is built for capability 8 and 9, this device has {}.{}".format(*setting.capability)
+        )
     (get_kernel,) = _load(setting, "kernels", "get_kernel")
+    _takes(get_kernel, "version")
     try:
-        module = get_kernel("kernels-community/vllm-flash-attn3")
+        module = get_kernel("kernels-community/vllm-flash-attn3", version=1)
     except (OSError, ValueError, RuntimeError) as error:
         raise UnavailableError(f"the hub has no build for this machine or cannot be reached ({error})") from error
-    return flash.vllm_flash(module.flash_attn_varlen_func, fa_version=3)
-
-
-def _wheel(setting: Setting) -> flash.Kernel:
-    if not torch.__version__.startswith("2.4."):
-        raise UnavailableError(f"the standalone wheel was built for torch 2.4, this is {torch.__version__}")
-    _require(setting, page_multiple=16)
-    (function,) = _load(setting, "vllm_flash_attn", "flash_attn_varlen_func")
-    return flash.flash_2(function)
+    return flash.flash_3(module.flash_attn_with_kvcache)
 
 
 KERNELS: dict[str, Callable[[Setting], flash.Kernel]] = {
@@ -232,7 +233,6 @@ KERNELS: dict[str, Callable[[Setting], flash.Kernel]] = {
     "torch-varlen": _torch_paged,
     "flash-attn": _flash_attn,
     "kernels-hub": _hub,
-    "vllm-flash-attn-wheel": _wheel,
     "torch-varlen-gathered": _torch_gathered,
 }
 _ON_REQUEST = frozenset({"kernels-hub"})

@@ -1,12 +1,11 @@
 """Flash-attention kernels in our signature: which argument of theirs each of ours becomes.
 
-Every one takes non-causal rows of varying length over a paged cache. They differ in how they take the key lengths and
-in how they return the log-sum-exp.
+Every one takes non-causal rows of varying length over a paged cache; `max_k` may be more than any row has. They differ
+in how they take the key lengths. All return the log-sum-exp as (H, T), also torch, whose manual says (T, H).
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any
     """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
-        return varlen_attn(
+        out, lse_HT = varlen_attn(
             q,
             k_pages,
             v_pages,
@@ -39,6 +38,7 @@ def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any
             block_table=rows.page_table_RP,
             num_splits=1 if rows.exact else None,
         )
+        return out, lse_HT.transpose(0, 1)
 
     return kernel
 
@@ -49,7 +49,7 @@ def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         table = rows.page_table_RP.long()
         starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
-        return varlen_attn(
+        out, lse_HT = varlen_attn(
             q,
             k_pages[table].flatten(0, 2),
             v_pages[table].flatten(0, 2),
@@ -62,15 +62,13 @@ def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable
             seqused_k=rows.kv_lens_R,
             num_splits=1 if rows.exact else None,
         )
+        return out, lse_HT.transpose(0, 1)
 
     return kernel
 
 
 def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
-    """`vllm.vllm_flash_attn` and the hub's builds of it: key lengths as they are. Their log-sum-exp is (H, T)."""
-    version = (
-        {"fa_version": fa_version} if "fa_version" in inspect.signature(flash_attn_varlen_func).parameters else {}
-    )
+    """`vllm.vllm_flash_attn`: key lengths as they are."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
         out, lse_HT = flash_attn_varlen_func(
@@ -85,7 +83,28 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
             causal=False,
             return_softmax_lse=True,
             num_splits=1 if rows.exact else 0,
-            **version,
+            fa_version=fa_version,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
+    """FlashAttention 3 as its own packages have it: there the function for caches takes pages, the other does not."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_with_kvcache(
+            q=q,
+            k_cache=k_pages,
+            v_cache=v_pages,
+            cache_seqlens=rows.kv_lens_R,
+            page_table=rows.page_table_RP,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            causal=False,
+            num_splits=1 if rows.exact else 0,
+            return_softmax_lse=True,
         )[:2]
         return out, lse_HT.transpose(0, 1)
 
@@ -93,9 +112,10 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
 
 
 def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
-    """`flash_attn` 2.x and the old standalone wheel: with a block table the key lengths are read from cumulative sums.
+    """`flash_attn` 2.x: with a block table the key lengths are read from cumulative sums.
 
-    Neither splits keys in this call, so a row's result does not depend on the others and `exact` needs nothing.
+    It splits keys only where all rows are single queries. Else a row's result does not depend on the others and
+    `exact` needs nothing.
     """
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:

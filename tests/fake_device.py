@@ -1,0 +1,323 @@
+"""A device that is not the host, computed on the host: what an engine does to a GPU, seen without one.
+
+Tensors of the fake device say that they are on `cuda:0` and hold a host tensor that only `FakeDevice` looks into. An
+operation that takes tensors of both sides is an error, as on a GPU. Whatever makes the host wait for the device, or
+copies to it from memory that is not pinned, is counted; while a graph is captured it is an error.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+
+# Their result's shape, or the result itself, depends on values: on a GPU the host waits for them.
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+    aten.equal,
+    aten.is_nonzero,
+}
+
+
+class OnDevice(Tensor):
+    """A tensor of the fake device; `host` holds its values."""
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> "OnDevice":
+        # to torch itself it is on the meta device, so that nothing reads it behind the mode's back
+        with torch.inference_mode(False):
+            tensor = Tensor._make_wrapper_subclass(
+                cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
+                device="meta",
+            )  # fmt: skip
+        tensor.host = host
+        return tensor
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called outside the fake device")
+
+
+class FakeDevice(TorchDispatchMode):
+    """Computes for `OnDevice` tensors. `waits` counts what makes the host wait, `uploads` what comes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.uploads: Counter[str] = Counter()
+        self.graph: Graph | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        here = any(isinstance(t, OnDevice) for t in tensors)
+        there = any(not isinstance(t, OnDevice) and t.ndim for t in tensors)
+        asked = kwargs.get("device")
+        to_device = here if asked is None else torch.device(asked).type == "cuda"
+        packet = func.overloadpacket
+        if packet in (aten._to_copy, aten.copy_):
+            source = args[0] if packet is aten._to_copy else args[1]
+            target = to_device if packet is aten._to_copy else isinstance(args[0], OnDevice)
+            if isinstance(source, OnDevice) and not target:
+                self.wait(f"{packet} to the host")
+            elif target and not isinstance(source, OnDevice) and source.ndim:
+                self.upload(f"{packet} from the host")
+        elif here and there:
+            raise AssertionError(f"{func} takes tensors of the device and of the host")
+        elif here and (packet in WAITS or _counts(func, args, kwargs)):
+            self.wait(str(packet))
+        kwargs.pop("pin_memory", None)
+        if asked is not None:
+            kwargs["device"] = torch.device("cpu")
+        return_first = func._schema.is_mutable
+        call = Call(KERNELS.get(packet, func), *tree_map(_host, (args, kwargs)))
+        out = self._run(call, on_device=to_device, writes=return_first)
+        return kwargs.get("out", args[0]) if return_first else out
+
+    def _run(self, call: "Call", *, on_device: bool, writes: bool) -> Any:
+        with _disable_current_modes():
+            if self.graph is not None and on_device:
+                self.graph.record(call, writes)
+            else:
+                call.run()
+        return tree_map(self.put, call.out) if on_device else call.out
+
+    def put(self, value: Any) -> Any:
+        """A host tensor as one of the device; other values as they are."""
+        return OnDevice(value) if isinstance(value, Tensor) else value
+
+    def move(self, module: nn.Module) -> nn.Module:
+        """`module`, its parameters and buffers put on the device."""
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = nn.Parameter(self.put(parameter.detach().clone()), requires_grad=False)
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = self.put(buffer)
+        return module
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, written for host tensors, as a kernel: all its tensors must be on the device. It may write to
+        temporaries only."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            strange = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, OnDevice)]
+            assert not strange, f"{function.__name__} was given {len(strange)} tensors of the host"
+            return self._run(Call(function, *tree_map(_host, (args, kwargs))), on_device=True, writes=False)
+
+        return call
+
+    @contextmanager
+    def capture(self, graph: "Graph", pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+        """Stands for `torch.cuda.graph`: nothing may wait or come from the host, and nothing is done yet."""
+        self.graph = graph
+        graph.pool = self._pool(pool)
+        try:
+            yield
+        finally:
+            self.graph = None
+            graph.undo()
+            graph.pool.append(graph)
+
+    @staticmethod
+    def _pool(pool: "list[Graph] | None") -> "list[Graph]":
+        return [] if pool is None else pool
+
+    def wait(self, what: str) -> None:
+        assert self.graph is None, f"{what} makes the host wait, which no graph can capture"
+        self.waits[what] += 1
+
+    def upload(self, what: str) -> None:
+        assert self.graph is None, f"{what} copies from the host, which no graph can capture"
+        self.uploads[what] += 1
+
+
+@dataclass
+class Call:
+    """An operation on host tensors, and what it gave."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    out: Any = None
+
+    def run(self) -> None:
+        self.out = self.function(*self.args, **self.kwargs)
+
+    def again(self) -> None:
+        """Once more, its results put where the first ones lie."""
+        now = self.function(*self.args, **self.kwargs)
+        for old, new in zip(tree_leaves(self.out), tree_leaves(now), strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    def spoil(self) -> None:
+        """What another graph of the same pool may do to the results: something else stands there."""
+        mine = {t.untyped_storage().data_ptr() for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)}
+        for old in tree_leaves(self.out):
+            if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in mine:
+                old.fill_(torch.nan if old.dtype.is_floating_point else True if old.dtype == torch.bool else 99)
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`: the operations of a capture, made again over the same memory."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ran = False
+        self.pool: list[Graph] = []
+
+    def record(self, call: Call, writes: bool) -> None:
+        if writes:
+            written = call.kwargs.get("out", call.args[0])
+            whole = written.new_empty(0).set_(written.untyped_storage())
+            self._before.setdefault(whole.data_ptr(), (whole, whole.clone()))
+        call.run()
+        self._calls.append(call)
+
+    def undo(self) -> None:
+        """A capture does nothing: what was written is as it was."""
+        for memory, saved in self._before.values():
+            memory.copy_(saved)
+
+    def replay(self) -> None:
+        with _disable_current_modes():
+            for other in self.pool:
+                other.spoil()
+            for call in self._calls:
+                call.again()
+        self._ran = True
+
+    def spoil(self) -> None:
+        """Another graph of the same pool runs: what this one made is gone."""
+        for call in self._calls if self._ran else ():
+            call.spoil()
+        self._ran = False
+
+
+class _Calls(TorchFunctionMode):
+    """What torch does without telling a dispatch mode: `torch.tensor(..., device=...)` and `tolist`."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            self._device.upload("torch.tensor")
+            return self._device.put(torch.tensor(*args, **{**kwargs, "device": "cpu"}))
+        if func is Tensor.tolist and isinstance(args[0], OnDevice):
+            self._device.wait("tolist")
+            return args[0].host.tolist()
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream or an event: all is done in the order it is asked for."""
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+
+
+class _Generator(torch.Generator):
+    """A generator of any device draws on the host."""
+
+    def __new__(cls, device: Any = None) -> "_Generator":
+        return super().__new__(cls, "cpu")
+
+
+@contextmanager
+def fake_device() -> Iterator[FakeDevice]:
+    """The fake device, and as much of `torch.cuda` as an engine asks for."""
+    device = FakeDevice()
+    with ExitStack() as stack:
+        for name, value in {
+            "_lazy_init": lambda: None,
+            "get_device_capability": lambda device=None: (9, 0),
+            "graph_pool_handle": list,
+            "Event": _Stream,
+            "Stream": _Stream,
+            "current_stream": lambda device=None: _Stream(),
+            "stream": lambda stream: nullcontext(),
+            "CUDAGraph": Graph,
+            "graph": device.capture,
+            "synchronize": lambda device=None: None,
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(_Calls(device))
+        stack.enter_context(device)
+        yield device
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, OnDevice) else value
+
+
+def _counts(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the shape of what is made or written is found by counting: masks as indices, repeats without a size."""
+    if func.overloadpacket is aten.repeat_interleave:
+        return func is not aten.repeat_interleave.self_int and kwargs.get("output_size") is None
+    if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return False
+
+
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """FP8 products with a scale a row and a column, under the conditions that CUDA sets."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
+    assert a.stride() == (inner, 1) and b.stride() == (1, inner) and inner % 16 == columns % 16 == 0
+    assert (
+        scale_a.shape == (rows, 1)
+        and scale_b.shape == (1, columns)
+        and scale_a.dtype == scale_b.dtype == torch.float32
+    )
+    assert scale_a.is_contiguous() and scale_b.is_contiguous()
+    return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+
+KERNELS = {aten._scaled_mm: _scaled_mm}

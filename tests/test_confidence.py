@@ -1,0 +1,96 @@
+"""Confidence in one reading of the logits is `Vocab.likeliest`, the kernels being interpreted."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.ops.confidence import confidence, stretches
+
+
+def case(positions: int, vocabulary: int, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, dict[str, int]]:
+    """Logits that tie often, whose likeliest id is often the mask's or lies in the padded tail; which ids may be."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-40, 40, (positions, vocabulary), generator=generator).to(dtype) / 4
+    logits[::2, 3] = 12.0
+    logits[::3, -1] = 13.0
+    return logits, {"mask_token_id": 3, "size": vocabulary - 1 - vocabulary // 10}
+
+
+def test_a_vocabulary_is_covered_and_few_positions_share_it_out() -> None:
+    for positions in (0, 1, 32, 1024, 5000):
+        for vocabulary in (1, 2048, 2049, 151936, 157184):
+            count, span = stretches(positions, vocabulary)
+            assert (count - 1) * span < vocabulary <= count * span and span % 1024 == 0
+    assert stretches(1024, 157184)[0] == 1 and stretches(32, 157184)[0] > 16 and stretches(1, 157184)[0] == 154
+
+
+def test_rows_that_are_not_contiguous_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"have strides \(1, 30\); make their rows contiguous"):
+        confidence(torch.zeros(4, 30).T, mask_token_id=0, size=4)
+
+
+INTERPRETED = """
+import torch
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.ops import confidence as kernels
+from mbd_core.ops.confidence import confidence
+from test_confidence import case
+kernels._PROGRAMS = 4
+for positions, vocabulary in ((1, 9000), (3, 6), (2, 4096), (5, 4100)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits, may = case(positions, vocabulary, dtype)
+        token, probability = confidence(logits, **may)
+        wanted = Vocab(**may).likeliest(logits)
+        assert torch.equal(token, wanted[0]) and token.dtype == torch.int64, (positions, vocabulary, dtype)
+        torch.testing.assert_close(probability, wanted[1], rtol=1e-5, atol=0)
+wide = torch.randn(3, 6000).mul_(30)
+for part in (wide[:, :5000], wide[:, :5000] - 1e4):
+    token, probability = confidence(part, mask_token_id=7, size=5000)
+    wanted = Vocab(7, 5000).likeliest(part)
+    assert torch.equal(token, wanted[0])
+    torch.testing.assert_close(probability, wanted[1], rtol=1e-4, atol=0)
+flat = torch.zeros(2, 4100)
+for mask in (0, 9):
+    assert confidence(flat, mask_token_id=mask, size=4100)[0].tolist() == [int(mask == 0)] * 2
+assert confidence(torch.full((1, 9), torch.nan), mask_token_id=0, size=9)[0].tolist() == [0]
+print("one reading is enough")
+"""
+
+
+def test_the_kernels_are_the_definition_under_tritons_interpreter() -> None:
+    """In a process of its own: Triton decides when a kernel is defined whether to interpret it."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed here; the confidence kernel is not tested")
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "one reading is enough" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_confidence_is_the_definition_and_is_captured(dtype: torch.dtype) -> None:
+    logits, may = case(40, 157184, dtype)
+    wanted = Vocab(**may).likeliest(logits)
+    here = logits.cuda()
+    confidence(here, **may)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token, probability = confidence(here, **may)
+    graph.replay()
+    assert torch.equal(token.cpu(), wanted[0])
+    torch.testing.assert_close(probability.cpu(), wanted[1], rtol=1e-4, atol=0)
