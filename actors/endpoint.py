@@ -4,6 +4,7 @@ Annotations in this file are evaluated when it is imported: FastAPI under `serve
 ones, so `from __future__ import annotations` must not be added.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -36,6 +37,7 @@ from actors.openai_schema import (
 from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
 from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.group import RankLost
 from mbd_core.engine.load import LoadedModel, edit_note, load_engine
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.quantize import Parts
@@ -52,14 +54,15 @@ TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
 class EndpointArgs:
     """What a replica needs to start.
 
-    folder       the model folder, on the replica's machine
-    name         the name clients call the model by
-    engine       the engine's sizes and switches
-    max_waiting  requests that may wait for a row; more get 429
-    num_threads  torch's threads a replica
-    trace        a folder for step traces, on the replica's machine; each replica writes into one of its own in it,
-                 the newest `TRACE_FILES` files of `TRACE_ROWS_PER_FILE` rows
-    fp8          which weights are rounded to FP8
+    folder           the model folder, on the replica's machine
+    name             the name clients call the model by
+    engine           the engine's sizes and switches
+    max_waiting      requests that may wait for a row; more get 429
+    num_threads      torch's threads a rank
+    trace            a folder for step traces, on the replica's machine; each replica writes into one of its own in it,
+                     the newest `TRACE_FILES` files of `TRACE_ROWS_PER_FILE` rows
+    fp8              which weights are rounded to FP8
+    tensor_parallel  ranks the model is cut among, each a process with a GPU of its own where the replica has GPUs
     """
 
     folder: str
@@ -69,6 +72,7 @@ class EndpointArgs:
     num_threads: int = 1
     trace: str | None = None
     fp8: Parts | None = None
+    tensor_parallel: int = 1
 
 
 class EventStream(StreamingResponse):
@@ -135,7 +139,13 @@ class Endpoint:
         torch.set_num_threads(args.num_threads)
         self.args = args
         self.trace = None if args.trace is None else self._recorder(Path(args.trace))
-        self.loaded: LoadedModel = load_engine(Path(args.folder), args.engine, trace=self.trace, fp8=args.fp8)
+        self.loaded: LoadedModel = load_engine(
+            Path(args.folder),
+            args.engine,
+            trace=self.trace,
+            fp8=args.fp8,
+            tensor_parallel=args.tensor_parallel,
+        )
         self.defaults = {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
         self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
         self.token_texts = TokenTexts(self.loaded.tokenizer)
@@ -147,6 +157,7 @@ class Endpoint:
         """Awaited by Serve when it ends a replica in good order: what was traced last is written."""
         if hasattr(self, "engine"):  # the model could be loaded
             await self.engine.stop()
+            await asyncio.to_thread(self.loaded.close)
             if self.trace is not None:
                 self.trace.close()
 
@@ -168,14 +179,15 @@ class Endpoint:
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica when this raises."""
         self.engine.check_health()
+        self.loaded.check_health()
 
     @api.get("/health")
     async def health(self) -> Response:
         """Whether requests are served, how many are, and by what."""
         try:
-            self.engine.check_health()
+            self.check_health()
             ready = True
-        except EngineFailed:
+        except (EngineFailed, RankLost):
             ready = False
         engine, load = self.loaded.engine, self.engine.load
         body = {
@@ -184,6 +196,7 @@ class Endpoint:
             "running": load.running,
             "waiting": load.waiting,
             "backend": self.loaded.backend,
+            "tensor_parallel": self.args.tensor_parallel,
             "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
             "defaults": self.defaults,
             "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
@@ -387,8 +400,9 @@ class Endpoint:
 
 
 def build(args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0) -> serve.Application:
-    """The Serve application: `replicas` endpoints, each a process with its own copy of the model and `num_gpus` GPUs.
+    """The Serve application: `replicas` endpoints, each with its own copy of the model and `num_gpus` GPUs.
 
+    `num_gpus` is 0 or one a tensor-parallel rank (`cluster.placement`); each rank is a process and takes a CPU.
     A replica takes every request and refuses beyond its own bound with 429; Serve's queue before it is bounded too.
     """
     return Endpoint.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
@@ -401,5 +415,5 @@ def build(args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0) -> serve.
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": 1, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": args.tensor_parallel, "num_gpus": num_gpus},
     ).bind(args)

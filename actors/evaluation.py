@@ -48,10 +48,11 @@ class Decode:
     """Answers every row of a table with the engine of its model. An engine is loaded when first asked for and kept.
 
     `models` maps the names in the rows to what `model_folder` takes. Rows of different configurations run together.
+    With `tensor_parallel` ranks one engine is kept at a time: a process belongs to one group.
     """
 
-    def __init__(self, models: Mapping[str, str], engine: EngineConfig) -> None:
-        self._models, self._engine = dict(models), engine
+    def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
+        self._models, self._engine, self._ranks = dict(models), engine, tensor_parallel
         self._loaded: dict[str, LoadedModel] = {}
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -83,8 +84,16 @@ class Decode:
 
     def _load(self, name: str) -> LoadedModel:
         if name not in self._loaded:
-            self._loaded[name] = load_engine(model_folder(self._models[name]), self._engine)
+            if self._ranks > 1:
+                self.close()
+            folder = model_folder(self._models[name])
+            self._loaded[name] = load_engine(folder, self._engine, tensor_parallel=self._ranks)
         return self._loaded[name]
+
+    def close(self) -> None:
+        """Let go of all engines; they are loaded again when asked for."""
+        while self._loaded:
+            self._loaded.popitem()[1].close()
 
     def _generate(self, name: str, requests: list[Request]) -> dict[str, Output | Failure]:
         outcomes: dict[str, Output | Failure] = {}
@@ -105,7 +114,7 @@ class Decode:
         try:
             return {output.request_id: output for output in self._load(name).engine.generate(requests)}
         except Exception as error:
-            del self._loaded[name]
+            self._loaded.pop(name).close()
             if len(requests) == 1:
                 return {requests[0].request_id: Failure(f"{type(error).__name__}: {error}")}
             outcomes: dict[str, Output | Failure] = {}

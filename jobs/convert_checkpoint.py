@@ -2,6 +2,7 @@
 
 python jobs/convert_checkpoint.py --from LLaDA2.0-mini --to mini-fused --experts fused
 python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --experts per-expert --config mini-fused
+python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout
 
 Streams: about one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust:
 a distributed checkpoint's metadata is a pickle.
@@ -10,19 +11,26 @@ a distributed checkpoint's metadata is a pickle.
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mbd_core.models.convert import convert
+from mbd_core.models.loader import save_random
 from mbd_core.models.names import ExpertLayout
+from mbd_core.models.shapes import SHAPES
 
 EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="checkpoint to read")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from", dest="source", type=Path, metavar="DIR", help="checkpoint to read")
+    source.add_argument(
+        "--random", choices=sorted(SHAPES), metavar="SHAPE", help=f"or random weights: {', '.join(SHAPES)}"
+    )
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--experts", choices=sorted(EXPERTS), help="how experts lie (default: as they do)")
     parser.add_argument("--format", choices=("hf", "dcp"), help="what to write (default: as the source is)")
@@ -41,23 +49,41 @@ def main(argv: list[str] | None = None) -> int:
         bar.update(done - bar.n)
 
     try:
-        convert(
-            args.source,
-            args.to,
-            experts=EXPERTS.get(args.experts),
-            to=args.format,
-            config_from=args.config,
-            max_shard_bytes=int(args.max_shard_gb * 10**9),
-            progress=progress,
-        )
+        if args.random is not None:
+            make_random(args, progress)
+        else:
+            convert(
+                args.source,
+                args.to,
+                experts=EXPERTS.get(args.experts),
+                to=args.format,
+                config_from=args.config,
+                max_shard_bytes=int(args.max_shard_gb * 10**9),
+                progress=progress,
+            )
     except (ValueError, OSError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 2
     finally:
         if bar is not None:
             bar.close()
-    print(f"wrote {args.to}")
+    print(f"wrote {args.to}; {memory()}")
     return 0
+
+
+def make_random(args: argparse.Namespace, progress: Callable[[int, int], None]) -> None:
+    if args.experts or args.format or args.config:
+        raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
+    if args.to.exists():
+        raise ValueError(f"{args.to} exists already; give a folder that is yet to be made")
+    save_random(SHAPES[args.random], args.to, max_shard_bytes=int(args.max_shard_gb * 10**9), progress=progress)
+
+
+def memory() -> str:
+    """The most memory this process held: all of it, and how much is mapped files that the system may take back."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, files = (int(status[key].split()[0]) / 1e6 for key in ("VmHWM", "RssFile"))
+    return f"at most {peak:.1f} GB of memory, {files:.1f} GB of it mapped files at the end"
 
 
 if __name__ == "__main__":

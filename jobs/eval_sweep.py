@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
+from cluster.placement import ClusterTooSmall, gpus_each
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import edit_note, read_folder
 from mbd_core.metrics.plot import draw_plot
@@ -115,14 +116,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens a problem (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="sequences decoded at once (default: %(default)s)")
-    parser.add_argument("--actors", type=int, default=1, help="engines in parallel, a CPU each (default: 1)")
+    parser.add_argument("--actors", type=int, default=1, help="engines in parallel, a CPU a rank (default: 1)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut each engine's model among N GPUs of a node, or N processes without GPUs (default: 1)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a finished report in DIR")
     return parser.parse_args(argv)
 
 
 def plan_sweep(args: argparse.Namespace) -> Sweep:
     """Everything the arguments name, loaded and checked; `ValueError` says in one sentence what is wrong."""
-    for name in ("max_tokens", "actors"):
+    for name in ("max_tokens", "actors", "tensor_parallel"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     tasks = [find_task(name) for name in _names(args.tasks, "--tasks")]
@@ -145,6 +153,12 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
         variants[name] = plan_variants(
             grid, names, methods=methods, defaults=found.defaults, block_size=found.config.block_size
         )
+        try:
+            found.config.sharded(args.tensor_parallel)
+        except ValueError as error:
+            raise ValueError(
+                f"--tensor-parallel {args.tensor_parallel} cannot be honoured: model '{name}': {error}"
+            ) from None
         for variant in variants[name]:
             full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
             if full and found.config.attention != "full":
@@ -168,31 +182,26 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
     )
 
 
-class TooFewCpus(ValueError):
-    """The cluster is smaller than the sweep needs."""
-
-
-def check_cpus(num_actors: int) -> float:
-    """CPUs of the connected cluster. Raises `TooFewCpus` where the engines would take every one of them.
+def check_cpus(num_actors: int, *, ranks: int) -> float:
+    """CPUs of the connected cluster. Raises `ClusterTooSmall` where the engines, one a rank, would take all of them.
 
     Grading needs one too, and Ray Data would wait for it for ever.
     """
     import ray
 
-    num_cpus = ray.cluster_resources().get("CPU", 0.0)
-    if num_cpus < num_actors + 1:
-        raise TooFewCpus(f"--actors {num_actors} needs a cluster of {num_actors + 1} CPUs; this one has {num_cpus:g}")
+    num_cpus, needed = ray.cluster_resources().get("CPU", 0.0), num_actors * ranks + 1
+    if num_cpus < needed:
+        each = "" if ranks == 1 else f" of {ranks} tensor-parallel ranks"
+        raise ClusterTooSmall(
+            f"--actors {num_actors}{each} needs a cluster of {needed} CPUs; this one has {num_cpus:g}"
+        )
     return num_cpus
 
 
-def run_sweep(sweep: Sweep, *, num_actors: int) -> Iterator[pa.Table]:
-    """Decode and grade on the connected cluster; tables of finished samples as they come.
-
-    Every engine gets a GPU where the cluster has enough of them; else all run on CPUs.
-    """
+def run_sweep(sweep: Sweep, *, num_actors: int, ranks: int, num_gpus: int) -> Iterator[pa.Table]:
+    """Decode and grade on the connected cluster, `num_gpus` an engine; tables of finished samples as they come."""
     import ray.data
 
-    num_gpus = int(ray.cluster_resources().get("GPU", 0) >= num_actors)
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect` shows one bar for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     asked = pa.Table.from_pylist(list(sweep.rows()), schema=ASKED)
@@ -202,11 +211,11 @@ def run_sweep(sweep: Sweep, *, num_actors: int) -> Iterator[pa.Table]:
         ray.data.from_arrow(parts)
         .map_batches(
             Decode,
-            fn_constructor_kwargs={"models": sweep.models, "engine": sweep.engine},
+            fn_constructor_kwargs={"models": sweep.models, "engine": sweep.engine, "tensor_parallel": ranks},
             batch_size=rows_per_call,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=num_actors),
-            num_cpus=1,
+            num_cpus=ranks,
             num_gpus=num_gpus,
         )
         .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
@@ -275,9 +284,10 @@ def describe(sweep: Sweep, args: argparse.Namespace, *, num_cpus: float, seconds
         "max_tokens": sweep.max_tokens,
         "engine": asdict(sweep.engine),
         "actors": args.actors,
+        "tensor_parallel": args.tensor_parallel,
         "notes": sweep.notes,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
-        "each engine runs on one",
+        f"each engine runs on {args.tensor_parallel}",
         "versions": {name: version(name) for name in ("torch", "ray", "transformers")},
         "seconds": round(seconds, 1),
     }
@@ -299,12 +309,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from cluster.local import connect
 
-    ours = connect(num_cpus=max(4, args.actors + 2), worker_logs=False)
+    ranks = args.tensor_parallel
+    ours = connect(num_cpus=max(4, args.actors * ranks + 2), worker_logs=False)
     try:
-        num_cpus = check_cpus(args.actors)
-        tables = run_sweep(sweep, num_actors=args.actors)
+        num_cpus = check_cpus(args.actors, ranks=ranks)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        num_gpus = gpus_each(nodes, processes=args.actors, ranks=ranks)
+        tables = run_sweep(sweep, num_actors=args.actors, ranks=ranks, num_gpus=num_gpus)
         samples = collect(tables, sweep, folder=_empty(args.out))
-    except TooFewCpus as error:
+    except ClusterTooSmall as error:
         return _refuse(error)
     finally:
         if ours:

@@ -13,6 +13,7 @@ from ray import serve
 
 from actors.endpoint import EndpointArgs, build
 from cluster.local import connect
+from cluster.placement import ClusterTooSmall, gpus_each
 from mbd_core.decoding.config import decoding_config
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import read_folder
@@ -29,6 +30,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=defaults.tensor_parallel,
+        metavar="N",
+        help="cut the model among N GPUs of a replica's node, or N processes without GPUs (default: 1)",
+    )
     parser.add_argument("--max-rows", type=int, default=engine.max_rows, help="sequences decoded at once")
     parser.add_argument("--buffer-size", type=int, default=engine.buffer_size, help="most slots a request may ask")
     parser.add_argument("--num-pages", type=int, default=engine.num_pages, help="pages of KV memory a replica")
@@ -54,7 +62,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write step traces, a folder a replica in DIR")
     parser.add_argument("--threads", type=int, default=defaults.num_threads, help="torch threads a replica")
     args = parser.parse_args(argv)
-    for name in ("replicas", "max_rows", "buffer_size", "num_pages", "block_size", "max_waiting", "threads"):
+    sizes = ("max_rows", "buffer_size", "num_pages", "block_size", "max_waiting", "threads")
+    for name in ("replicas", "tensor_parallel", *sizes):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 1 <= args.port <= 65535:
@@ -82,6 +91,10 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
         raise ValueError(
             f"--fp8 experts cannot be honoured: {folder.name} has no experts; --fp8 all rounds its layers"
         )
+    try:
+        found.config.sharded(args.tensor_parallel)
+    except ValueError as error:
+        raise ValueError(f"--tensor-parallel {args.tensor_parallel} cannot be honoured: {error}") from None
     if args.trace is not None and args.trace.exists() and not args.trace.is_dir():
         raise ValueError(f"--trace {args.trace} is a file, not a folder")
     return EndpointArgs(
@@ -99,6 +112,7 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
         max_waiting=args.max_waiting,
         num_threads=args.threads,
         fp8=args.fp8,
+        tensor_parallel=args.tensor_parallel,
         trace=None if args.trace is None else str(args.trace.resolve()),
     )
 
@@ -106,20 +120,21 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
 def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
     """Start the endpoint on the cluster of `RAY_ADDRESS`, or on a Ray of its own; stop what was started at the end.
 
-    Every replica gets a GPU where the cluster has enough of them; else all run on CPUs.
+    Every replica gets a GPU a rank where the cluster has enough of them; else all run on CPUs (`gpus_each`).
     """
-    connect(num_cpus=max(4, replicas + 2), worker_logs=False)
+    connect(num_cpus=max(4, replicas * made.tensor_parallel + 2), worker_logs=False)
     try:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
         pass  # as it should be
     else:
         raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    num_gpus = gpus_each(nodes, processes=replicas, ranks=made.tensor_parallel)
     for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own
         signal.signal(number, signal.default_int_handler)
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-        num_gpus = int(ray.cluster_resources().get("GPU", 0) >= replicas)
         try:
             handle = serve.run(build(made, replicas=replicas, num_gpus=num_gpus), name=made.name, route_prefix="/")
         except RuntimeError as error:
@@ -154,6 +169,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         serve_forever(made, host=args.host, port=args.port, replicas=args.replicas)
+    except ClusterTooSmall as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
     except RuntimeError as error:
         # The message may be a remote traceback; its last line says what was wrong.
         reason = str(error).strip().splitlines()[-1]

@@ -27,6 +27,7 @@ from mbd_core.models.loader import load_model
 from mbd_core.models.shard import Shard
 
 _LENGTH = 8  # bytes that say how long a message is
+_ARRIVED = "arrived"  # the store's count of ranks that are ready to join
 _FRAME = 512  # bytes sent at once: an ordinary step's orders fit
 
 
@@ -85,7 +86,7 @@ class Group:
         return x
 
     def tell(self, message: Any) -> None:
-        """Rank 0 only: hand `message` (small, picklable) to every other rank's `hear`; waits for nobody."""
+        """Rank 0 only: hand `message` (small, picklable) to every other rank's `hear`, and wait until it is taken."""
         payload = pickle.dumps(message)
         data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
         data += bytes(max(0, _FRAME - len(data)))
@@ -106,6 +107,13 @@ class Group:
         except RuntimeError as error:
             raise self._lost("hear rank 0") from error
         return pickle.loads(torch.cat((frame, rest))[_LENGTH : _LENGTH + size].numpy().tobytes())
+
+    def meet(self) -> None:
+        """Wait until every rank has come to this call."""
+        try:
+            dist.barrier(group=self._orders)
+        except RuntimeError as error:
+            raise self._lost("meet the others") from error
 
     def _broadcast(self, *parts: Tensor) -> None:
         for part in parts:
@@ -130,6 +138,11 @@ def open_store(address: str, *, size: int, timeout: float, port: int = 0) -> dis
     return dist.TCPStore(address, port, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
+def num_arrived(store: dist.TCPStore) -> int:
+    """How many ranks have a device and are about to join; joining itself waits for all, whatever becomes of them."""
+    return store.add(_ARRIVED, 0)
+
+
 def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
     """Join; returns when all ranks have. `store` is rank 0's, if it has opened it already.
 
@@ -146,6 +159,7 @@ def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
             store = dist.TCPStore(
                 rank.address, rank.port, rank.size, is_master=rank.rank == 0, timeout=rank.wait, wait_for_workers=False
             )
+        store.add(_ARRIVED, 1)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.decoding.config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.parallel import ParallelEngine, start_parallel
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import (
@@ -47,7 +48,10 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`."""
+    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`.
+
+    Whoever loaded it closes it, or uses it as a context: a tensor-parallel engine has processes beside this one.
+    """
 
     name: str
     engine: Engine
@@ -60,15 +64,32 @@ class LoadedModel:
         """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
         return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
 
+    def check_health(self) -> None:
+        """Raises `RankLost` where a process of a tensor-parallel engine has ended; never waits."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.check_health()
+
+    def close(self) -> None:
+        """End what stands behind the engine, which serves no more; does nothing the second time."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     @property
     def backend(self) -> str:
-        """What computes: device and dtype, and how the weights are stored if otherwise."""
+        """What computes: device and dtype, how the weights are stored if otherwise, and over how many ranks."""
         weights = self.engine.model.model.norm.weight
         dtype = _name(weights.dtype)
         stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
         rounded = quantized_parts(self.engine.model)
         stored += "" if rounded is None else f", FP8 weights ({rounded})"
-        return f"torch {weights.device.type} {dtype}{stored}"
+        size = self.engine.model.shard.size
+        ranks = "" if size == 1 else f", tensor parallel over {size} ranks"
+        return f"torch {weights.device.type} {dtype}{stored}{ranks}"
 
 
 def read_folder(folder: Path) -> ModelFolder:
@@ -104,19 +125,38 @@ def load_engine(
     trace: TraceRecorder | None = None,
     device: torch.device | None = None,
     fp8: Parts | None = None,
+    tensor_parallel: int = 1,
 ) -> LoadedModel:
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
 
     Without `device` it goes to the GPU if there is one. There weights stay as stored; a CPU computes in float32.
-    With `fp8` the weights of its experts, or all of its layers', are rounded to FP8 (`models.quantize`).
+    With `fp8` the weights of its experts, or all of its layers', are rounded to FP8 (`models.quantize`). With
+    `tensor_parallel` ranks the model is cut among as many processes, rank r on GPU r, or all on the CPU.
     """
     found = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
-    model.config = found.config
-    if fp8 is not None:
-        quantize_weights(model, fp8)
-    engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
+    dtype = torch.float32 if device.type == "cpu" else None
+    engine: Engine
+    if tensor_parallel != 1:
+        if device.index is not None:
+            raise ValueError(f"device={device} cannot be honoured with tensor_parallel: rank r takes GPU r")
+        engine = start_parallel(
+            folder,
+            config,
+            size=tensor_parallel,
+            device=device.type,
+            dtype=dtype,
+            fp8=fp8,
+            eos_token_ids=found.config.eos_token_ids,
+            trace=trace,
+            vocab_limit=len(found.tokenizer),
+        )
+    else:
+        model = load_model(folder, dtype=dtype, device=device)
+        model.config = found.config
+        if fp8 is not None:
+            quantize_weights(model, fp8)
+        engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
     defaults = found.defaults
     if config.block_size is not None and found.config.attention == "full":
         defaults = {**defaults, "block_size": config.block_size}  # such a model was not trained with any

@@ -7,26 +7,30 @@ random state. With each step goes a fingerprint of rank 0's slots: a rank that h
 """
 
 import threading
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import multiprocessing
 
 from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.group import Group, Rank, RankLost, init_group, load_shard, open_store
+from mbd_core.engine.followers import Followers
+from mbd_core.engine.group import Group, Rank, RankLost, init_group, load_shard, num_arrived, open_store
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_config
+from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.ops.merged import MergeRule
 from mbd_core.types import Output, Request, StepOutput
 
 if TYPE_CHECKING:
     from mbd_core.trace import TraceRecorder
+
+
+_START = 120.0  # seconds in which a process must have started, imported its libraries and found its device
 
 
 class OutOfStep(RuntimeError):
@@ -37,11 +41,14 @@ class OutOfStep(RuntimeError):
 class Welcome:
     """Rank 0's first message: what a follower builds its engine from, so that no two can be set up differently.
 
+    model        rank 0's configuration, with the EOS ids that count
+    fp8          which weights each rank rounds to FP8, of the part it holds
     num_threads  of the CPU, on which the rounding of a matrix product may depend
     merge_rule   rank 0's, so that all ranks capture the same programs
     """
 
     model: ModelConfig
+    fp8: Parts | None
     engine: EngineConfig
     vocab_limit: int | None
     num_threads: int
@@ -76,7 +83,7 @@ class Orders:
 
 
 class ParallelEngine(Engine):
-    """Rank 0's engine. Its methods are `Engine`'s; `close()` lets the followers go.
+    """Rank 0's engine. Its methods are `Engine`'s; `close()` lets the followers go and leaves the group.
 
     A thread sends a sign of life while there is no work, so that followers can tell silence from death. A step that
     fails leaves the ranks in different states: every later one raises `RankLost`.
@@ -88,17 +95,21 @@ class ParallelEngine(Engine):
         config: EngineConfig,
         *,
         group: Group,
+        followers: Followers | None = None,
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
     ) -> None:
-        """`model` is rank 0's shard (`load_shard`); returns when the followers have been told what to build."""
+        """`model` is rank 0's shard (`load_shard`), rounded to FP8 or not; returns when all ranks have built theirs.
+
+        `followers` are the other ranks where they are child processes, and end with the engine.
+        """
         rank = group.rank
         if rank.rank != 0:
             raise ValueError(f"rank {rank.rank} cannot lead: rank 0 does, the others call follow()")
         if model.shard != rank.shard:
             raise ValueError(f"the model is part {model.shard} and the rank is to hold {rank.shard}; use load_shard()")
         super().__init__(model, config, trace=trace, vocab_limit=vocab_limit)
-        self._group = group
+        self.followers, self._group = followers, group
         self._commands: list[Command] = []
         self._lock = threading.Lock()
         self._failure: str | None = None
@@ -106,12 +117,14 @@ class ParallelEngine(Engine):
         group.tell(
             Welcome(
                 model=model.config,
+                fp8=quantized_parts(model),
                 engine=config,
                 vocab_limit=vocab_limit,
                 num_threads=torch.get_num_threads(),
                 merge_rule=self.attention.merge_rule,
             )
         )
+        group.meet()
         self._pulse = threading.Thread(target=self._beat, name="tensor-parallel pulse", daemon=True)
         self._pulse.start()
 
@@ -138,21 +151,38 @@ class ParallelEngine(Engine):
                 raise RankLost(self._failure)
             self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
             orders = Orders(then="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
-            self._group.tell(orders)
-            self._commands.clear()
-            outputs = super().step()
+            try:
+                self._group.tell(orders)
+                self._commands.clear()
+                outputs = super().step()
+            except RankLost as error:
+                failure = None if self.followers is None else self.followers.failure()
+                if failure is not None:
+                    error.add_note(failure)
+                raise
             self._failure = None
             return outputs
 
+    def check_health(self) -> None:
+        """Raises `RankLost` where a follower's process has ended; never waits, and may be called from any thread."""
+        if self.followers is not None and not self.followers.alive:
+            raise RankLost("a tensor-parallel follower's process has ended; start the group anew")
+
     def close(self) -> None:
-        """Let the followers go, if they are still there; does nothing the second time."""
+        """Let the followers go, and end those that do not; does nothing the second time."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._pulse.join()
+        wait = 0.0
         if self._failure is None:
             self._failure = "the engine was closed"
-            self._group.tell(Orders(then="stop"))
+            with suppress(RankLost):
+                self._group.tell(Orders(then="stop"))
+                wait = self._group.rank.timeout
+        if self.followers is not None:
+            self.followers.end(wait)
+        self._group.close()
 
     def _beat(self) -> None:
         while not self._closed.wait(self._group.rank.timeout / 4):
@@ -172,11 +202,15 @@ def follow(model: Decoder, group: Group) -> None:
     to different states; the process should then end, which the other ranks notice.
     """
     welcome: Welcome = group.hear()
-    if welcome.model != model.config:
+    if welcome.model != replace(model.config, eos_token_ids=welcome.model.eos_token_ids):
         raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {welcome.model}")
+    model.config = welcome.model
+    if welcome.fp8 is not None:
+        quantize_weights(model, welcome.fp8)
     if group.rank.kind == "cpu":
         torch.set_num_threads(welcome.num_threads)
     engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit, merge_rule=welcome.merge_rule)
+    group.meet()
     while (orders := group.hear()).then != "stop":
         if orders.then == "idle":
             continue
@@ -202,36 +236,35 @@ def fingerprint(engine: Engine) -> int:
 
 
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:
-    """A follower's whole life, in a process of its own: join, load the shard, follow, leave."""
+    """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
+
+    One that fails does not leave: the others learn of it from the end of its process, when it has said why.
+    """
     group = init_group(rank)
-    try:
-        follow(load_shard(folder, group, dtype=dtype), group)
-    finally:
-        group.close()
+    follow(load_shard(folder, group, dtype=dtype), group)
+    group.close()
 
 
-def _run_spawned(index: int, folder: Path, ranks: list[Rank], dtype: torch.dtype | None) -> None:
-    run_follower(folder, ranks[index + 1], dtype)
-
-
-@contextmanager
-def run_parallel(
+def start_parallel(
     folder: Path,
     config: EngineConfig,
     *,
     size: int,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
+    fp8: Parts | None = None,
+    eos_token_ids: tuple[int, ...] | None = None,
     timeout: float = 120.0,
     trace: "TraceRecorder | None" = None,
     vocab_limit: int | None = None,
-) -> Iterator[ParallelEngine]:
+) -> ParallelEngine:
     """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
 
-    Raises `ValueError` for a model that does not divide, before anything is started. When a follower fails, the
-    `RankLost` that ends the body carries its traceback as a note.
+    `eos_token_ids` replaces config.json's. Whoever calls this closes the engine. Raises `ValueError`, before anything
+    is started, for a size that does not divide the model or exceeds the GPUs, and for a rank that cannot load its
+    part; `RankLost` if one does not come in time. Nothing is left running then.
     """
-    load_config(folder).sharded(size)
+    check_size(load_config(folder), size, device=device)
     store = open_store("127.0.0.1", size=size, timeout=timeout)
     ranks = [
         Rank(
@@ -244,33 +277,37 @@ def run_parallel(
         )
         for rank in range(size)
     ]
-    followers = multiprocessing.spawn(
-        _run_spawned, args=(folder, ranks, dtype), nprocs=size - 1, join=False, daemon=True
-    )
+    followers = Followers(run_follower, [(folder, rank, dtype) for rank in ranks[1:]])
     group: Group | None = None
-    engine: ParallelEngine | None = None
     try:
+        deadline = time.monotonic() + _START
+        while num_arrived(store) < size - 1:
+            if not followers.alive or time.monotonic() > deadline:
+                raise RankLost(f"not all of the {size} tensor-parallel ranks started within {_START:g} s")
+            time.sleep(0.02)
         group = init_group(ranks[0], store=store)
-        engine = ParallelEngine(
-            load_shard(folder, group, dtype=dtype), config, group=group, trace=trace, vocab_limit=vocab_limit
-        )
-        yield engine
-        engine.close()
-        for process in followers.processes:
-            process.join(timeout)
-    except RankLost as error:
-        try:
-            followers.join(timeout=1, grace_period=0)
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as reason:
-            error.add_note(f"a follower ended: {reason}")
-        raise
-    finally:
-        if engine is not None:
-            with suppress(RankLost):
-                engine.close()
-        for process in followers.processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        model = load_shard(folder, group, dtype=dtype)
+        if eos_token_ids is not None:
+            model.config = replace(model.config, eos_token_ids=eos_token_ids)
+        if fp8 is not None:
+            quantize_weights(model, fp8)
+        return ParallelEngine(model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit)
+    except BaseException as error:
+        failure = followers.failure() if isinstance(error, RankLost) else None
+        followers.end()
         if group is not None:
             group.close()
+        if failure is not None:
+            raise ValueError(f"the {size} tensor-parallel ranks could not start: {failure}") from error
+        raise
+
+
+def check_size(model: ModelConfig, size: int, *, device: str) -> None:
+    """Raise `ValueError` for a number of ranks that cannot hold `model` on this machine's devices."""
+    if size < 1:
+        raise ValueError(f"tensor_parallel={size} must be at least 1")
+    model.sharded(size)
+    if device == "cuda" and size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel={size} needs a GPU for each rank; this process sees {torch.cuda.device_count()}"
+        )

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -153,23 +153,77 @@ def save_model(
         raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
     if quantized_parts(model) is not None:
         raise ValueError("the model's weights were rounded to FP8; save the one that it was made from")
-    config = model.config
     kept = dtype or model.model.embed_tokens.weight.dtype
-    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
-    files = {
-        "config.json": {**write_config(config, fused=experts == "fused"), "dtype": str(kept).removeprefix("torch.")},
-        "generation_config.json": {**ids, "block_size": config.block_size, **(generation or {})},
-    }
+    tensors = (
+        (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
+        for name, tensor in checkpoint_tensors(model, experts)
+    )
+    texts = {"generation_config.json": json.dumps(generation_settings(model.config, generation), indent=2) + "\n"}
     with written_beside(folder) as beside:
-        writer = ShardWriter(beside, max_bytes=max_shard_bytes)
-        for name, tensor in checkpoint_tensors(model, experts):
-            writer.add(name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
-        writer.close()
+        _write_weights(beside, model.config, tensors, kept, experts, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
         for name, text in {**texts, **(extra or {})}.items():
             (beside / name).write_text(text)
+
+
+def save_random(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write a folder of random weights in a real model's layout, tensor by tensor: about a shard is in memory.
+
+    It has no tokenizer. `progress` hears of bytes written so far and in all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        shapes: dict[str, Shape] = {n: tuple(t.shape) for n, t in Decoder(config).state_dict().items()}
+    stored = stored_tensors(config, shapes, "per_expert")
+    total, done = sum(math.prod(s.shape) * dtype.itemsize for s in stored.values()), 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal done
+        for name, wanted in stored.items():
+            tensor = torch.empty(wanted.shape, dtype=torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype)
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, 0.02, generator=generator)
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            done += tensor.nbytes
+            progress(min(done, total), total)
+            yield name, tensor
+
+    with written_beside(folder) as beside:
+        _write_weights(beside, config, tensors(), dtype, "per_expert", max_shard_bytes)
+        (beside / "generation_config.json").write_text(json.dumps(generation_settings(config), indent=2) + "\n")
+
+
+def generation_settings(config: ModelConfig, generation: dict[str, Any] | None = None) -> dict[str, Any]:
+    """generation_config.json's content: the ids and the block size, then what else is recommended."""
+    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    return {**ids, "block_size": config.block_size, **(generation or {})}
+
+
+def _write_weights(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    experts: ExpertLayout,
+    max_shard_bytes: int,
+) -> None:
+    """config.json and the safetensors files."""
+    writer = ShardWriter(folder, max_bytes=max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.close()
+    settings = {**write_config(config, fused=experts == "fused"), "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:

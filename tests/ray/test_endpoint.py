@@ -688,6 +688,8 @@ def test_the_switches_of_the_job_reach_the_engine(
     model = ["--model", str(tiny_model_dir)]
     made = endpoint_args(parse_args(model))
     assert (made.trace, made.engine.prefix_caching, made.engine.batch_invariant) == (None, True, False)
+    assert made.tensor_parallel == 1
+    assert endpoint_args(parse_args([*model, "--tensor-parallel", "2"])).tensor_parallel == 2
     switches = ["--no-prefix-caching", "--batch-invariant", "--attention", "reference", "--block-size", "4"]
     made = endpoint_args(parse_args([*model, *switches, "--trace", str(tmp_path / "t"), "--max-rows", "3"]))
     assert (made.engine.prefix_caching, made.engine.batch_invariant, made.engine.max_rows) == (False, True, 3)
@@ -697,6 +699,7 @@ def test_the_switches_of_the_job_reach_the_engine(
     for bad, sentence in (
         (["--block-size", "8"], "--block-size 8 cannot be honoured: tiny-random has 4"),
         (["--trace", str(tmp_path / "file")], "is a file, not a folder"),
+        (["--tensor-parallel", "3"], "--tensor-parallel 3 cannot be honoured: num_key_value_heads=2 does not divide"),
     ):
         assert main([*model, *bad]) == 2
         printed = capsys.readouterr()
@@ -706,6 +709,7 @@ def test_the_switches_of_the_job_reach_the_engine(
     for bad, sentence in (
         (["--attention", "magic"], "invalid choice: 'magic'"),
         (["--block-size", "0"], "at least 1"),
+        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*model, *bad])

@@ -53,6 +53,20 @@ def test_configurations_mixed_in_a_batch_decode_as_each_alone(tiny_model_dir: Pa
     assert len({row["num_forwards"] for row in together}) > 1, "the configurations should differ in forwards"
 
 
+def test_two_ranks_decode_as_one_and_hold_one_model_at_a_time(tiny_model_dir: Path) -> None:
+    table = asked(tiny_model_dir, prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 4])
+    names = pa.array(["a", "b"] * 2)
+    table = table.set_column(table.schema.get_field_index("model"), "model", names)
+    models = dict.fromkeys(("a", "b"), str(tiny_model_dir))
+    one = Decode(models, EngineConfig(max_rows=4))(table).to_pylist()
+    parallel = Decode(models, EngineConfig(max_rows=4), tensor_parallel=2)
+    two = parallel(table).to_pylist()
+    parallel.close()
+    for alone, cut in zip(one, two, strict=True):
+        assert cut["error"] is None
+        assert (cut["text"], cut["num_forwards"]) == (alone["text"], alone["num_forwards"])
+
+
 def test_a_request_that_cannot_be_served_keeps_its_row(tiny_model_dir: Path) -> None:
     table = asked(tiny_model_dir, prompts=["How many?", "word " * 600], buffer_sizes=[1])
     short, overlong = grade_table(decoder(tiny_model_dir)(table)).to_pylist()
