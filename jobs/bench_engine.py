@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tqdm import tqdm
 
-from mbd_core.engine.bench import WARM_UP, StepCase, filled_engine, measure_step
+from mbd_core.engine.bench import WARM_UP, StepCase, filled_engine, measure_host, measure_step
 from mbd_core.metrics.bench import PAPER_TABLE_3, buffer_ratios, host_growth, markdown, write_json
 from mbd_core.metrics.roofline import Machine, floor_seconds, measure_machine, step_cost
 from mbd_core.models.config import ModelConfig
@@ -163,6 +163,7 @@ def measure(
     """One row of the report."""
     engine = filled_engine(model, case)
     times = measure_step(engine, case, tick=partial(bar.update, 1))
+    host = measure_host(engine, case)
     weight = model.model.norm.weight
     cost = step_cost(
         model.config,
@@ -189,7 +190,7 @@ def measure(
         "step_over_floor": times.step / floor,
         "backend": times.backend,
         "device": device_name(device),
-        "host_seconds": times.host,
+        "host_seconds": host,
         "beside_seconds": times.step - times.forward,
         "layout_seconds": times.layout,
         "forward_tokens": times.num_tokens,

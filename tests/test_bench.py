@@ -84,9 +84,8 @@ def test_a_filled_engine_decodes_with_all_slots_in_use(static: bool) -> None:
     times = measure_step(engine, case)
     assert times.num_tokens == 3 * 2 * 32, "every slot of every row is in the forward"
     assert 0 < times.num_logits <= times.num_tokens
-    for value in (times.step, times.host, times.forward, times.layout, times.recorder):
+    for value in (times.step, times.forward, times.layout, times.recorder):
         assert value is not None and value > 0
-    assert times.host < times.step
     assert engine.num_running == 3
     engine.check_integrity()
     committed = [s.committed for s in engine.scheduler.running.values()]

@@ -62,6 +62,8 @@ def test_generation_config_may_name_more_eos_ids(folder: Path) -> None:
         ({"eos_token_id": [1, 512]}, "eos_token_id=512 lies outside the vocabulary"),
         ({"eos_token_id": [1, 0]}, "mask_token_id=0 is also an EOS id"),
         ({"mask_token_id": 3}, "generation_config.json says mask_token_id=3, config.json says 0"),
+        ({"tau_m2t": "x"}, "generation_config.json: tau_m2t='x' must be a number"),
+        ({"prefix_cache": 1}, "generation_config.json: prefix_cache=1 must be one of None, True, False"),
     ],
 )
 def test_ids_that_contradict_each_other_are_refused(folder: Path, values: dict[str, object], sentence: str) -> None:

@@ -7,14 +7,19 @@ blocks begin evenly apart, and all slots are resident all the time.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mbd_core.decoding.config import DecodingConfig
+from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine, EngineConfig, Plan
+from mbd_core.engine.runner import EagerRunner
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
@@ -51,7 +56,7 @@ class StepCase:
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that every sequence may decode: more than it can in all the steps."""
-        return self.buffer_size * (2 * (self.steps + 3) + 2 * block_size)
+        return self.buffer_size * (3 * (self.steps + WARM_UP + 1) + 2 * block_size)
 
     def num_pages(self, block_size: int, page_size: int) -> int:
         """Pages that hold all sequences to their ends, and the null page."""
@@ -69,7 +74,6 @@ class StepTimes:
     """Medians in seconds, and what the batches held.
 
     step      `Engine.step()`: schedule, device part, collect
-    host      of `step`, what is not the device's part: to schedule before it, to collect after it
     forward   `runner.forward` and `logits` on the same batches: the attention's layout, the model, the logits
     layout    of `forward`, what lays the attention out for all layers
     recorder  what a trace recorder adds to a step, its share of making the table included; `None` unless asked for
@@ -77,7 +81,6 @@ class StepTimes:
     """
 
     step: float
-    host: float
     forward: float
     layout: float
     recorder: float | None
@@ -162,24 +165,25 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
 
     gpu = device.type == "cuda"
     forward = _captured(bare) if engine.graphs else bare
-    taken: dict[str, list[float]] = {"step": [], "host": [], "forward": [], "layout": [], "recorder": []}
+    taken: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
     shapes = []
     if gpu:
         taken["step"] = [_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
         engine.land()
+    plan = engine.schedule()
     for _ in range(WARM_UP + case.steps):
-        plan, step, host = _step_apart(engine)
+        begun, (plan, step, _) = plan, _step_apart(engine, plan)
         if not gpu:
             taken["step"].append(step)
-        taken["host"].append(host)
         assert runner.last_batch is not None
         shapes.append((len(runner.last_batch.input_ids_T), len(runner.last_batch.logits_at_A)))
         for name, run in (("forward", forward), ("layout", layout)):
             taken[name].append(_seconds(run, wait=gpu))
         if recorder is not None:
             report = engine.last_report
-            taken["recorder"].append(_seconds(partial(engine.record, recorder, plan.step, plan.decoding, report)))
-        bare()  # what comes next always follows a forward, so that no step finds emptier caches
+            taken["recorder"].append(_seconds(partial(engine.record, recorder, begun.step, begun.decoding, report)))
+        if recorder is not None:
+            bare()  # a step always follows a forward: none finds emptier caches
         tick()
     of = {name: statistics.median(values[WARM_UP:]) for name, values in taken.items() if values}
     own = None
@@ -188,7 +192,6 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
         own = of["recorder"] + _seconds(recorder.table) / (WARM_UP + case.steps)
     return StepTimes(
         step=of["step"],
-        host=of["host"],
         forward=of["forward"],
         layout=of["layout"],
         recorder=own,
@@ -198,18 +201,54 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
     )
 
 
-def _step_apart(engine: Engine) -> tuple[Plan, float, float]:
-    """One step in its three parts: seconds of all of it, and of the first and the last."""
+def measure_host(engine: Engine, case: StepCase) -> float:
+    """Seconds (a median) of what a step does on the host alone: to collect it, to schedule the next.
+
+    In steps whose forward is left out, since on a CPU it would empty the caches that beside a GPU are the host's own.
+    The tokens are no model's from then on.
+    """
+    engine.land()
+    plan, taken = engine.schedule(), []
+    with _without_forward(engine.runner):
+        for _ in range(WARM_UP + case.steps):
+            plan, _, host = _step_apart(engine, plan)
+            taken.append(host)
+    return statistics.median(taken[WARM_UP:])
+
+
+def _step_apart(engine: Engine, plan: Plan) -> tuple[Plan, float, float]:
+    """A scheduled step as the engine takes it, up to where the next is scheduled: that plan, the seconds of all of it,
+    and of what came behind the device's part."""
     started = time.perf_counter()
-    plan = engine.schedule()
-    scheduled = time.perf_counter()
     launched = engine.launch(plan)
     if engine.buffer.tokens_RNB.is_cuda:
         torch.cuda.synchronize()
     done = time.perf_counter()
     engine.collect(launched)
+    following = engine.schedule()
     ended = time.perf_counter()
-    return plan, ended - started, (scheduled - started) + (ended - done)
+    return following, ended - started, ended - done
+
+
+@contextmanager
+def _without_forward(runner: EagerRunner) -> Iterator[None]:
+    """Every forward gives the same hidden states, every position the same logits."""
+    forward, logits = runner.forward, runner.logits
+    assert runner.last_batch is not None
+    some_AD = forward(runner.last_batch)[:1]
+    some_AV = logits(some_AD)
+
+    def no_forward(batch: Batch) -> Tensor:
+        return some_AD.expand(len(batch.logits_at_A), -1)
+
+    def no_logits(hidden_AD: Tensor, *, split: Seq[int] | None = None) -> Tensor:
+        return some_AV.expand(len(hidden_AD), -1)
+
+    runner.forward, runner.logits = no_forward, no_logits  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.forward, runner.logits = forward, logits  # type: ignore[method-assign]
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:

@@ -5,6 +5,7 @@ Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, A 
 
 import itertools
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -92,10 +93,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Who takes part in a step: sequences whose blocks are decoded, prompt chunks to be stored."""
+    """Who takes part in a step: sequences whose blocks are decoded, by row, and prompt chunks to be stored."""
 
     step: int
-    decoding: list[Sequence]
+    decoding: Mapping[int, Sequence]
     chunks: list[PrefillChunk]
     kind: ProgramKind
     started: float
@@ -219,7 +220,7 @@ class Engine:
         self._launched: Launched | None = None
         self._held: list[StepOutput] = []
         self._coming: list[Sequence] = []  # running, and on their way to the buffer
-        self.last_report_RX = np.zeros((0, 0))
+        self.last_report_X = np.zeros(0)
         self.num_ahead = 0  # steps launched before the one before was read
         self._collected = 0.0
 
@@ -382,15 +383,14 @@ class Engine:
         started = time.perf_counter()
         self._make_room()
         self.admit()
-        chunks = self.scheduler.prefill()
+        chunks = self.scheduler.prefill() if self._coming else []
         for sequence in [s for s in self._coming if s.decodes]:
             self._coming.remove(sequence)
             self._seat(sequence)
-        decoding = list(self._ledger.sequences.values())
         self._num_steps += 1
         return Plan(
             step=self._num_steps - 1,
-            decoding=decoding,
+            decoding=self._ledger.sequences,
             chunks=chunks,
             kind=self._kind(),
             started=started,
@@ -416,13 +416,13 @@ class Engine:
         """A step's second part, on the device: one forward and what follows from it."""
         if self._static(plan):
             return Launched(plan=plan, report=HostCopy(self._programs.run(plan.kind, num_pages=self._width)))
-        report_RX, canvas_logits_AV = self._mixed_step(plan)
-        report = None if report_RX is None else HostCopy(report_RX)
+        report_X, canvas_logits_AV = self._mixed_step(plan)
+        report = None if report_X is None else HostCopy(report_X)
         return Launched(plan=plan, report=report, canvas_logits_AV=canvas_logits_AV)
 
     def _kind(self) -> ProgramKind:
         """What this step's decoding asks for."""
-        num_rows = self._programs.bucket(max(self._ledger.sequences, default=0) + 1)
+        num_rows = self._programs.bucket(max(self._ledger.num_rows, 1))
         merges = False
         if self.attention.merge_rule is not None and not self.config.batch_invariant:
             merges = self.attention.merges(
@@ -517,7 +517,7 @@ class Engine:
         if plan.decoding:
             buffer = self.buffer.head(plan.kind.num_rows)
             buffer.activate()
-            seen_RX = before(buffer)
+            seen = before(buffer)
             slots = resident_slots(
                 buffer,
                 tables_RP,
@@ -553,7 +553,7 @@ class Engine:
         commit = buffer.commit(prediction, revises=plan.kind.revises, quotas=plan.kind.quotas)
         if shift:
             self.runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-        return pack_report(seen_RX, commit, buffer), canvas_logits_AV
+        return pack_report(seen, commit, buffer), canvas_logits_AV
 
     # -- after the forward --------------------------------------------------------------------------------------
 
@@ -574,18 +574,22 @@ class Engine:
                 sequence.num_prefill_forwards += 1
         if copy is None:
             return []
-        self.last_report_RX = copy.read()
+        self.last_report_X = copy.read()
         report = self.last_report
-        seconds, num_blocks = self._seconds(plan), report.num_blocks_R.astype(np.int64).tolist()
-        decoding = [s for s in plan.decoding if self.scheduler.is_running(s)]
+        seconds = self._seconds(plan)
+        decoding = plan.decoding
+        if decoding is not self._ledger.sequences:
+            decoding = {row: s for row, s in decoding.items() if self.scheduler.is_running(s)}
         if self._trace is not None and decoding:
             self.record(self._trace, plan.step, decoding, report)
-        self._ledger.count([s.row for s in decoding], report, seconds)
+        self._ledger.count(decoding, report, seconds)
         outputs = []
-        for sequence in decoding:
-            if left := num_blocks[sequence.row]:
-                tokens = report.tokens_RNB[sequence.row, :left].flatten().astype(np.int64).tolist()
-                outputs.append(self._emit(sequence, tokens, report.confidence_RNB[sequence.row, :left].flatten()))
+        for row in report.num_blocks_R.nonzero()[0].tolist():
+            if row in decoding:
+                sequence = decoding[row]
+                left = slice(int(report.num_blocks_R[row]))
+                tokens = report.tokens_RNB[row, left].astype(np.int64).ravel().tolist()
+                outputs.append(self._emit(sequence, tokens, report.confidence_RNB[row, left].ravel()))
                 if sequence.seated:
                     self._ledger.moved(sequence)
         return outputs
@@ -593,7 +597,7 @@ class Engine:
     @property
     def last_report(self) -> Report:
         """What the last step that was collected reported of those who decode in blocks."""
-        return unpack_report(self.last_report_RX, num_slots=self.buffer.num_slots, block_size=self.block_size)
+        return unpack_report(self.last_report_X, num_slots=self.buffer.num_slots, block_size=self.block_size)
 
     def _seconds(self, plan: Plan) -> float:
         """Wall time of a step: since it was scheduled, or since the one before it was collected."""
@@ -668,13 +672,14 @@ class Engine:
                 outputs.append(self._hand_out(sequence, fresh, logprobs, ended=decoder.done))
         return outputs
 
-    def record(self, trace: "TraceRecorder", step: int, decoding: list[Sequence], report: Report) -> None:
-        rows = [s.row for s in decoding]
+    def record(self, trace: "TraceRecorder", step: int, decoding: Mapping[int, Sequence], report: Report) -> None:
+        """Tell `trace` of a step in which `decoding` took part, by row."""
+        rows = list(decoding)
         masked = report.masked_RNB[rows] > 0
         trace.add(
             step,
-            [s.request.request_id for s in decoding],
-            [(s.committed - s.origin) // self.block_size for s in decoding],
+            [s.request.request_id for s in decoding.values()],
+            [(s.committed - s.origin) // self.block_size for s in decoding.values()],
             report.states_RN[rows],
             report.mask_ratio_RN[rows],
             report.accepted_RN[rows],

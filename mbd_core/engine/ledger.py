@@ -3,7 +3,7 @@
 Shape legend: R rows (sequences), K kinds of work.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -29,13 +29,12 @@ def work_of(request: Request) -> tuple[bool, ...]:
 class Ledger:
     """The sequences in the Block Buffer, by row: how far they are, what they ask of a step, and their counts.
 
-    num_asked_R  positions whose logits a row's next forward may ask for, at most
-    window_R     the positions of its whole buffer
+    sequences    by row; another dict after every coming and going, so that a step can keep the one it began with
+    num_rows     rows in use, those between them counted in
     """
 
     def __init__(self, num_rows: int, *, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
-        self.sequences: dict[int, Sequence] = {}
         self._committed_R = np.zeros(num_rows, dtype=np.int64)
         self._span_R = np.zeros(num_rows, dtype=np.int64)
         self._num_pages_R = np.zeros(num_rows, dtype=np.int64)
@@ -45,6 +44,7 @@ class Ledger:
         self._num_forwards_R = np.zeros(num_rows, dtype=np.int64)
         self._num_store_forwards_R = np.zeros(num_rows, dtype=np.int64)
         self._seconds_R = np.zeros(num_rows)
+        self._hold({})
 
     def seat(self, sequence: Sequence) -> None:
         """A sequence takes its row of the buffer."""
@@ -52,17 +52,22 @@ class Ledger:
         self._work_RK[row] = work_of(sequence.request)
         self._num_asked_R[row] = self._window_R[row] = sequence.window
         self._span_R[row] = sequence.span
-        self.sequences[row] = sequence
+        self._hold({**self.sequences, row: sequence})
         self.moved(sequence)
+
+    def _hold(self, sequences: dict[int, Sequence]) -> None:
+        self.sequences = sequences
+        self._rows = np.fromiter(sequences, dtype=np.int64)
+        self.num_rows = max(sequences, default=-1) + 1
 
     def moved(self, sequence: Sequence) -> None:
         """A sequence has committed more, or has other pages."""
         self._committed_R[sequence.row] = sequence.committed
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
-    def count(self, rows: Seq[int], report: Report, seconds: float) -> None:
-        """A step of `seconds` in which `rows` took part."""
-        at = np.asarray(rows, dtype=np.int64)
+    def count(self, decoding: Mapping[int, Sequence], report: Report, seconds: float) -> None:
+        """A step of `seconds` in which these rows took part."""
+        at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
         self._num_forwards_R[at] += 1
         self._num_store_forwards_R[at] += report.storing_only_R[at] > 0
         self._seconds_R[at] += seconds
@@ -74,7 +79,7 @@ class Ledger:
         sequence.num_forwards += int(self._num_forwards_R[row])
         sequence.num_store_forwards += int(self._num_store_forwards_R[row])
         sequence.decode_seconds += float(self._seconds_R[row])
-        del self.sequences[row]
+        self._hold({r: s for r, s in self.sequences.items() if r != row})
         for column in (
             self._committed_R, self._span_R, self._num_pages_R, self._window_R, self._num_asked_R, self._work_RK,
             self._num_forwards_R, self._num_store_forwards_R, self._seconds_R,

@@ -96,7 +96,8 @@ def read_folder(folder: Path) -> ModelFolder:
     """Check everything of a model folder that can be checked without reading weights.
 
     Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
-    missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or ids that do not fit.
+    missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or ids that do not fit,
+    decoding that cannot be honoured.
     """
     config = load_config(folder)
     with torch.device("meta"):
@@ -108,6 +109,10 @@ def read_folder(folder: Path) -> ModelFolder:
     defaults = load_generation_defaults(folder)
     if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
         defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
+    try:
+        decoding_config(defaults, {}, block_size=defaults.get("block_size", config.block_size))
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.json: {error}") from None
     dtypes = [info.dtype for info in found.values()]
     return ModelFolder(
         path=folder,

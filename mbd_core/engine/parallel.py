@@ -232,7 +232,7 @@ def fingerprint(engine: Engine) -> int:
     read, and what was given out. It waits for no step that is under way."""
     running = engine.scheduler.running.items()
     given = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in running]
-    return zlib.crc32(repr(given).encode(), zlib.crc32(engine.last_report_RX.tobytes()))
+    return zlib.crc32(repr(given).encode(), zlib.crc32(engine.last_report_X.tobytes()))
 
 
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:

@@ -3,7 +3,7 @@
 It reads and writes buffers that are never reallocated, and looks at nothing on the host; so on a GPU it is captured
 once per `ProgramKind` as a CUDA graph and replayed. Elsewhere the same call is made again.
 
-Shape legend: R rows (sequences), N slots, B block size, X columns of a report.
+Shape legend: R rows (sequences), N slots, B block size, X numbers of a report.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class DecodePrograms:
         return None
 
     def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
-        """One step; its report (R, X), on the device, good until the next. No row has more than `num_pages` pages."""
+        """One step; its report (X,), on the device, good until the next. No row has more than `num_pages` pages."""
         if not self.records:
             return self._program(kind, num_pages)()
         if kind not in self._recorded:
@@ -99,7 +99,7 @@ class DecodePrograms:
 
         def step() -> Tensor:
             buffer.activate()
-            seen_RX = before(buffer)
+            seen = before(buffer)
             slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens, num_asked=kind.num_asked)
             batch = pack(
                 [slots.rows],
@@ -121,7 +121,7 @@ class DecodePrograms:
             commit = buffer.commit(prediction, revises=kind.revises, quotas=kind.quotas)
             if shift:
                 self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-            return pack_report(seen_RX, commit, buffer)
+            return pack_report(seen, commit, buffer)
 
         return step
 
@@ -143,9 +143,9 @@ class Recording:
         self._graph = torch.cuda.CUDAGraph()
         # "thread_local": what other threads ask of the device meanwhile does not concern this capture
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._report_RX = step()
+            self._report_X = step()
 
     def replay(self) -> Tensor:
         """Run the captured step; its report, overwritten by the next replay."""
         self._graph.replay()
-        return self._report_RX
+        return self._report_X

@@ -3,6 +3,7 @@
 Shape legend: R rows (sequences), N slots, B block size, X columns.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,59 +33,65 @@ class Report:
     confidence_RNB: np.ndarray
 
 
-def before(buffer: BlockBuffer) -> Tensor:
-    """What the forward will see: storing only, states, mask ratios (R, 1 + 2 N)."""
-    storing_only = ~buffer.active_RN.any(-1, keepdim=True)
-    return torch.cat((storing_only.double(), buffer.state_RN.double(), 1.0 - buffer.progress_RN), dim=1)
+def before(buffer: BlockBuffer) -> tuple[Tensor, Tensor, Tensor]:
+    """What the forward will see, kept from what it does: storing only (R,), states (R, N), mask ratios (R, N)."""
+    return ~buffer.active_RN.any(-1), buffer.state_RN.clone(), 1.0 - buffer.progress_RN
 
 
-def pack_report(seen_RX: Tensor, commit: Commit, buffer: BlockBuffer) -> Tensor:
-    """All of a step as one float64 tensor (R, X); token ids and counts are exact in it."""
-    rows = torch.stack((commit.num_blocks_R, buffer.next_asked_R), dim=1)
-    slots = (commit.accepted_RN, commit.edited_RN)
-    positions = (commit.tokens_RNB, commit.masked_RNB, commit.confidence_RNB)
-    parts = [seen_RX, rows, *slots, *(t.flatten(1) for t in positions)]
-    return torch.cat([t.double() for t in parts], dim=1)
+def pack_report(seen: tuple[Tensor, Tensor, Tensor], commit: Commit, buffer: BlockBuffer) -> Tensor:
+    """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
+    parts = (
+        commit.num_blocks_R,
+        buffer.next_asked_R,
+        *seen,
+        commit.accepted_RN,
+        commit.edited_RN,
+        commit.tokens_RNB,
+        commit.masked_RNB,
+        commit.confidence_RNB,
+    )
+    return torch.cat([part.double().flatten() for part in parts])
 
 
 class HostCopy:
     """A packed report on its way to the host; begun at once, waited for when it is read."""
 
-    def __init__(self, packed_RX: Tensor) -> None:
+    def __init__(self, packed_X: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host_RX = packed_RX
-        if packed_RX.is_cuda:
-            self._host_RX = torch.empty(packed_RX.shape, dtype=packed_RX.dtype, pin_memory=True)
-            self._host_RX.copy_(packed_RX, non_blocking=True)
+        self._host_X = packed_X
+        if packed_X.is_cuda:
+            self._host_X = torch.empty(packed_X.shape, dtype=packed_X.dtype, pin_memory=True)
+            self._host_X.copy_(packed_X, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def read(self) -> np.ndarray:
-        """The report (R, X), when it is there."""
+        """The report (X,), when it is there."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host_RX.numpy()
+        return self._host_X.numpy()
 
 
-def unpack_report(host: np.ndarray, *, num_slots: int, block_size: int) -> Report:
-    """A report (R, X), its parts by name."""
+def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:
+    """A report (X,), its parts by name."""
+    num_rows = len(host_X) // (3 + num_slots * (4 + 3 * block_size))
+    rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
     at = 0
 
-    def take(count: int) -> np.ndarray:
+    def take(shape: tuple[int, ...]) -> np.ndarray:
         nonlocal at
-        at += count
-        return host[:, at - count : at]
+        at += (count := math.prod(shape))
+        return host_X[at - count : at].reshape(shape)
 
-    n, shape = num_slots, (len(host), num_slots, block_size)
     return Report(
-        storing_only_R=take(1)[:, 0],
-        states_RN=take(n),
-        mask_ratio_RN=take(n),
-        num_blocks_R=take(1)[:, 0],
-        num_asked_R=take(1)[:, 0],
-        accepted_RN=take(n),
-        edited_RN=take(n),
-        tokens_RNB=take(n * block_size).reshape(shape),
-        masked_RNB=take(n * block_size).reshape(shape),
-        confidence_RNB=take(n * block_size).reshape(shape),
+        num_blocks_R=take(rows),
+        num_asked_R=take(rows),
+        storing_only_R=take(rows),
+        states_RN=take(slots),
+        mask_ratio_RN=take(slots),
+        accepted_RN=take(slots),
+        edited_RN=take(slots),
+        tokens_RNB=take(positions),
+        masked_RNB=take(positions),
+        confidence_RNB=take(positions),
     )
