@@ -67,13 +67,15 @@ class OnDevice(Tensor):
 
 
 class FakeDevice(TorchDispatchMode):
-    """Computes for `OnDevice` tensors. `waits` counts what makes the host wait, `uploads` what comes from it."""
+    """Computes for `OnDevice` tensors. `waits` counts what makes the host wait, `uploads` what comes from it. Copies
+    to and from pinned memory that are told not to block are neither."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
         self.graph: Graph | None = None
+        self._pinned: dict[int, Tensor] = {}  # kept, so that no other tensor gets their place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -86,20 +88,24 @@ class FakeDevice(TorchDispatchMode):
         if packet in (aten._to_copy, aten.copy_):
             source = args[0] if packet is aten._to_copy else args[1]
             target = to_device if packet is aten._to_copy else isinstance(args[0], OnDevice)
-            if isinstance(source, OnDevice) and not target:
+            unwaited = kwargs.get("non_blocking", args[2:] == (True,))
+            apart = unwaited and any(_place(t) in self._pinned for t in tensors if not isinstance(t, OnDevice))
+            if isinstance(source, OnDevice) and not target and not apart:
                 self.wait(f"{packet} to the host")
-            elif target and not isinstance(source, OnDevice) and source.ndim:
+            elif target and not isinstance(source, OnDevice) and source.ndim and not apart:
                 self.upload(f"{packet} from the host")
         elif here and there:
             raise AssertionError(f"{func} takes tensors of the device and of the host")
         elif here and (packet in WAITS or _counts(func, args, kwargs)):
             self.wait(str(packet))
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", None)
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
         return_first = func._schema.is_mutable
         call = Call(KERNELS.get(packet, func), *tree_map(_host, (args, kwargs)))
         out = self._run(call, on_device=to_device, writes=return_first)
+        if pinned:
+            self.pin(out)
         return kwargs.get("out", args[0]) if return_first else out
 
     def _run(self, call: "Call", *, on_device: bool, writes: bool) -> Any:
@@ -109,6 +115,11 @@ class FakeDevice(TorchDispatchMode):
             else:
                 call.run()
         return tree_map(self.put, call.out) if on_device else call.out
+
+    def pin(self, host: Tensor) -> Tensor:
+        """`host`, known from now on as pinned memory."""
+        self._pinned[_place(host)] = host
+        return host
 
     def put(self, value: Any) -> Any:
         """A host tensor as one of the device; other values as they are."""
@@ -234,6 +245,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.tensor and kwargs.pop("pin_memory", False):
+            return self._device.pin(torch.tensor(*args, **kwargs))
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             self._device.upload("torch.tensor")
             return self._device.put(torch.tensor(*args, **{**kwargs, "device": "cpu"}))
@@ -282,6 +295,10 @@ def fake_device() -> Iterator[FakeDevice]:
         stack.enter_context(_Calls(device))
         stack.enter_context(device)
         yield device
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _host(value: Any) -> Any:

@@ -159,6 +159,22 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert recorded
 
 
+def test_a_step_launched_ahead_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    """Nor does what it needs of the host, new pages above all: else the device would stand idle meanwhile."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(build()), SIZES)
+    for i in range(2):
+        served.add(request(f"r{i}", i, "multi", max_tokens=60, ignore_eos=True))
+    grown = 0
+    while served.has_work:
+        before, pages = (device.waits.copy(), device.uploads.copy(), served.num_ahead), served.scheduler.pool.num_free
+        served.step()
+        if served.num_ahead > before[2] and served.num_running == 2:
+            assert (device.waits, device.uploads) == before[:2]
+            grown += served.scheduler.pool.num_free < pages
+    assert grown > 1
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernels_layout_and_merge_are_captured(device: FakeDevice, kernel: str) -> None:
     q, k, v, layout = sequences([(50, [8] * 3), (3, [8] * 3)], page_size=16, seed=6)

@@ -59,6 +59,11 @@ class Batch:
     merge_slots: int | None = None
 
 
+def to_device(values: Seq[object], device: torch.device) -> Tensor:
+    """Whole numbers of the host, as int64 on `device`, by a copy that the host does not wait for."""
+    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, merge_slots: int | None = None) -> Batch:
     """Put groups of rows behind one another; at least one row in all.
 
@@ -78,7 +83,7 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
     else:
         lengths = _lengths(groups)
         max_q = max(lengths)
-        lengths_K = torch.tensor(lengths, device=device)
+        lengths_K = to_device(lengths, device)
         bounds = F.pad(lengths_K.cumsum(0), (1, 0))
         row_T = torch.arange(len(pages_KP), device=device).repeat_interleave(lengths_K, output_size=len(positions_T))
     page_T = pages_KP.flatten()[row_T * width + (positions_T // page_size).clamp(max=width - 1)]

@@ -18,7 +18,7 @@ from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
 from mbd_core.decoding.sampling import Vocab, log_probability
-from mbd_core.engine.batch import Rows, pack
+from mbd_core.engine.batch import Rows, pack, to_device
 from mbd_core.engine.canvas import CanvasRuns
 from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
 from mbd_core.engine.ledger import Ledger
@@ -495,7 +495,7 @@ class Engine:
         """Write their new pages into the device's table; rows nobody is in keep what they had, and nobody reads it."""
         new = [(s.row, place, s.pages[place]) for s in sequences for place in range(s.num_tabled, len(s.pages))]
         if new:
-            row, place, page = torch.tensor(new, device=self._tables_RP.device).T
+            row, place, page = to_device(new, self._tables_RP.device).T
             self._tables_RP[row, place] = page
         for sequence in sequences:
             sequence.num_tabled = len(sequence.pages)
@@ -533,7 +533,7 @@ class Engine:
         batch = pack(groups, page_size=self.page_size, batch_invariant=self.config.batch_invariant)
         hidden_AD = self.runner.forward(batch)
         if shift and (stored := completing(plan.chunks)):
-            rows, at = torch.tensor(stored, device=hidden_AD.device).T
+            rows, at = to_device(stored, hidden_AD.device).T
             self.runner.remember(rows, at)
         num_asked = 0 if slots is None else len(slots.rows.logits_at_A)
         split = self._canvases.num_asked if canvases is not None and batch.split is not None else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.buffer import BlockBuffer
-from mbd_core.engine.batch import Rows
+from mbd_core.engine.batch import Rows, to_device
 from mbd_core.engine.scheduler import PrefillChunk
 
 
@@ -42,15 +42,15 @@ def prompt_rows(chunks: Seq[PrefillChunk], tables_RP: Tensor, *, block_size: int
         starts += row_starts
         lengths += [step] * len(row_starts)
         rows += [chunk.sequence.row] * len(row_starts)
-    starts_K, lengths_K = torch.tensor([starts, lengths], dtype=torch.int64, device=device)
+    starts_K, lengths_K = to_device([starts, lengths], device)
     offset_K = starts_K - (lengths_K.cumsum(0) - lengths_K)
     return Rows(
-        tokens_T=torch.tensor(tokens, dtype=torch.int64, device=device),
+        tokens_T=to_device(tokens, device),
         positions_T=torch.arange(len(tokens), device=device)
         + offset_K.repeat_interleave(lengths_K, output_size=len(tokens)),
         lengths_K=block_size if all(n == block_size for n in lengths) else lengths,
         kv_lens_K=starts_K + lengths_K,
-        pages_KP=tables_RP[torch.tensor(rows, dtype=torch.int64, device=device)],
+        pages_KP=tables_RP[to_device(rows, device)],
         stored_K=torch.ones(len(rows), dtype=torch.bool, device=device),
         logits_at_A=torch.zeros(0, dtype=torch.int64, device=device),
     )
@@ -94,7 +94,7 @@ def resident_slots(
             last[at_row] = at
         of = logits_at // size
         opens = (slot[of] == 0) & (logits_at % size == 0)
-        hidden_at = torch.where(opens, torch.tensor(last, device=row.device)[row[of]], logits_at + before - 1)
+        hidden_at = torch.where(opens, to_device(last, row.device)[row[of]], logits_at + before - 1)
     else:
         hidden_at = logits_at + before
     rows = Rows(
