@@ -146,6 +146,7 @@ class Endpoint:
             fp8=args.fp8,
             tensor_parallel=args.tensor_parallel,
         )
+        self.loaded.prepare()
         self.defaults = {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
         self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
         self.token_texts = TokenTexts(self.loaded.tokenizer)

@@ -159,6 +159,23 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert recorded
 
 
+@pytest.mark.parametrize("merges", [False, True])
+def test_graphs_made_beforehand_are_all_that_plain_requests_need(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, merges: bool
+) -> None:
+    model = build().double()
+    plain = {"sampling": Sampling(), "max_tokens": 20, "ignore_eos": True}
+    batch = [request(f"r{i}", i, ("multi", "single")[i % 2], **plain) for i in range(3)]
+    wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(model), SIZES, merge_rule=RULE if merges else replace(RULE, merge_from={}))
+    recorded = served._programs._recorded
+    # for 1 and for 2 rows, for each quarter of the buffer that 3 of its 4 slots may ask
+    assert served.prepare(batch[0].decoding) == len(recorded) == 2 * 3 * (1 + merges)
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
+    assert len(recorded) == 2 * 3 * (1 + merges)
+
+
 def test_a_step_launched_ahead_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
     """Nor does what it needs of the host, new pages above all: else the device would stand idle meanwhile."""
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))

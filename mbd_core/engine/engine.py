@@ -17,11 +17,12 @@ from torch import Tensor
 from mbd_core.decoding.accept import predict
 from mbd_core.decoding.buffer import BlockBuffer
 from mbd_core.decoding.canvas import check_canvas
+from mbd_core.decoding.config import DecodingConfig
 from mbd_core.decoding.sampling import Vocab, log_probability
 from mbd_core.engine.batch import Rows, pack, to_device
 from mbd_core.engine.canvas import CanvasRuns
 from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
-from mbd_core.engine.ledger import Ledger
+from mbd_core.engine.ledger import Ledger, work_of
 from mbd_core.engine.program import DecodePrograms, ProgramKind
 from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.engine.runner import EagerRunner, FusedVocab
@@ -314,6 +315,24 @@ class Engine:
         self._put_aside(sequence)
         return sequence.request.request_id
 
+    @torch.inference_mode()
+    def prepare(self, decoding: DecodingConfig) -> int:
+        """Capture the graphs that greedy requests with `decoding` will replay; how many there are.
+
+        Otherwise each is captured when it is first needed, and who needs it waits. Without graphs there are none.
+        Raises `ValueError` while requests are being served.
+        """
+        if self.has_work:
+            raise ValueError(f"prepare() needs an idle engine; {self.num_known} requests are still being served")
+        if not self.graphs or decoding.canvas is not None:
+            return 0
+        request = Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding)
+        merges = {self._merges(self.config.max_rows, prefix) for prefix in (0, self.model.config.max_positions)}
+        kinds = self._programs.kinds(decoding.buffer_size, work_of(request), sorted(merges))
+        for kind in kinds:
+            self._programs.record(kind)
+        return len(kinds)
+
     def generate(self, requests: Seq[Request]) -> list[Output]:
         """Serve `requests` to the end; outputs in their order.
 
@@ -423,19 +442,19 @@ class Engine:
     def _kind(self) -> ProgramKind:
         """What this step's decoding asks for."""
         num_rows = self._programs.bucket(max(self._ledger.num_rows, 1))
-        merges = False
-        if self.attention.merge_rule is not None and not self.config.batch_invariant:
-            merges = self.attention.merges(
-                num_sequences=num_rows,
-                slots=self.config.buffer_size,
-                longest_prefix=self._ledger.most_committed,
-            )
         asked = self._ledger.asks_at_most(unread=int(self._launched is not None))
         return ProgramKind(
             num_rows=num_rows,
             num_asked=self._programs.portion(num_rows, asked),
-            merges=merges,
+            merges=self._merges(num_rows, self._ledger.most_committed),
             **self._ledger.work(),
+        )
+
+    def _merges(self, num_rows: int, longest_prefix: int) -> bool:
+        """Whether a program had better read prefixes once for all slots."""
+        slots = self.config.buffer_size
+        return not self.config.batch_invariant and self.attention.merges(
+            num_sequences=num_rows, slots=slots, longest_prefix=longest_prefix
         )
 
     def _upto(self, sequence: Sequence) -> int:

@@ -14,16 +14,17 @@ from mbd_core.types import Request
 WORK = ("draws", "scores", "softens", "revises", "quotas")
 
 
-def work_of(request: Request) -> tuple[bool, ...]:
-    """Which of `WORK` a request asks of a step."""
+def work_of(request: Request) -> dict[str, bool]:
+    """Which `WORK` a request asks of a step."""
     decoding = request.decoding
-    return (
+    asked = (
         request.sampling.temperature > 0,
         decoding.fallback not in ("confidence", "leftmost"),
         decoding.soft is not None,
         decoding.revises,
         decoding.tokens_per_step > 1,
     )
+    return dict(zip(WORK, asked, strict=True))
 
 
 class Ledger:
@@ -49,7 +50,7 @@ class Ledger:
     def seat(self, sequence: Sequence) -> None:
         """A sequence takes its row of the buffer."""
         row = sequence.row
-        self._work_RK[row] = work_of(sequence.request)
+        self._work_RK[row] = list(work_of(sequence.request).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
         self._span_R[row] = sequence.span
         self._hold({**self.sequences, row: sequence})
@@ -87,7 +88,7 @@ class Ledger:
             column[row] = 0
 
     def work(self) -> dict[str, bool]:
-        """Which of `WORK` some row asks for."""
+        """Which work some row asks for."""
         asked = np.logical_or.reduce(self._work_RK).tolist()
         return dict(zip(WORK, asked, strict=True))
 

@@ -64,6 +64,10 @@ class LoadedModel:
         """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
         return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
 
+    def prepare(self) -> int:
+        """Capture the graphs of requests that ask for nothing special (`Engine.prepare`); how many there are."""
+        return self.engine.prepare(self.decoding({}))
+
     def check_health(self) -> None:
         """Raises `RankLost` where a process of a tensor-parallel engine has ended; never waits."""
         if isinstance(self.engine, ParallelEngine):

@@ -9,13 +9,15 @@ random state. With each step goes a fingerprint of rank 0's slots: a rank that h
 import threading
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.followers import Followers
 from mbd_core.engine.group import Group, Rank, RankLost, init_group, load_shard, num_arrived, open_store
@@ -70,12 +72,18 @@ class Preempt:
     pass
 
 
-Command = Add | Abort | Preempt
+@dataclass(frozen=True)
+class Prepare:
+    decoding: DecodingConfig
+
+
+Command = Add | Abort | Preempt | Prepare
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """Every later message: what to do, and the fingerprint there must be before a step; "idle" is a sign of life."""
+    """Every later message: commands, what to do then, and the fingerprint there must be before a step. "idle" without
+    commands is a sign of life."""
 
     then: Literal["step", "idle", "stop"]
     commands: tuple[Command, ...] = ()
@@ -146,22 +154,30 @@ class ParallelEngine(Engine):
         """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
         if not self.has_work:
             return []
+        with self._together(Orders(then="step", commands=tuple(self._commands), fingerprint=fingerprint(self))):
+            return super().step()
+
+    def prepare(self, decoding: DecodingConfig) -> int:
+        with self._together(Orders(then="idle", commands=(*self._commands, Prepare(decoding)))):
+            return super().prepare(decoding)
+
+    @contextmanager
+    def _together(self, orders: Orders) -> Iterator[None]:
+        """What the body does, the followers do too; where that fails the ranks are in different states for good."""
         with self._lock:
             if self._failure is not None:
                 raise RankLost(self._failure)
             self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
-            orders = Orders(then="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
             try:
                 self._group.tell(orders)
                 self._commands.clear()
-                outputs = super().step()
+                yield
             except RankLost as error:
                 failure = None if self.followers is None else self.followers.failure()
                 if failure is not None:
                     error.add_note(failure)
                 raise
             self._failure = None
-            return outputs
 
     def check_health(self) -> None:
         """Raises `RankLost` where a follower's process has ended; never waits, and may be called from any thread."""
@@ -212,8 +228,6 @@ def follow(model: Decoder, group: Group) -> None:
     engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit, merge_rule=welcome.merge_rule)
     group.meet()
     while (orders := group.hear()).then != "stop":
-        if orders.then == "idle":
-            continue
         for command in orders.commands:
             match command:
                 case Add(request):
@@ -222,6 +236,10 @@ def follow(model: Decoder, group: Group) -> None:
                     engine.abort(request_id)
                 case Preempt():
                     engine.preempt()
+                case Prepare(decoding):
+                    engine.prepare(decoding)
+        if orders.then == "idle":
+            continue
         if fingerprint(engine) != orders.fingerprint:
             raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
         engine.step()

@@ -6,7 +6,7 @@ once per `ProgramKind` as a CUDA graph and replayed. Elsewhere the same call is 
 Shape legend: R rows (sequences), N slots, B block size, X numbers of a report.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,23 @@ class DecodePrograms:
         """One step; its report (X,), on the device, good until the next. No row has more than `num_pages` pages."""
         if not self.records:
             return self._program(kind, num_pages)()
+        self.record(kind)
+        return self._recorded[kind].replay()
+
+    def record(self, kind: ProgramKind) -> None:
+        """Capture a step as a graph, if it is not yet."""
         if kind not in self._recorded:
             program = self._program(kind, self._tables_RP.shape[1])
             self._recorded[kind] = Recording(program, self._buffer, self._runner, self._pool)
-        return self._recorded[kind].replay()
+
+    def kinds(self, num_slots: int, work: Mapping[str, bool], merges: Iterable[bool]) -> list[ProgramKind]:
+        """The kinds of all steps whose rows have up to `num_slots` slots and ask for `work`."""
+        found = []
+        for rows in sorted({self.bucket(rows) for rows in range(1, len(self._tables_RP) + 1)}):
+            most = rows * num_slots * self._buffer.block_size
+            asked = {self.portion(rows, 1 + at) for at in range(0, most, self._quarter(rows))}
+            found += [ProgramKind(num_rows=rows, num_asked=n, merges=m, **work) for n in asked for m in merges]
+        return found
 
     def bucket(self, num_rows: int) -> int:
         """The least power of two that holds `num_rows` rows, at most all."""
@@ -88,9 +101,11 @@ class DecodePrograms:
 
     def portion(self, num_rows: int, num_asked: int) -> int | None:
         """The least quarter of the buffer's positions that holds `num_asked`; `None` for all of them."""
-        quarter = -(-num_rows * self._buffer.num_slots * self._buffer.block_size // 4)
-        quarters = max(1, -(-num_asked // quarter))
-        return None if quarters > 3 or self._batch_invariant else quarters * quarter
+        quarters = max(1, -(-num_asked // self._quarter(num_rows)))
+        return None if quarters > 3 or self._batch_invariant else quarters * self._quarter(num_rows)
+
+    def _quarter(self, num_rows: int) -> int:
+        return -(-num_rows * self._buffer.num_slots * self._buffer.block_size // 4)
 
     def _program(self, kind: ProgramKind, num_pages: int) -> Callable[[], Tensor]:
         buffer = self._buffer.head(kind.num_rows)
