@@ -9,6 +9,7 @@ measured first. docs/benchmarks.md explains the columns.
 """
 
 import argparse
+import math
 import platform
 import shlex
 import sys
@@ -22,13 +23,15 @@ import torch
 from tqdm import tqdm
 
 from mbd_core.engine.bench import WARM_UP, StepCase, filled_engine, measure_host, measure_step
-from mbd_core.metrics.bench import PAPER_TABLE_3, buffer_ratios, host_growth, markdown, write_json
+from mbd_core.engine.engine import EngineConfig
+from mbd_core.metrics.bench import PAPER_TABLE_3, buffer_ratios, check_writable, host_growth, markdown, write_json
 from mbd_core.metrics.roofline import Machine, floor_seconds, measure_machine, step_cost
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import load_config, load_model
 from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.ops.attention import resolve
 from mbd_core.recipes import model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,8 +113,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("steps", "threads", "tpf"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name} {value} must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value} must be a number above 0")
     return args
 
 
@@ -124,6 +127,31 @@ def config_of(model: str) -> ModelConfig:
     except ValueError as error:
         raise ValueError(f"{error}; shapes: {', '.join(SHAPES)}") from None
     return load_config(folder)
+
+
+def check_cases(
+    args: argparse.Namespace, config: ModelConfig, cases: list[StepCase], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise `ValueError` for what can be known to fail before anything is measured or loaded."""
+    size = config.block_size
+    for case in cases:
+        if case.prefix % size:
+            raise ValueError(f"--prefix {case.prefix} is not a multiple of the model's block_size={size}")
+        if case.prefix + case.num_tokens(size) > config.max_positions:
+            raise ValueError(
+                f"--prefix {case.prefix} and the {case.num_tokens(size)} tokens that --steps {case.steps} may decode "
+                f"exceed the model's {config.max_positions} positions; lower one of them"
+            )
+    if args.fp8 == "experts" and config.moe is None:
+        raise ValueError(f"--fp8 experts cannot be honoured: {args.model} has no experts; --fp8 all rounds its layers")
+    if args.eager and (device.type != "cuda" or args.static is False):
+        raise ValueError("--eager leaves CUDA graphs out, which there are on a GPU and without --dynamic only")
+    page_size = EngineConfig().resolve_page_size(size)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    resolve(device, dtype, config.head_dim, page_size, args.attention, num_heads=heads, num_kv_heads=kv_heads)
+    check_fits(args.model, config, cases, dtype, device)
+    if args.json is not None:
+        check_writable(args.json)
 
 
 def check_fits(
@@ -220,7 +248,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         device = torch.device(args.device)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"--device {args.device} cannot be used: {reason}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device} cannot be used; take cpu or cuda")
     on_gpu = device.type == "cuda"
     dtype = DTYPES[args.dtype] if args.dtype else torch.bfloat16 if on_gpu else torch.float32
     config = config_of(args.model)
@@ -239,7 +270,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         for rows in args.rows
         for buffer_size in args.buffer
     ]
-    check_fits(args.model, config, cases, dtype, device)
+    check_cases(args, config, cases, dtype, device)
     machine = measure_machine(device, dtype)
     model = load(args.model, config, device, dtype)
     if args.fp8 is not None:

@@ -101,12 +101,14 @@ class FakeDevice(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", None)
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
-        return_first = func._schema.is_mutable
+        in_place = func._schema.is_mutable
+        written = kwargs.get("out", args[0]) if in_place else None
+        assert not in_place or isinstance(written, Tensor), f"{func} writes to several tensors, which is not told here"
         call = Call(KERNELS.get(packet, func), *tree_map(_host, (args, kwargs)))
-        out = self._run(call, on_device=to_device, writes=return_first)
+        out = self._run(call, on_device=to_device, writes=in_place)
         if pinned:
             self.pin(out)
-        return kwargs.get("out", args[0]) if return_first else out
+        return written if in_place else out
 
     def _run(self, call: "Call", *, on_device: bool, writes: bool) -> Any:
         with _disable_current_modes():

@@ -182,15 +182,22 @@ def test_the_engine_benchmark_takes_a_folder(tiny_model_dir: Path, capsys: pytes
     [
         (["--model", "sdar-9b"], "sdar-9b"),
         (["--model", "llada2-flash", "--dtype", "float32"], "GB"),
-        (["--model", "sdar-null", "--prefix", "33"], "prefix=33"),
+        (["--model", "sdar-null", "--prefix", "64,33"], "--prefix 33"),
         (["--model", "sdar-null", "--prefix", "32768"], "positions"),
         (["--model", "sdar-null", "--attention", "magic"], "magic"),
+        (["--model", "sdar-null", "--fp8", "experts"], "--fp8 experts"),
+        (["--model", "sdar-null", "--eager"], "--eager"),
+        (["--model", "sdar-null", "--json", "/proc/none/file.json"], "/proc/none/file.json cannot be written"),
+        (["--model", "sdar-null", "--json", "/"], "it is a folder"),
         (["--device", "tpu"], "tpu"),
+        (["--device", "meta"], "meta"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(
-    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And is found before anything is measured."""
+    monkeypatch.setattr(bench_engine, "measure_machine", lambda *_: pytest.fail("the machine was measured"))
     if argv[0] != "--device":
         argv = [*argv, "--device", "cpu"]
     assert bench_engine.main([*argv, "--rows", "1", "--buffer", "1", "--steps", "1"]) == 2
@@ -198,7 +205,9 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert named in line
 
 
-@pytest.mark.parametrize("argv", [["--rows", "0"], ["--buffer", "1,x"], ["--steps", "0"], ["--static", "--dynamic"]])
+@pytest.mark.parametrize(
+    "argv", [["--rows", "0"], ["--buffer", "1,x"], ["--steps", "0"], ["--tpf", "nan"], ["--static", "--dynamic"]]
+)
 def test_bad_arguments_end_with_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench_engine.main(argv)

@@ -30,21 +30,21 @@ def work_of(request: Request) -> dict[str, bool]:
 class Ledger:
     """The sequences in the Block Buffer, by row: how far they are, what they ask of a step, and their counts.
 
-    sequences    by row; another dict after every coming and going, so that a step can keep the one it began with
-    num_rows     rows in use, those between them counted in
+    sequences  by row; another dict after every coming and going, so that a step can keep the one it began with
+    num_rows   rows in use, those between them counted in
+
+    By row: tokens `committed`; its `span`, the positions it may ever store, and its `window`, those of its whole
+    buffer; its pages; the positions whose logits its next forward may ask for (`num_asked`); which work it asks for.
     """
 
     def __init__(self, num_rows: int, *, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
-        self._committed_R = np.zeros(num_rows, dtype=np.int64)
-        self._span_R = np.zeros(num_rows, dtype=np.int64)
-        self._num_pages_R = np.zeros(num_rows, dtype=np.int64)
-        self._work_RK = np.zeros((num_rows, len(WORK)), dtype=bool)
-        self._num_asked_R = np.zeros(num_rows, dtype=np.int64)
-        self._window_R = np.zeros(num_rows, dtype=np.int64)
-        self._num_forwards_R = np.zeros(num_rows, dtype=np.int64)
-        self._num_store_forwards_R = np.zeros(num_rows, dtype=np.int64)
+        whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(7)]
+        self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
+        self._num_forwards_R, self._num_store_forwards_R = whole[5:]
         self._seconds_R = np.zeros(num_rows)
+        self._work_RK = np.zeros((num_rows, len(WORK)), dtype=bool)
+        self._columns = (*whole, self._seconds_R, self._work_RK)
         self._hold({})
 
     def seat(self, sequence: Sequence) -> None:
@@ -81,10 +81,7 @@ class Ledger:
         sequence.num_store_forwards += int(self._num_store_forwards_R[row])
         sequence.decode_seconds += float(self._seconds_R[row])
         self._hold({r: s for r, s in self.sequences.items() if r != row})
-        for column in (
-            self._committed_R, self._span_R, self._num_pages_R, self._window_R, self._num_asked_R, self._work_RK,
-            self._num_forwards_R, self._num_store_forwards_R, self._seconds_R,
-        ):  # fmt: skip
+        for column in self._columns:
             column[row] = 0
 
     def work(self) -> dict[str, bool]:

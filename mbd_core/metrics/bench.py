@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,12 +106,24 @@ def _truth(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def check_writable(path: Path) -> None:
+    """Raise `ValueError` if a file cannot be written there: before the work that it is to hold."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file beside its place, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_text(json.dumps(value, indent=2) + "\n")
+        beside.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

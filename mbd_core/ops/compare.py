@@ -220,12 +220,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="threads of torch on a CPU (default: torch's)")
     parser.add_argument("--json", type=Path, metavar="F", help="also write the times to this file")
     args = parser.parse_args(argv)
+    for name in ("block_size", "page_size", "repeats", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shape = Shape(
         block_size=args.block_size,
-        page_size=args.page_size or args.block_size,
+        page_size=args.block_size if args.page_size is None else args.page_size,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
     try:
