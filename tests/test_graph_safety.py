@@ -22,6 +22,7 @@ from mbd_core.decoding.config import DecodingConfig
 from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine import runner as runner_module
+from mbd_core.engine.bench import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.models.config import MoEConfig
 from mbd_core.models.decoder import Decoder
@@ -246,6 +247,20 @@ def test_experts_by_sorting_and_grouped_products_are_captured(device: FakeDevice
         graph.replay()
         expected = moe.experts(x, gate, up, down, ids.flip(0), weights)
         torch.testing.assert_close(out.host, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_a_replayed_steps_forward_is_measured_on_its_own_batch(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """Programs of several kinds take turns; none reads the batch of another, whose memory is overwritten."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    monkeypatch.setattr(engine_module, "with_measured_rule", lambda choice, *_, **__: choice)
+    case = StepCase(rows=2, buffer_size=4, prefix=16, steps=12)
+    with torch.inference_mode():
+        served = filled_engine(device.move(build()), case)
+        times = measure_step(served, case)
+        assert len(served._programs._recorded) > 1 and times.num_tokens == 2 * 4 * 4 > times.num_logits
+        assert measure_host(served, case) > 0
 
 
 def test_an_engine_measures_its_rule_on_the_device(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:

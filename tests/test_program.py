@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_exactness import MASK, B, build, engine, gist, request
 
+from mbd_core.decoding.config import DecodingConfig
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.layout import all_slots
@@ -105,6 +106,15 @@ def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytes
     served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
     served.generate(batch)
     assert 0.25 in portions and len(portions) > 1
+
+
+def test_tokens_per_step_beside_a_request_without() -> None:
+    """A block of four open positions takes two steps and a store."""
+    two = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=1.0, tokens_per_step=2)
+    r = request("a", 1, "single", prompt=(5, 6, 7, 8), max_tokens=8, decoding=two, ignore_eos=True)
+    for static in (False, True):
+        output = engine(build(), static_shapes=static).generate([r, request("b", 2, "single")])[0]
+        assert output.counts.num_forwards == 2 * (2 + 1)
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -164,7 +164,13 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
         runner.bind(runner.last_batch)
 
     gpu = device.type == "cuda"
-    forward = _captured(bare) if engine.graphs else bare
+    captured: dict[int, Callable[[], object]] = {}  # each program has a batch of its own
+
+    def forward() -> Callable[[], object]:
+        if not engine.graphs:
+            return bare
+        return captured.get(key := id(runner.last_batch)) or captured.setdefault(key, _captured(bare))
+
     taken: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
     shapes = []
     if gpu:
@@ -177,7 +183,7 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
             taken["step"].append(step)
         assert runner.last_batch is not None
         shapes.append((len(runner.last_batch.input_ids_T), len(runner.last_batch.logits_at_A)))
-        for name, run in (("forward", forward), ("layout", layout)):
+        for name, run in (("forward", forward()), ("layout", layout)):
             taken[name].append(_seconds(run, wait=gpu))
         if recorder is not None:
             report = engine.last_report

@@ -82,8 +82,6 @@ class EngineConfig:
         for name in ("max_rows", "buffer_size", "num_pages", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.overlap and self.static_shapes is False:
-            raise ValueError("overlap=True cannot be honoured with static_shapes=False: only static steps run ahead")
 
     def resolve_page_size(self, block_size: int) -> int:
         page_size = -(-16 // block_size) * block_size if self.page_size is None else self.page_size
@@ -212,6 +210,11 @@ class Engine:
             graphs=config.graphs,
             logits_chunk=self.logits_chunk,
         )
+        for name in ("overlap", "graphs"):
+            if getattr(config, name) and not self.static_shapes:
+                raise ValueError(
+                    f"{name}=True cannot be honoured without static_shapes=True: static steps only have it"
+                )
         self.graphs = self.static_shapes and self._programs.records
         if trace is not None:
             trace.block_size = self.block_size
@@ -339,10 +342,11 @@ class Engine:
         Raises `ValueError`, and serves none, for a request that cannot be served, for ids that repeat, and while
         requests that were added one by one are still running: their outputs would have nowhere to go.
         """
-        if not self.num_known:
-            self._held, self._launched = [], None  # what is left concerns requests that were aborted
+        if self._launched is not None and not self.num_known:
+            self.step()  # it concerns requests that were aborted
         if self.has_work:
-            raise ValueError(f"generate() needs an idle engine; {self.num_known} requests are still being served")
+            untold = self.num_known + sum(o.output is not None for o in self._held)
+            raise ValueError(f"generate() needs an idle engine; {untold} requests are still being served")
         if len({r.request_id for r in requests}) < len(requests):
             raise ValueError("generate() needs a request_id of its own for each request")
         for request in requests:
@@ -387,10 +391,10 @@ class Engine:
         return [] if launched is None else self.collect(launched)
 
     def _may_run_ahead(self) -> bool:
-        """Whether the next step can be launched before the last one's results are known: nobody is to be seated or
-        stored, and there are pages for whatever both steps may fill."""
+        """Whether the next step can be launched before the last one's results are known: nobody is to be seated, and
+        there are pages for whatever both steps may fill."""
         running = self.scheduler.running
-        if not running or len(self._ledger.sequences) < len(running):
+        if not running:
             return False
         if self.scheduler.waiting and len(running) < self.config.max_rows:
             return False

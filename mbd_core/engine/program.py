@@ -159,8 +159,10 @@ class Recording:
         # "thread_local": what other threads ask of the device meanwhile does not concern this capture
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._report_X = step()
+        self._runner, self._batch = runner, runner.last_batch
 
     def replay(self) -> Tensor:
         """Run the captured step; its report, overwritten by the next replay."""
         self._graph.replay()
+        self._runner.last_batch = self._batch
         return self._report_X

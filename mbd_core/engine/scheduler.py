@@ -109,7 +109,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         for sequence in list(self.running.values()) if among is None else among:
             if not self.is_running(sequence):
-                break  # preempted meanwhile, like all that are younger
+                continue  # preempted meanwhile
             missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
             if missing <= 0:
                 continue
