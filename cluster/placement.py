@@ -8,18 +8,20 @@ class ClusterTooSmall(ValueError):
 
 
 def gpus_each(nodes: Sequence[Mapping[str, float]], *, processes: int, ranks: int = 1) -> int:
-    """GPUs for each of `processes` that spread over `ranks`: one a rank, or 0, and then all of them run on CPUs.
+    """GPUs for each of `processes` that spread over `ranks`: one a rank on a cluster that has GPUs, else 0.
 
-    `nodes` are the nodes' resources by Ray's names. A process stays on one node. Raises `ClusterTooSmall`
-    where several ranks find too few GPUs on a cluster that has some, or too few CPUs, one a rank.
+    `nodes` are the nodes' resources by Ray's names. A process stays on one node and takes a CPU a rank in any case.
+    Raises `ClusterTooSmall` where not all find room: a cluster that has GPUs never computes on CPUs unasked.
     """
-    with_gpus = sum(int(node.get("GPU", 0)) // ranks for node in nodes)
-    if ranks > 1:
-        counted = "GPU" if any(node.get("GPU", 0) >= 1 for node in nodes) else "CPU"
-        if sum(int(node.get(counted, 0)) // ranks for node in nodes) < processes:
-            there = ", ".join(f"{node.get(counted, 0):g}" for node in nodes)
-            raise ClusterTooSmall(
-                f"{processes} x {ranks} tensor-parallel ranks need {ranks} {counted}s on one node for each of the "
-                f"{processes}; the cluster's nodes have {there}"
-            )
-    return ranks if with_gpus >= processes else 0
+    kinds = ("GPU", "CPU") if any(node.get("GPU", 0) >= 1 for node in nodes) else ("CPU",)
+    if sum(min(int(node.get(kind, 0)) // ranks for kind in kinds) for node in nodes) < processes:
+        needed = " and ".join(_counted(ranks, kind) for kind in kinds)
+        there = ", ".join(" and ".join(_counted(node.get(kind, 0), kind) for kind in kinds) for node in nodes)
+        what = f"{processes} x {ranks} tensor-parallel ranks" if ranks > 1 else f"{processes} engines"
+        each = f"{needed} on one node for each of the {processes}" if ranks > 1 else f"{needed} each"
+        raise ClusterTooSmall(f"{what} need {each}; the cluster's nodes have {there}; ask for fewer")
+    return ranks if "GPU" in kinds else 0
+
+
+def _counted(number: float, kind: str) -> str:
+    return f"{number:g} {kind}" if number == 1 else f"{number:g} {kind}s"

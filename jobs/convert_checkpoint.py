@@ -10,8 +10,10 @@ a distributed checkpoint's metadata is a pickle.
 
 import argparse
 import math
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,6 +23,7 @@ from mbd_core.models.loader import save_random
 from mbd_core.models.names import ExpertLayout
 from mbd_core.models.shapes import SHAPES
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
 
 
@@ -41,6 +44,41 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 < args.max_shard_gb < math.inf:
         parser.error(f"--max-shard-gb {args.max_shard_gb} must be above 0")
+    try:
+        with any_stop_as_interrupt():
+            write(args)
+    except (ValueError, OSError) as error:
+        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"convert_checkpoint: stopped; {args.to} was not written", file=sys.stderr)
+        return 130
+    print(f"wrote {args.to}; {memory()}")
+    return 0
+
+
+@contextmanager
+def any_stop_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the body as Ctrl-C does; a second signal does not disturb what clears away after it."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+
+    def stop(number: int, frame: object) -> None:
+        for other in STOPS:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def write(args: argparse.Namespace) -> None:
+    """Make the folder, behind a progress bar."""
     bar: tqdm | None = None
 
     def progress(done: int, total: int) -> None:
@@ -61,20 +99,15 @@ def main(argv: list[str] | None = None) -> int:
                 max_shard_bytes=int(args.max_shard_gb * 10**9),
                 progress=progress,
             )
-    except (ValueError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 2
     finally:
         if bar is not None:
             bar.close()
-    print(f"wrote {args.to}; {memory()}")
-    return 0
 
 
 def make_random(args: argparse.Namespace, progress: Callable[[int, int], None]) -> None:
     if args.experts or args.format or args.config:
         raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
-    if args.to.exists():
+    if args.to.exists() or args.to.is_symlink():
         raise ValueError(f"{args.to} exists already; give a folder that is yet to be made")
     save_random(SHAPES[args.random], args.to, max_shard_bytes=int(args.max_shard_gb * 10**9), progress=progress)
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.metrics.bench import markdown, write_json
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import TOKENIZER_FILES, load_model, load_tokenizer
+from mbd_core.models.loader import TOKENIZER_FILES, load_config, load_model, load_tokenizer
 from mbd_core.models.quantize import Parts, quantize_weights, weight_bytes
 from mbd_core.ops.dense import DenseAttention
 from mbd_core.ops.fp8 import logit_error
@@ -113,12 +113,21 @@ def logits(model: Decoder, asked: Sequence[Sample], *, masked: bool) -> Tensor:
     return torch.cat(out)
 
 
-def report(folder: Path, *, parts: Parts, prompts: int, seed: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row for shown and one for masked inputs; `ValueError` for a folder or parts that cannot be had."""
+def report(
+    folder: Path, *, parts: Parts | None, prompts: int, seed: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """One row for shown and one for masked inputs; without `parts` the experts are rounded, or all if there are none.
+
+    Raises `ValueError` for a folder or parts that cannot be had.
+    """
+    config = load_config(folder)
+    if parts == "experts" and config.moe is None:
+        raise ValueError(f"--parts experts: the {config.architecture} in {folder} has no experts; use --parts all")
+    parts = parts or ("all" if config.moe is None else "experts")
     model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
     with_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(folder, model.config) if with_tokenizer else None
-    asked = samples(model.config, tokenizer, prompts=prompts, seed=seed)
+    tokenizer = load_tokenizer(folder, config) if with_tokenizer else None
+    asked = samples(config, tokenizer, prompts=prompts, seed=seed)
     before = weight_bytes(model)
     wide = {masked: logits(model, asked, masked=masked) for masked in (False, True)}
     quantize_weights(model, parts)
@@ -144,7 +153,7 @@ def report(folder: Path, *, parts: Parts, prompts: int, seed: int, device: torch
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a shipped model's name, or a model folder")
-    parser.add_argument("--parts", choices=("experts", "all"), default="experts", help="what is rounded (experts)")
+    parser.add_argument("--parts", choices=("experts", "all"), help="what is rounded (default: experts if it has any)")
     parser.add_argument("--prompts", type=int, default=16, help="sequences compared (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="F", help="also write the rows to this file")

@@ -1,11 +1,15 @@
 """Serve a model over OpenAI's HTTP API: `python jobs/serve.py --model tiny-mbd`, until Ctrl-C or SIGTERM.
 
-Exit codes: 0 stopped, 1 it could not be served, 2 bad input (a checkpoint that is not whole, too), in one sentence.
+Exit codes: 0 stopped, 1 it could not be served, 2 bad input (also a checkpoint that is not
+whole, or a port that is taken), in one sentence.
 """
 
 import argparse
+import os
 import signal
+import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import ray
@@ -64,8 +68,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     sizes = ("max_rows", "buffer_size", "num_pages", "block_size", "max_waiting", "threads")
     for name in ("replicas", "tensor_parallel", *sizes):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
     if not 1 <= args.port <= 65535:
         parser.error(f"--port {args.port} must be from 1 to 65535")
     return args
@@ -117,39 +122,64 @@ def endpoint_args(args: argparse.Namespace) -> EndpointArgs:
     )
 
 
+def check_port(host: str, port: int) -> None:
+    """Raise `ValueError` where a Ray of this machine could not listen there; another's head node is not asked."""
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
+            probe.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"--port {port} on --host {host} cannot be listened on: {error.strerror}; give another"
+        ) from None
+
+
 def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
     """Start the endpoint on the cluster of `RAY_ADDRESS`, or on a Ray of its own; stop what was started at the end.
 
-    Every replica gets a GPU a rank where the cluster has enough of them; else all run on CPUs (`gpus_each`).
+    Every replica gets a GPU a rank on a cluster that has GPUs; else all run on CPUs (`gpus_each`).
     """
-    connect(num_cpus=max(4, replicas * made.tensor_parallel + 2), worker_logs=False)
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        pass  # as it should be
-    else:
-        raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    num_gpus = gpus_each(nodes, processes=replicas, ranks=made.tensor_parallel)
-    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, which sets its own
-        signal.signal(number, signal.default_int_handler)
-    try:
-        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+    with ExitStack() as started:
         try:
-            handle = serve.run(build(made, replicas=replicas, num_gpus=num_gpus), name=made.name, route_prefix="/")
-        except RuntimeError as error:
-            raise RuntimeError(_reason(made.name) or str(error)) from error
-        print(handle.describe.remote().result(), flush=True)
-        url = f"http://{host}:{port}"
-        print(f"serving {made.name} at {url}/v1", flush=True)
-        body = f'{{"model": "{made.name}", "messages": [{{"role": "user", "content": "2 + 3?"}}]}}'
-        print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
-        signal.pause()
-    except KeyboardInterrupt:
-        print("stopping", flush=True)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+            _interrupt_on_signals()
+            try:
+                if connect(num_cpus=max(4, replicas * made.tensor_parallel + 2), worker_logs=False):
+                    started.callback(ray.shutdown)
+            except SystemExit as error:  # what SIGTERM becomes inside ray.init
+                raise KeyboardInterrupt from error
+            _interrupt_on_signals()
+            try:
+                ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+            except ValueError:
+                pass  # as it should be
+            else:
+                raise RuntimeError(
+                    "Serve already runs on this cluster, and its address cannot be changed; stop it first"
+                )
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            num_gpus = gpus_each(nodes, processes=replicas, ranks=made.tensor_parallel)
+            started.callback(serve.shutdown)
+            serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+            try:
+                handle = serve.run(build(made, replicas=replicas, num_gpus=num_gpus), name=made.name, route_prefix="/")
+            except RuntimeError as error:
+                raise RuntimeError(_reason(made.name) or str(error)) from error
+            print(handle.describe.remote().result(), flush=True)
+            url = f"http://{host}:{port}"
+            print(f"serving {made.name} at {url}/v1", flush=True)
+            body = f'{{"model": "{made.name}", "messages": [{{"role": "user", "content": "2 + 3?"}}]}}'
+            print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+            signal.pause()
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
+
+
+def _interrupt_on_signals() -> None:
+    """Ctrl-C and SIGTERM raise `KeyboardInterrupt` from now on, until ray.init sets a handler of its own."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _reason(name: str) -> str:
@@ -164,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         made = endpoint_args(args)
+        check_port(args.host, args.port)
     except ValueError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2

@@ -2,8 +2,13 @@
 
 import json
 import pickle
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +65,8 @@ def run(*args: object) -> int:
 @pytest.mark.parametrize("middle", ["hf", "dcp"])
 def test_there_and_back_is_the_same_bytes(tmp_path: Path, config: ModelConfig, middle: str) -> None:
     start = saved(tmp_path / "start", config)
-    assert run("--from", start, "--to", tmp_path / "there", "--experts", "fused", "--format", middle) == 0
+    stacked = ["--experts", "fused"] if config.moe is not None else []
+    assert run("--from", start, "--to", tmp_path / "there", *stacked, "--format", middle) == 0
     assert (
         run("--from", tmp_path / "there", "--to", tmp_path / "back", "--experts", "per-expert", "--format", "hf") == 0
     )
@@ -173,16 +179,22 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     def refused(sentence: str, *more: object, source: Path = start, target: Path = tmp_path / "out") -> None:
         assert run("--from", source, "--to", target, "--experts", "fused", *more) == 2
         said = capsys.readouterr()
-        assert sentence in said.err and said.err.count("\n") == 1 and not said.out
+        last = said.err.rpartition("\r")[2]  # behind the bar, where writing had begun
+        assert sentence in last and said.err.count("\n") == 1 + ("\r" in said.err) and not said.out
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("out", "."))) == []
 
     refused("is not a model folder: it has no config.json", source=tmp_path)
     refused("exists already", target=start)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    refused("link exists already", target=tmp_path / "link")
+    refused("experts='fused' stacks experts and the SDARForCausalLM in", source=saved(tmp_path / "dense", SDAR))
     refused("start, which is read; give a folder elsewhere", target=start / "inside")
     refused("is not a model folder: it has no config.json", source=start / "config.json")
     convert(start, tmp_path / "dcp", to="dcp")
     file = sorted((tmp_path / "dcp").glob("*.distcp"))[0]
     whole = file.read_bytes()
+    file.write_bytes(b"x" * len(whole))
+    refused("is damaged: Weights only load failed\n", source=tmp_path / "dcp")
     file.write_bytes(whole[:10])
     refused("is cut short at tensor 'model.", source=tmp_path / "dcp")
     file.unlink()
@@ -201,3 +213,62 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     refused("is damaged or cut short at tensor '")
     (start / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     refused("architectures=['GPT2LMHeadModel']; supported: ")
+
+
+def test_other_formats_weights_are_not_copied_along(tmp_path: Path) -> None:
+    start = saved(tmp_path / "start", SDAR)
+    whole = contents(start)
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "old.pt", "old.pth", "q4.gguf"):
+        (start / name).write_text("weights")
+    convert(start, tmp_path / "there")
+    assert contents(tmp_path / "there") == whole
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], random: bool
+) -> None:
+    start = saved(tmp_path / "start", SDAR)
+    needed = sum(t.nbytes for t in load_file(start / "model.safetensors").values())
+    asked: list[Path] = []
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(free=needed - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    target = tmp_path / "new" / "out"
+    assert run(*(("--random", "llada2-mini") if random else ("--from", start)), "--to", target) == 2
+    said = capsys.readouterr().err
+    assert asked == [tmp_path] and not target.parent.exists() and said.count("\n") == 1
+    assert f"and {tmp_path} has {needed - 1:,} free" in said
+    assert random or f"{target} needs {needed:,} bytes" in said
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    convert(start, target)
+
+
+SLOWLY = """
+import sys, time
+from jobs import convert_checkpoint
+from mbd_core.models import convert
+
+def slowly(*args):
+    print("writing", flush=True)
+    time.sleep(60)
+
+convert._Pieces.make = slowly
+sys.exit(convert_checkpoint.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "hf"), (signal.SIGTERM, "dcp"), (signal.SIGHUP, "hf")])
+def test_a_stopped_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals, to: str) -> None:
+    start, target = saved(tmp_path / "start", SDAR), tmp_path / "out"
+    command = [sys.executable, "-c", SLOWLY, "--from", start, "--to", target, "--format", to]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        assert any(p.name.startswith(".out-") for p in tmp_path.iterdir())
+        process.send_signal(number)
+        said = process.communicate(timeout=30)[1]
+    assert (process.returncode, said) == (130, f"convert_checkpoint: stopped; {target} was not written\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["start"]

@@ -1,6 +1,8 @@
 """Model folders before they are served: what fits is loaded, what does not is one sentence, for every job alike."""
 
+import importlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import edit_note, load_engine, read_folder
+from mbd_core.models.convert import convert
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import load_model, load_tokenizer, save_model
+from mbd_core.models.loader import load_config, load_model, load_tokenizer, save_model
 from mbd_core.types import Output, Request
 
 SMALL = EngineConfig(max_rows=1, num_pages=16)
@@ -48,13 +51,13 @@ def test_generation_config_may_name_more_eos_ids(folder: Path) -> None:
     also = next(t for t in whole.tokens[8:] if t not in whole.tokens[:8])
     change_json(folder / "generation_config.json", eos_token_id=[also, 1])
     after, cut = generate()
-    assert after == (also, 1)
+    assert after == load_config(folder).eos_token_ids == load_model(folder).config.eos_token_ids == (also, 1)
     assert (cut.finish_reason, cut.tokens) == ("stop", whole.tokens[: whole.tokens.index(also)])
     change_json(folder / "generation_config.json", eos_token_id=1)
     assert generate() == (before, replace(whole, counts=ANY))
 
 
-@pytest.mark.parametrize(
+CONTRADICTIONS = pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"eos_token_id": [7]}, r"generation_config.json says eos_token_id=\[7\], config.json says \[1\]"),
@@ -62,14 +65,50 @@ def test_generation_config_may_name_more_eos_ids(folder: Path) -> None:
         ({"eos_token_id": [1, 512]}, "eos_token_id=512 lies outside the vocabulary"),
         ({"eos_token_id": [1, 0]}, "mask_token_id=0 is also an EOS id"),
         ({"mask_token_id": 3}, "generation_config.json says mask_token_id=3, config.json says 0"),
-        ({"tau_m2t": "x"}, "generation_config.json: tau_m2t='x' must be a number"),
-        ({"prefix_cache": 1}, "generation_config.json: prefix_cache=1 must be one of None, True, False"),
     ],
 )
+
+
+@CONTRADICTIONS
 def test_ids_that_contradict_each_other_are_refused(folder: Path, values: dict[str, object], sentence: str) -> None:
+    """By everybody who asks for the model's configuration."""
+    change_json(folder / "generation_config.json", **values)
+    for read in (load_config, load_model, read_folder):
+        with pytest.raises(ValueError, match=sentence):
+            read(folder)
+
+
+@CONTRADICTIONS
+@pytest.mark.parametrize("job", ["bench_engine", "fp8_report", "convert_checkpoint"])
+def test_jobs_refuse_such_ids_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], job: str, values: dict[str, object], sentence: str
+) -> None:
+    change_json(folder / "generation_config.json", **values)
+    given = {"convert_checkpoint": ["--from", folder, "--to", folder.parent / "out"]}.get(job, ["--model", folder])
+    assert importlib.import_module(f"jobs.{job}").main([str(a) for a in given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and re.search(sentence, said)
+    assert not (folder.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"tau_m2t": "x"}, "generation_config.json: tau_m2t='x' must be a number"),
+        ({"prefix_cache": 1}, "generation_config.json: prefix_cache=1 must be one of null, true, false"),
+    ],
+)
+def test_decoding_that_cannot_be_honoured_is_refused(folder: Path, values: dict[str, object], sentence: str) -> None:
     change_json(folder / "generation_config.json", **values)
     with pytest.raises(ValueError, match=sentence):
         read_folder(folder)
+
+
+@pytest.mark.parametrize("read", [read_folder, load_model])
+def test_a_distributed_checkpoint_is_sent_to_the_converter(folder: Path, read: Callable[[Path], Any]) -> None:
+    convert(folder, folder.parent / "dcp", to="dcp")
+    with pytest.raises(ValueError, match=r"dcp is a distributed .* with jobs/convert_checkpoint.py --format hf$"):
+        read(folder.parent / "dcp")
 
 
 def test_a_cpu_computes_in_float32_and_says_how_weights_are_stored(folder: Path) -> None:

@@ -509,10 +509,12 @@ def test_wrong_configs_are_named(folder: Path, changes: dict, message: str) -> N
 
 
 def test_tokenizer_that_disagrees_is_refused(folder: Path) -> None:
-    rewrite(folder / "config.json", mask_token_id=5)
+    for file in ("config.json", "generation_config.json"):
+        rewrite(folder / file, mask_token_id=5)
     with pytest.raises(ValueError, match="mask_token_id=5 but the tokenizer's"):
         load_tokenizer(folder, load_config(folder))
-    rewrite(folder / "config.json", mask_token_id=0)
+    for file in ("config.json", "generation_config.json"):
+        rewrite(folder / file, mask_token_id=0)
     for damaged in ("{}", "[]", "{", '{"added_tokens": []}'):
         (folder / "tokenizer.json").write_text(damaged)
         with pytest.raises(ValueError, match="has no tokenizer that can be loaded: "):

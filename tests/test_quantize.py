@@ -285,11 +285,14 @@ def test_the_report_measures_the_shipped_model(tmp_path: Path, capsys: pytest.Ca
 def test_the_report_takes_a_folder_without_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "m", wide_model(MOE))
     assert fp8_report(["--model", str(tmp_path / "m"), "--prompts", "2"]) == 0
-    assert "| masked random ids | 32 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| m | experts |" in printed and "| masked random ids | 32 |" in printed
     save_model(tmp_path / "d", wide_model(DENSE))
+    assert fp8_report(["--model", str(tmp_path / "d"), "--prompts", "2"]) == 0
+    assert "| d | all |" in capsys.readouterr().out
     for asked, sentence in (
         (["--model", "none"], "unknown model 'none'"),
-        (["--model", str(tmp_path / "d")], "this DreamModel has none; use parts='all'"),
+        (["--model", str(tmp_path / "d"), "--parts", "experts"], "has no experts; use --parts all"),
         (["--model", str(tmp_path / "m"), "--prompts", "0"], "--prompts 0 must be at least 1"),
     ):
         assert fp8_report(asked) == 2

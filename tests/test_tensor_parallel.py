@@ -192,13 +192,32 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
 
 def test_idle_followers_stay(folders: dict[str, Path]) -> None:
     with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=4)) as engine:
-        first = engine.generate(requests(1))
+        (first_request,) = requests(1)
+        first = engine.generate([first_request])
         time.sleep(5)
         assert list(map(gist, engine.generate(requests(1)))) == list(map(gist, first))
         assert engine.abort("nobody") is None and engine.preempt() is None and engine.step() == []
         with pytest.raises(ValueError, match="empty"):
             engine.add(replace(requests(1)[0], prompt=()))
         assert engine.generate(requests(3)), "what was refused has not reached the follower"
+        assert engine.prepare(first_request.decoding) == 0
+        engine.add(first_request)
+        with pytest.raises(ValueError, match=r"prepare\(\) needs an idle engine"):
+            engine.prepare(first_request.decoding)
+        while not engine.step():
+            pass
+
+
+def test_a_step_ahead_whose_request_was_aborted_is_taken_by_all(folders: dict[str, Path]) -> None:
+    ahead = replace(SIZES, static_shapes=True, overlap=True)
+    first, second = requests(2)
+    wanted = gist(Engine(load_model(folders["dense"]), SIZES).generate([second])[0])
+    with closing(start_parallel(folders["dense"], ahead, size=2, timeout=10)) as engine:
+        engine.add(first)
+        while engine._launched is None:
+            engine.step()
+        assert engine.abort(first.request_id) is not None
+        assert gist(engine.generate([second])[0]) == wanted
 
 
 def child(engine: ParallelEngine) -> int:
@@ -341,7 +360,7 @@ def test_load_engine_over_two_ranks_serves_as_over_one(tiny_model_dir: Path, tmp
     for two_ranks, one_rank in zip(found, wanted, strict=True):
         assert two_ranks.logprobs == pytest.approx(one_rank.logprobs, abs=1e-3)
     assert gone(pid) and not dist.is_initialized()
-    with pytest.raises(RankLost, match="has ended"):
+    with pytest.raises(RankLost, match="was closed"):
         two.check_health()
 
 
@@ -357,6 +376,35 @@ def test_a_follower_s_death_is_known_before_anything_is_asked(tiny_model_dir: Pa
         with pytest.raises(RankLost) as caught:
             loaded.engine.generate(asked(loaded))
         assert caught.value.__notes__ == ["rank 1: ended by SIGKILL"]
+
+
+def test_a_follower_that_hangs_while_nothing_is_asked_is_known_and_nobody_waits(folders: dict[str, Path]) -> None:
+    with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=4)) as engine:
+        engine.check_health()
+        os.kill(child(engine), signal.SIGSTOP)
+        deadline, longest = time.monotonic() + 12, 0.0
+        with pytest.raises(RankLost, match="could not reach the others: a rank ended, or did not answer within 4 s"):  # noqa: PT012
+            while (asked := time.monotonic()) < deadline:
+                engine.check_health()
+                longest = max(longest, time.monotonic() - asked)
+                time.sleep(0.02)
+        assert longest < 1
+        with pytest.raises(RankLost, match="did not answer"):
+            engine.generate(requests(1))
+
+
+def test_a_step_that_fails_is_for_good(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=4)) as engine:
+        engine.generate(requests(1))
+        engine.check_health()
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "step", break_off)
+            engine.add(requests(1)[0])
+            with pytest.raises(OSError, match="no such"):
+                engine.step()
+        for call in (engine.check_health, engine.step):
+            with pytest.raises(RankLost, match="an earlier step of the tensor-parallel group failed"):
+                call()
 
 
 def test_a_device_by_number_cannot_be_cut(tiny_model_dir: Path) -> None:
@@ -514,6 +562,15 @@ def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(
     finally:
         followers.end()
     assert all(gone(pid) for pid in followers.pids)
+
+
+def test_a_reason_is_told_as_often_as_it_is_asked_for() -> None:
+    followers = Followers(break_off, [()])
+    try:
+        reasons = {followers.failure(wait=10) for _ in range(3)}
+    finally:
+        followers.end(5)
+    assert reasons | {followers.failure(wait=0.1)} == {"rank 1: OSError: no such device"}
 
 
 @pytest.mark.gpu

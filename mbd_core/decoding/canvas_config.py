@@ -4,6 +4,7 @@ The methods differ in four things: which positions may be filled now (`block_len
 which score (`score`), and what of the canvas a forward computes anew (`cache`, `refresh`).
 """
 
+import json
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -33,9 +34,10 @@ def check_weight(owner: str, name: str, value: object) -> None:
 
 
 def check_choice(owner: str, name: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise `ValueError` unless `value` is one of `known`, and of its type: 1 is not True."""
+    """Raise `ValueError`, in JSON's words, unless `value` is one of `known`, and of its type: 1 is not True."""
     if not any(type(value) is type(k) and value == k for k in known):
-        raise ValueError(f"{owner}{name}={value!r} must be one of {', '.join(map(repr, known))}")
+        given, *allowed = (json.dumps(v, default=repr) for v in (value, *known))
+        raise ValueError(f"{owner}{name}={given} must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -318,6 +318,11 @@ class Engine:
         self._put_aside(sequence)
         return sequence.request.request_id
 
+    def _check_idle(self, what: str) -> None:
+        if self.has_work:
+            untold = self.num_known + sum(o.output is not None for o in self._held)
+            raise ValueError(f"{what}() needs an idle engine; {untold} requests are still being served")
+
     @torch.inference_mode()
     def prepare(self, decoding: DecodingConfig) -> int:
         """Capture the graphs that greedy requests with `decoding` will replay; how many there are.
@@ -325,8 +330,7 @@ class Engine:
         Otherwise each is captured when it is first needed, and who needs it waits. Without graphs there are none.
         Raises `ValueError` while requests are being served.
         """
-        if self.has_work:
-            raise ValueError(f"prepare() needs an idle engine; {self.num_known} requests are still being served")
+        self._check_idle("prepare")
         if not self.graphs or decoding.canvas is not None:
             return 0
         request = Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding)
@@ -344,9 +348,7 @@ class Engine:
         """
         if self._launched is not None and not self.num_known:
             self.step()  # it concerns requests that were aborted
-        if self.has_work:
-            untold = self.num_known + sum(o.output is not None for o in self._held)
-            raise ValueError(f"generate() needs an idle engine; {untold} requests are still being served")
+        self._check_idle("generate")
         if len({r.request_id for r in requests}) < len(requests):
             raise ValueError("generate() needs a request_id of its own for each request")
         for request in requests:

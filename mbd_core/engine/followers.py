@@ -28,6 +28,7 @@ class Followers:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._reasons: dict[int, str] = {}  # by rank; a reason can be heard only once
         for each in args:
             ours, theirs = multiprocessing.Pipe()
             ours.send((run, each))
@@ -52,15 +53,16 @@ class Followers:
     def failure(self, wait: float = 1.0) -> str | None:
         """Which rank failed and why, after at most `wait` seconds in which all can say so; `None` if none has.
 
-        Where several did, one that did not merely lose the others.
+        Where several did, one that did not merely lose the others. What was heard once stays, also after `end()`.
         """
-        deadline, silent = time.monotonic() + wait, list(self._connections)
+        deadline = time.monotonic() + wait
+        open_ones = [(rank, c) for rank, c in enumerate(self._connections, 1) if not c.closed]
+        silent = {c: rank for rank, c in open_ones if rank not in self._reasons}
         while silent and (left := deadline - time.monotonic()) > 0:
-            heard = connection_wait(silent, left)
-            silent = [connection for connection in silent if connection not in heard]
-        ranks = enumerate(self._connections, 1)
-        reasons = [f"rank {rank}: {self._reason(rank)}" for rank, c in ranks if c not in silent]
-        return min(reasons, key=lambda reason: "RankLost" in reason, default=None)
+            for connection in [c for c in connection_wait(list(silent), left) if isinstance(c, Connection)]:
+                rank = silent.pop(connection)
+                self._reasons[rank] = f"rank {rank}: {self._reason(rank)}"
+        return min(self._reasons.values(), key=lambda reason: "RankLost" in reason, default=None)
 
     def _reason(self, rank: int) -> str:
         """What it sent, or, where its end of the connection just closed, how its process ended."""

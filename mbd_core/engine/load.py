@@ -1,7 +1,7 @@
 """A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,17 +12,14 @@ from mbd_core.decoding.config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.engine.parallel import ParallelEngine, start_parallel
 from mbd_core.models.config import ModelConfig
-from mbd_core.models.decoder import Decoder
 from mbd_core.models.loader import (
-    check_tensors,
-    detect_layout,
-    drop_tied_head,
     load_config,
     load_generation_defaults,
     load_model,
     load_tokenizer,
+    match_tensors,
+    refuse_dcp,
 )
-from mbd_core.models.names import stored_tensors
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.models.safetensor_files import list_tensors
 from mbd_core.trace import TraceRecorder
@@ -34,7 +31,6 @@ METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 class ModelFolder:
     """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
 
-    config        with the EOS ids that count (`generation_config.json`'s, where it names more than config.json)
     defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
     stored_dtype  what most weights are stored as
     """
@@ -100,15 +96,12 @@ def read_folder(folder: Path) -> ModelFolder:
     """Check everything of a model folder that can be checked without reading weights.
 
     Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
-    missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or ids that do not fit,
-    decoding that cannot be honoured.
+    distributed checkpoint, a missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or
+    ids that do not fit, decoding that cannot be honoured.
     """
+    refuse_dcp(folder)
     config = load_config(folder)
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
-    found = list_tensors(folder)
-    drop_tied_head(config, found)
-    check_tensors(folder, config, found, stored_tensors(config, shapes, detect_layout(config, shapes, found)))
+    found, _, _ = match_tensors(folder, config, list_tensors(folder))
     tokenizer = load_tokenizer(folder, config)
     defaults = load_generation_defaults(folder)
     if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
@@ -120,7 +113,7 @@ def read_folder(folder: Path) -> ModelFolder:
     dtypes = [info.dtype for info in found.values()]
     return ModelFolder(
         path=folder,
-        config=_agreed(folder, config, defaults),
+        config=config,
         tokenizer=tokenizer,
         defaults=defaults,
         stored_dtype=max(set(dtypes), key=dtypes.count),
@@ -156,13 +149,11 @@ def load_engine(
             device=device.type,
             dtype=dtype,
             fp8=fp8,
-            eos_token_ids=found.config.eos_token_ids,
             trace=trace,
             vocab_limit=len(found.tokenizer),
         )
     else:
         model = load_model(folder, dtype=dtype, device=device)
-        model.config = found.config
         if fp8 is not None:
             quantize_weights(model, fp8)
         engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
@@ -180,32 +171,6 @@ def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) 
         f"{name}: decoding.t2t was asked for, but its generation_config.json names none: a model that was not trained "
         "to edit its own tokens may overwrite right ones"
     )
-
-
-def _agreed(folder: Path, config: ModelConfig, defaults: Mapping[str, Any]) -> ModelConfig:
-    """`config` with `generation_config.json`'s EOS ids, which may be more; the mask id must be the same in both."""
-    mask = defaults.get("mask_token_id", config.mask_token_id)
-    if mask != config.mask_token_id:
-        raise ValueError(
-            f"{folder}: generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}"
-        )
-    given = defaults.get("eos_token_id")
-    if given is None:
-        return config
-    eos = given if isinstance(given, list) else [given]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
-        raise ValueError(
-            f"{folder}: generation_config.json says eos_token_id={given!r}, which is no list of token ids"
-        )
-    if not set(config.eos_token_ids) <= set(eos):
-        ours = list(config.eos_token_ids)
-        raise ValueError(f"{folder}: generation_config.json says eos_token_id={given}, config.json says {ours}")
-    if set(eos) == set(config.eos_token_ids):
-        return config
-    try:
-        return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
-    except ValueError as error:
-        raise ValueError(f"{folder}: generation_config.json: {error}") from None
 
 
 def _name(dtype: torch.dtype) -> str:

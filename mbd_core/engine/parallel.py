@@ -1,7 +1,7 @@
 """Tensor parallelism: every rank runs the same engine on its shard, and only what rank 0 was asked to do crosses.
 
 Rank 0 is a `ParallelEngine`, used like any other. Before each step it tells the others what was added, aborted and
-preempted since the last one; they do the same (`follow`) and step with it. Requests are all that crosses: what a step
+preempted since the last one; they do the same (`follow`) and step with it. That is all that crosses: what a step
 decides follows from the logits, which are the same on every rank bit for bit, and from nothing else, no clock and no
 random state. With each step goes a fingerprint of rank 0's slots: a rank that has others is out of step and ends.
 """
@@ -10,8 +10,8 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +43,7 @@ class OutOfStep(RuntimeError):
 class Welcome:
     """Rank 0's first message: what a follower builds its engine from, so that no two can be set up differently.
 
-    model        rank 0's configuration, with the EOS ids that count
+    model        rank 0's configuration
     fp8          which weights each rank rounds to FP8, of the part it holds
     num_threads  of the CPU, on which the rounding of a matrix product may depend
     merge_rule   rank 0's, so that all ranks capture the same programs
@@ -120,7 +120,7 @@ class ParallelEngine(Engine):
         self.followers, self._group = followers, group
         self._commands: list[Command] = []
         self._lock = threading.Lock()
-        self._failure: str | None = None
+        self._failure: str | None = None  # why no step can follow; never taken back
         self._closed = threading.Event()
         group.tell(
             Welcome(
@@ -158,6 +158,7 @@ class ParallelEngine(Engine):
             return super().step()
 
     def prepare(self, decoding: DecodingConfig) -> int:
+        self._check_idle("prepare")  # what is refused is refused before the others are told
         with self._together(Orders(then="idle", commands=(*self._commands, Prepare(decoding)))):
             return super().prepare(decoding)
 
@@ -167,20 +168,23 @@ class ParallelEngine(Engine):
         with self._lock:
             if self._failure is not None:
                 raise RankLost(self._failure)
-            self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
             try:
                 self._group.tell(orders)
                 self._commands.clear()
                 yield
-            except RankLost as error:
-                failure = None if self.followers is None else self.followers.failure()
-                if failure is not None:
-                    error.add_note(failure)
+            except BaseException as error:
+                self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
+                if isinstance(error, RankLost) and self.followers is not None:
+                    reason = self.followers.failure()
+                    if reason is not None:
+                        error.add_note(reason)
                 raise
-            self._failure = None
 
     def check_health(self) -> None:
-        """Raises `RankLost` where a follower's process has ended; never waits, and may be called from any thread."""
+        """Raises `RankLost` where the group is of no use any more: a step failed, a sign of life was not taken, or a
+        follower's process has ended. Never waits, and may be called from any thread."""
+        if self._failure is not None:
+            raise RankLost(self._failure)
         if self.followers is not None and not self.followers.alive:
             raise RankLost("a tensor-parallel follower's process has ended; start the group anew")
 
@@ -191,11 +195,16 @@ class ParallelEngine(Engine):
         self._closed.set()
         self._pulse.join()
         wait = 0.0
-        if self._failure is None:
-            self._failure = "the engine was closed"
-            with suppress(RankLost):
+        # where the lock is taken the followers are amid a step: they are ended
+        if self._failure is None and self._lock.acquire(blocking=False):
+            try:
                 self._group.tell(Orders(then="stop"))
                 wait = self._group.rank.timeout
+            except RankLost:
+                pass
+            finally:
+                self._lock.release()
+        self._failure = self._failure or "the engine was closed"
         if self.followers is not None:
             self.followers.end(wait)
         self._group.close()
@@ -218,9 +227,8 @@ def follow(model: Decoder, group: Group) -> None:
     to different states; the process should then end, which the other ranks notice.
     """
     welcome: Welcome = group.hear()
-    if welcome.model != replace(model.config, eos_token_ids=welcome.model.eos_token_ids):
+    if welcome.model != model.config:
         raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {welcome.model}")
-    model.config = welcome.model
     if welcome.fp8 is not None:
         quantize_weights(model, welcome.fp8)
     if group.rank.kind == "cpu":
@@ -271,16 +279,15 @@ def start_parallel(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     fp8: Parts | None = None,
-    eos_token_ids: tuple[int, ...] | None = None,
     timeout: float = 120.0,
     trace: "TraceRecorder | None" = None,
     vocab_limit: int | None = None,
 ) -> ParallelEngine:
     """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
 
-    `eos_token_ids` replaces config.json's. Whoever calls this closes the engine. Raises `ValueError`, before anything
-    is started, for a size that does not divide the model or exceeds the GPUs, and for a rank that cannot load its
-    part; `RankLost` if one does not come in time. Nothing is left running then.
+    Whoever calls this closes the engine. Raises `ValueError`, before anything is started, for a size that does not
+    divide the model or exceeds the GPUs, and for a rank that cannot load its part; `RankLost` if one does not come in
+    time. Nothing is left running then.
     """
     check_size(load_config(folder), size, device=device)
     store = open_store("127.0.0.1", size=size, timeout=timeout)
@@ -305,8 +312,6 @@ def start_parallel(
             time.sleep(0.02)
         group = init_group(ranks[0], store=store)
         model = load_shard(folder, group, dtype=dtype)
-        if eos_token_ids is not None:
-            model.config = replace(model.config, eos_token_ids=eos_token_ids)
         if fp8 is not None:
             quantize_weights(model, fp8)
         return ParallelEngine(model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit)

@@ -17,14 +17,23 @@ import torch
 from torch import Tensor
 
 from mbd_core.models.config import ModelConfig
-from mbd_core.models.dcp import METADATA, DcpFolder, save_dcp
-from mbd_core.models.decoder import Decoder
+from mbd_core.models.dcp import DcpFolder, save_dcp
 from mbd_core.models.families import FAMILIES
-from mbd_core.models.loader import check_tensors, detect_layout, drop_tied_head, load_config, written_beside
-from mbd_core.models.names import ExpertLayout, Part, Shape, Stored, stored_tensors
-from mbd_core.models.safetensor_files import INDEX, MAX_SHARD_BYTES, ShardWriter, TensorInfo, list_tensors, open_file
+from mbd_core.models.loader import check_room, decoder_shapes, load_config, match_tensors, written_beside
+from mbd_core.models.names import ExpertLayout, Part, Stored, stored_tensors
+from mbd_core.models.safetensor_files import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    METADATA,
+    ShardWriter,
+    TensorInfo,
+    list_tensors,
+    open_file,
+)
 
 Format = Literal["hf", "dcp"]
+# never copied as files beside the weights: what is converted, and the same weights in formats that are not read
+WEIGHTS_ENDINGS = (".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf", ".bin.index.json", INDEX, METADATA)
 
 
 class Source(Protocol):
@@ -73,28 +82,29 @@ def convert(
     """Write `source` as a new folder `target`, with the files that lie beside the weights; None keeps a layout.
 
     `config_from` is the folder with config.json and tokenizer if the source has none. `progress` hears of bytes
-    written so far and in all. Raises `ValueError` naming the file and the tensor; nothing is left behind then.
+    written so far and in all. Raises `ValueError` naming the file and the tensor, or both sizes where the disk has no
+    room; nothing is left behind then.
     """
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ValueError(f"{target} exists already; give a folder that is yet to be made")
     beside_weights = config_from or source
+    if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
+        raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     config = load_config(beside_weights)
     if target.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"{target} lies inside {source}, which is read; give a folder elsewhere")
+    if experts == "fused" and config.moe is None:
+        raise ValueError(f"experts='fused' stacks experts and the {config.architecture} in {beside_weights} has none")
     weights: Source = DcpFolder(source) if (source / METADATA).exists() else HfFolder(source)
     to = to or ("dcp" if isinstance(weights, DcpFolder) else "hf")
-    with torch.device("meta"):
-        shapes: dict[str, Shape] = {n: tuple(t.shape) for n, t in Decoder(config).state_dict().items()}
-    found = dict(weights.tensors)
-    drop_tied_head(config, found)
-    layout = detect_layout(config, shapes, found)
-    stored = stored_tensors(config, shapes, layout)
-    check_tensors(source, config, found, stored)
-    wanted = stored_tensors(config, shapes, experts or (layout if layout != "decoder" else "per_expert"))
+    _, stored, layout = match_tensors(source, config, weights.tensors)
+    kept = layout if layout != "decoder" else "per_expert"
+    wanted = stored_tensors(config, decoder_shapes(config), experts or kept)
     pieces = _Pieces(weights, stored)
     dtypes = {name: pieces.dtype(target_stored) for name, target_stored in wanted.items()}
     sizes = {n: torch.Size(s.shape).numel() * dtypes[n].itemsize for n, s in wanted.items()}
     total, done = sum(sizes.values()), 0
+    check_room(target, total)
 
     def made(name: str) -> Tensor:
         nonlocal done
@@ -182,8 +192,7 @@ def _fused(wanted: dict[str, Stored]) -> bool:
 def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) -> None:
     """The files beside the weights; config.json's model_type says how experts lie in families that tell it so."""
     for path in sorted(source.iterdir()):
-        weights = path.suffix in (".safetensors", ".distcp") or path.name in (INDEX, METADATA)
-        if path.is_file() and not weights:
+        if path.is_file() and not path.name.endswith(WEIGHTS_ENDINGS):
             shutil.copyfile(path, target / path.name)
     types = FAMILIES[config.architecture].expert_model_types
     if types is None:

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mbd_core.models.safetensor_files import MAX_SHARD_BYTES, TensorInfo
+from mbd_core.models.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo
 
-METADATA = ".metadata"
 PREFIX = "model."
 # what unpickling a damaged file raises, as Python documents it
 DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
@@ -33,7 +32,8 @@ DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexE
 class DcpFolder:
     """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
 
-    Raises `ValueError` naming the file, and the tensor that it cuts off, where a file is missing or too short.
+    Raises `ValueError` naming the file, and the tensor that it cuts off, where a file is missing or too short; one
+    naming the tensor where its bytes are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,8 +73,9 @@ class DcpFolder:
         try:
             with _one_process():
                 dcp.load(into, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:
-            raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {error}") from None
+        except (*DAMAGED, RuntimeError) as error:
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # advice follows
+            raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {reason}") from None
         return into[key]
 
 
@@ -93,10 +94,14 @@ def save_dcp(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """DCP warns each time that it assumes to be alone; here it is meant to be."""
+    """DCP warns each time that it assumes to be alone; here it is meant to be, and what went wrong, or a Ctrl-C, is
+    raised as itself, not as DCP's report of all ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as report:
+            raise next(iter(report.failures.values()))[0] from None
 
 
 class _Reader(FileSystemReader):

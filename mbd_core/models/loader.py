@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.safetensor_files import (
     DTYPES,
     MAX_SHARD_BYTES,
+    METADATA,
     ShardWriter,
     TensorInfo,
     list_tensors,
@@ -42,12 +43,37 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's configuration: config.json, and generation_config.json for ids and block size it leaves out."""
+    """The model's configuration: config.json, and generation_config.json for ids and block size it leaves out.
+
+    Its EOS ids are generation_config.json's, which may be more than config.json's. Raises `ValueError` where the two
+    files contradict each other.
+    """
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
     try:
-        return read_config(config, generation)
+        return _agreed(read_config(config, generation), generation)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def _agreed(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """`config` with `generation_config.json`'s EOS ids, which may be more; the mask id must be the same in both."""
+    mask, given = generation.get("mask_token_id"), generation.get("eos_token_id")
+    if mask is not None and mask != config.mask_token_id:
+        raise ValueError(f"generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}")
+    if given is None:
+        return config
+    eos = given if isinstance(given, list) else [given]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
+        raise ValueError(f"generation_config.json says eos_token_id={given!r}, which is no list of token ids")
+    ours = list(config.eos_token_ids)
+    if not set(ours) <= set(eos):
+        raise ValueError(f"generation_config.json says eos_token_id={given}, config.json says {ours}")
+    if set(eos) == set(ours):
+        return config
+    try:
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
@@ -104,15 +130,11 @@ def load_model(
     router's `expert_bias` is float32 in any case. With a `shard`, only that tensor-parallel rank's slices are read;
     `reduce` must then sum over the ranks (see `Decoder`).
     """
+    refuse_dcp(folder)
     config = load_config(folder)
     with torch.device("meta"):
-        whole = Decoder(config).state_dict()
         model = Decoder(config, shard=shard, reduce=reduce)
-    found = list_tensors(folder)
-    shapes: dict[str, Shape] = {name: tuple(t.shape) for name, t in whole.items()}
-    drop_tied_head(config, found)
-    expected = stored_tensors(config, shapes, detect_layout(config, shapes, found))
-    check_tensors(folder, config, found, expected)
+    found, expected, _ = match_tensors(folder, config, list_tensors(folder))
     common = dtype or _stored_dtype(folder, found)
     weights = {
         name: torch.empty(t.shape, dtype=torch.float32 if name.endswith(FLOAT32_ALWAYS) else common, device=device)
@@ -178,24 +200,25 @@ def save_random(
 ) -> None:
     """Write a folder of random weights in a real model's layout, tensor by tensor: about a shard is in memory.
 
-    It has no tokenizer. `progress` hears of bytes written so far and in all.
+    It has no tokenizer. `progress` hears of bytes written so far and in all. Raises `ValueError`, before anything is
+    written, where the disk has no room for them.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes: dict[str, Shape] = {n: tuple(t.shape) for n, t in Decoder(config).state_dict().items()}
-    stored = stored_tensors(config, shapes, "per_expert")
-    total, done = sum(math.prod(s.shape) * dtype.itemsize for s in stored.values()), 0
+    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
+    dtypes = {name: torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype for name in stored}
+    total, done = sum(math.prod(s.shape) * dtypes[name].itemsize for name, s in stored.items()), 0
+    check_room(folder, total)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal done
         for name, wanted in stored.items():
-            tensor = torch.empty(wanted.shape, dtype=torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype)
+            tensor = torch.empty(wanted.shape, dtype=dtypes[name])
             if tensor.ndim > 1:
                 tensor.normal_(0.0, 0.02, generator=generator)
             else:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             done += tensor.nbytes
-            progress(min(done, total), total)
+            progress(done, total)
             yield name, tensor
 
     with written_beside(folder) as beside:
@@ -250,7 +273,45 @@ def written_beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def check_tensors(
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise `ValueError` if the disk where `folder` is to be made has less than `num_bytes` free."""
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if free < num_bytes:
+        raise ValueError(f"{folder} needs {num_bytes:,} bytes and {there} has {free:,} free; choose another disk")
+
+
+def refuse_dcp(folder: Path) -> None:
+    """Raise `ValueError` for a distributed checkpoint where a Hugging Face folder is needed."""
+    if (folder / METADATA).exists():
+        raise ValueError(
+            f"{folder} is a distributed checkpoint; make a model folder of it with "
+            "jobs/convert_checkpoint.py --format hf"
+        )
+
+
+def decoder_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the whole decoder; no memory is taken for them."""
+    with torch.device("meta"):
+        return {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
+
+
+def match_tensors(
+    folder: Path, config: ModelConfig, listed: Mapping[str, TensorInfo]
+) -> tuple[dict[str, TensorInfo], dict[str, Stored], ExpertLayout]:
+    """Of a checkpoint's tensors those that count, what lies in each, and how its experts lie.
+
+    Raises `ValueError` naming the file and the tensor if they are not exactly `config`'s.
+    """
+    found, shapes = dict(listed), decoder_shapes(config)
+    _drop_tied_head(config, found)
+    layout = _detect_layout(config, shapes, found)
+    stored = stored_tensors(config, shapes, layout)
+    _check_tensors(folder, config, found, stored)
+    return found, stored, layout
+
+
+def _check_tensors(
     folder: Path, config: ModelConfig, found: dict[str, TensorInfo], expected: dict[str, Stored]
 ) -> None:
     """Every expected tensor is there in its shape, and no other; `ValueError` names the file and the tensor."""
@@ -272,14 +333,14 @@ def check_tensors(
         raise ValueError(f"{folder} lacks the tensor '{missing[0]}'{more}, which config.json asks for")
 
 
-def detect_layout(config: ModelConfig, shapes: dict[str, Shape], found: Iterable[str]) -> ExpertLayout:
+def _detect_layout(config: ModelConfig, shapes: dict[str, Shape], found: Iterable[str]) -> ExpertLayout:
     """The layout whose names fit best: nothing in a config.json tells it reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(found)
     return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
 
 
-def drop_tied_head(config: ModelConfig, found: dict[str, TensorInfo]) -> None:
+def _drop_tied_head(config: ModelConfig, found: dict[str, TensorInfo]) -> None:
     """Pass over the copy of the embeddings that some files of tied models hold as lm_head."""
     if config.tie_word_embeddings:
         untied = replace(config, tie_word_embeddings=False)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+METADATA = ".metadata"  # of a distributed checkpoint, where there are none
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -156,7 +157,10 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._part(len(self._shards))
-        save_file(self._pending, path, metadata={"format": "pt"})
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, say
+            raise OSError(f"{path} cannot be written: {error}") from None
         path.chmod(0o644)  # safetensors writes for the owner alone
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes

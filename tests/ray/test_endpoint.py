@@ -708,8 +708,8 @@ def test_the_switches_of_the_job_reach_the_engine(
         assert not printed.out
     for bad, sentence in (
         (["--attention", "magic"], "invalid choice: 'magic'"),
-        (["--block-size", "0"], "at least 1"),
-        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
+        (["--block-size", "0"], "--block-size 0 must be at least 1"),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0 must be at least 1"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*model, *bad])
