@@ -1,13 +1,8 @@
 """Confidence in one reading of the logits is `Vocab.likeliest`, the kernels being interpreted."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import run_interpreted
 from torch import Tensor
 
 from mbd_core.decoding.sampling import Vocab
@@ -60,25 +55,12 @@ flat = torch.zeros(2, 4100)
 for mask in (0, 9):
     assert confidence(flat, mask_token_id=mask, size=4100)[0].tolist() == [int(mask == 0)] * 2
 assert confidence(torch.full((1, 9), torch.nan), mask_token_id=0, size=9)[0].tolist() == [0]
-print("one reading is enough")
+print("all held")
 """
 
 
 def test_the_kernels_are_the_definition_under_tritons_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether to interpret it."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed here; the confidence kernel is not tested")
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0 and "one reading is enough" in done.stdout, done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 @pytest.mark.gpu

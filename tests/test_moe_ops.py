@@ -1,15 +1,10 @@
 """Experts: grouped and fused are the loop, the loop is the equation; FP8 stays within its bound."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import run_interpreted
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,25 +127,12 @@ except ValueError as error:
     assert "gate weights" in str(error)
 else:
     raise AssertionError("strided weights were taken")
-print("fused is the loop")
+print("all held")
 """
 
 
 def test_fused_kernels_are_the_loop_under_tritons_interpreter() -> None:
-    """In a process of its own: Triton decides when a kernel is defined whether to interpret it."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed here; the fused experts kernel is not tested")
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", FUSED_ON_CPU],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0 and "fused is the loop" in done.stdout, done.stderr[-2000:]
+    run_interpreted(FUSED_ON_CPU)
 
 
 @pytest.mark.parametrize("block", [None, 16])
