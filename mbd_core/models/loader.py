@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder, Reduce
@@ -39,6 +38,9 @@ from mbd_core.models.safetensor_files import (
 from mbd_core.models.shard import Shard, split_dim
 
 FLOAT32_ALWAYS = ("expert_bias",)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -82,7 +84,7 @@ def load_generation_defaults(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
     """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary.
 
     Tokenizers that name no mask token (LLaDA's) must have a special token at the model's mask id.
@@ -108,6 +110,9 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> PreTrainedTokenizerBase
 
 def _tokenizer_kind(folder: Path) -> Any:
     """The class to load a tokenizer with: no checkpoint's own code is run."""
+    # importing transformers takes as long as importing torch, and tensor-parallel followers need no tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
     if (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast  # the file is the whole tokenizer
     settings = folder / "tokenizer_config.json"
@@ -160,7 +165,7 @@ def save_model(
     folder: Path,
     model: Decoder,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     generation: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     extra: dict[str, str] | None = None,
