@@ -24,6 +24,8 @@ from mbd_core.engine.load import read_folder
 from mbd_core.ops.attention import KERNELS
 from mbd_core.recipes import model_folder
 
+QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,7 +171,7 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
             print(handle.describe.remote().result(), flush=True)
             url = f"http://{host}:{port}"
             print(f"serving {made.name} at {url}/v1", flush=True)
-            body = f'{{"model": "{made.name}", "messages": [{{"role": "user", "content": "2 + 3?"}}]}}'
+            body = f'{{"model": "{made.name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
             print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
             signal.pause()
         except KeyboardInterrupt:
@@ -177,9 +179,15 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
 
 
 def _interrupt_on_signals() -> None:
-    """Ctrl-C and SIGTERM raise `KeyboardInterrupt` from now on, until ray.init sets a handler of its own."""
+    """The first Ctrl-C or SIGTERM raises `KeyboardInterrupt`; those after it find that it is stopping already."""
+
+    def interrupt(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupt)
 
 
 def _reason(name: str) -> str:
