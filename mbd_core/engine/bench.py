@@ -188,7 +188,6 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
         if recorder is not None:
             report = engine.last_report
             taken["recorder"].append(_seconds(partial(engine.record, recorder, begun.step, begun.decoding, report)))
-        if recorder is not None:
             bare()  # a step always follows a forward: none finds emptier caches
         tick()
     of = {name: statistics.median(values[WARM_UP:]) for name, values in taken.items() if values}

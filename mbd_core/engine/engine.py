@@ -463,14 +463,6 @@ class Engine:
             num_sequences=num_rows, slots=slots, longest_prefix=longest_prefix
         )
 
-    def _upto(self, sequence: Sequence) -> int:
-        """Positions for which it needs pages in the next step."""
-        if sequence.is_canvas:
-            return sequence.span
-        # the step under way may commit a whole window
-        window = sequence.window if self._launched is None else 2 * sequence.window
-        return min(sequence.span, max(sequence.prefix_length, sequence.committed) + window)
-
     def _seat(self, sequence: Sequence) -> None:
         if sequence.saved is None:
             self.buffer.join(sequence.row, sequence.request)
@@ -504,12 +496,12 @@ class Engine:
     def _make_room(self) -> None:
         """Pages for those who may outgrow theirs in this step; who has to give up its own for it is put aside."""
         unread = int(self._launched is not None)
-        short = [
-            self._ledger.sequences[row] for row in self._ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
-        ]
-        if not short:
+        rows = self._ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
+        if not rows:
             return
-        for sequence in self.scheduler.grow(self._upto, sorted(short, key=lambda s: s.arrival)):
+        upto_R = self._ledger.upto_R(unread=unread)
+        short = sorted((self._ledger.sequences[row] for row in rows), key=lambda s: s.arrival)
+        for sequence in self.scheduler.grow(lambda s: int(upto_R[s.row]), short):
             self._put_aside(sequence)
         grown = [s for s in short if s.seated]
         for sequence in grown:

@@ -89,10 +89,14 @@ class Ledger:
         asked = np.logical_or.reduce(self._work_RK).tolist()
         return dict(zip(WORK, asked, strict=True))
 
+    def upto_R(self, *, unread: int) -> np.ndarray:
+        """Positions for which each row needs pages in its next step, `unread` steps being under way: each may commit a
+        window."""
+        return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
+
     def missing_pages_R(self, *, unread: int) -> np.ndarray:
-        """Pages that each row lacks for its next step, `unread` steps being under way: each may commit a window."""
-        upto_R = np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
-        return np.maximum(-(-upto_R // self._page_size) - self._num_pages_R, 0)
+        """Pages that each row lacks of those."""
+        return np.maximum(-(-self.upto_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
 
     @property
     def most_committed(self) -> int:
