@@ -107,8 +107,6 @@ def write(args: argparse.Namespace) -> None:
 def make_random(args: argparse.Namespace, progress: Callable[[int, int], None]) -> None:
     if args.experts or args.format or args.config:
         raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
-    if args.to.exists() or args.to.is_symlink():
-        raise ValueError(f"{args.to} exists already; give a folder that is yet to be made")
     save_random(SHAPES[args.random], args.to, max_shard_bytes=int(args.max_shard_gb * 10**9), progress=progress)
 
 

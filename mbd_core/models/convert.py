@@ -19,7 +19,7 @@ from torch import Tensor
 from mbd_core.models.config import ModelConfig
 from mbd_core.models.dcp import DcpFolder, save_dcp
 from mbd_core.models.families import FAMILIES
-from mbd_core.models.loader import check_room, decoder_shapes, load_config, match_tensors, written_beside
+from mbd_core.models.loader import check_new, check_room, decoder_shapes, load_config, match_tensors, written_beside
 from mbd_core.models.names import ExpertLayout, Part, Stored, stored_tensors
 from mbd_core.models.safetensor_files import (
     INDEX,
@@ -85,8 +85,7 @@ def convert(
     written so far and in all. Raises `ValueError` naming the file and the tensor, or both sizes where the disk has no
     room; nothing is left behind then.
     """
-    if target.exists() or target.is_symlink():
-        raise ValueError(f"{target} exists already; give a folder that is yet to be made")
+    check_new(target)
     beside_weights = config_from or source
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")

@@ -185,12 +185,11 @@ def save_model(
         (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
         for name, tensor in checkpoint_tensors(model, experts)
     )
-    texts = {"generation_config.json": json.dumps(generation_settings(model.config, generation), indent=2) + "\n"}
     with written_beside(folder) as beside:
-        _write_weights(beside, model.config, tensors, kept, experts, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        for name, text in {**texts, **(extra or {})}.items():
+        _write(beside, model.config, tensors, kept, experts, max_shard_bytes, generation)
+        for name, text in (extra or {}).items():
             (beside / name).write_text(text)
 
 
@@ -206,8 +205,9 @@ def save_random(
     """Write a folder of random weights in a real model's layout, tensor by tensor: about a shard is in memory.
 
     It has no tokenizer. `progress` hears of bytes written so far and in all. Raises `ValueError`, before anything is
-    written, where the disk has no room for them.
+    written, for a folder that is there already and where the disk has no room.
     """
+    check_new(folder)
     generator = torch.Generator().manual_seed(seed)
     stored = stored_tensors(config, decoder_shapes(config), "per_expert")
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype for name in stored}
@@ -227,31 +227,30 @@ def save_random(
             yield name, tensor
 
     with written_beside(folder) as beside:
-        _write_weights(beside, config, tensors(), dtype, "per_expert", max_shard_bytes)
-        (beside / "generation_config.json").write_text(json.dumps(generation_settings(config), indent=2) + "\n")
+        _write(beside, config, tensors(), dtype, "per_expert", max_shard_bytes)
 
 
-def generation_settings(config: ModelConfig, generation: dict[str, Any] | None = None) -> dict[str, Any]:
-    """generation_config.json's content: the ids and the block size, then what else is recommended."""
-    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
-    return {**ids, "block_size": config.block_size, **(generation or {})}
-
-
-def _write_weights(
+def _write(
     folder: Path,
     config: ModelConfig,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     experts: ExpertLayout,
     max_shard_bytes: int,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """config.json and the safetensors files."""
+    """The safetensors files, config.json and generation_config.json: ids and block size, then what is recommended."""
     writer = ShardWriter(folder, max_bytes=max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
-    settings = {**write_config(config, fused=experts == "fused"), "dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    files = {
+        "config.json": {**write_config(config, fused=experts == "fused"), "dtype": str(dtype).removeprefix("torch.")},
+        "generation_config.json": {**ids, "block_size": config.block_size, **(generation or {})},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
@@ -276,6 +275,12 @@ def written_beside(folder: Path) -> Iterator[Path]:
         beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """Raise `ValueError` if `folder` is there already, be it as a link to nothing."""
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{folder} exists already; give a folder that is yet to be made")
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
