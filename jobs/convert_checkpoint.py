@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cluster.signals import interrupt_on
 from mbd_core.models.convert import convert
 from mbd_core.models.loader import save_random
 from mbd_core.models.names import ExpertLayout
@@ -61,15 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def any_stop_as_interrupt() -> Iterator[None]:
     """SIGTERM and SIGHUP end the body as Ctrl-C does; a second signal does not disturb what clears away after it."""
     before = {number: signal.getsignal(number) for number in STOPS}
-
-    def stop(number: int, frame: object) -> None:
-        for other in STOPS:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, stop)
+    interrupt_on(*STOPS)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from ray import serve
 from actors.endpoint import EndpointArgs, build
 from cluster.local import connect
 from cluster.placement import ClusterTooSmall, gpus_each
+from cluster.signals import interrupt_on
 from mbd_core.decoding.config import decoding_config
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.engine.load import read_folder
@@ -145,13 +146,13 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
     """
     with ExitStack() as started:
         try:
-            _interrupt_on_signals()
+            interrupt_on(signal.SIGINT, signal.SIGTERM)
             try:
                 if connect(num_cpus=max(4, replicas * made.tensor_parallel + 2), worker_logs=False):
                     started.callback(ray.shutdown)
             except SystemExit as error:  # what SIGTERM becomes inside ray.init
                 raise KeyboardInterrupt from error
-            _interrupt_on_signals()
+            interrupt_on(signal.SIGINT, signal.SIGTERM)  # ray.init has set its own
             try:
                 ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
             except ValueError:
@@ -176,18 +177,6 @@ def serve_forever(made: EndpointArgs, *, host: str, port: int, replicas: int) ->
             signal.pause()
         except KeyboardInterrupt:
             print("stopping", flush=True)
-
-
-def _interrupt_on_signals() -> None:
-    """The first Ctrl-C or SIGTERM raises `KeyboardInterrupt`; those after it find that it is stopping already."""
-
-    def interrupt(*_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
 
 
 def _reason(name: str) -> str:
