@@ -23,8 +23,17 @@ from ray.serve.config import BackpressureConfig
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from actors.logprobs import ChoiceLogprobs, TokenTexts
-from actors.openai_schema import (
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Counts, Output
+from mbd_core.decoding.request import Request as EngineRequest
+from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.sequence import pages_needed
+from mbd_core.models.quantize import Parts
+from mbd_core.parallel.group import RankLost
+from mbd_core.serving.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
+from mbd_core.serving.load import LoadedModel, edit_note, load_engine
+from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
+from mbd_core.serving.openai_schema import (
     MAX_TOKENS_DEFAULT,
     ApiError,
     ChatRequest,
@@ -34,16 +43,7 @@ from actors.openai_schema import (
     Reply,
     parse,
 )
-from mbd_core.decoding.config import DecodingConfig
-from mbd_core.engine.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
-from mbd_core.engine.engine import EngineConfig
-from mbd_core.engine.group import RankLost
-from mbd_core.engine.load import LoadedModel, edit_note, load_engine
-from mbd_core.engine.sequence import pages_needed
-from mbd_core.models.quantize import Parts
-from mbd_core.trace import TraceRecorder
-from mbd_core.types import Counts, Output
-from mbd_core.types import Request as EngineRequest
+from mbd_core.trace.recorder import TraceRecorder
 
 log = logging.getLogger("ray.serve")
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from mbd_core.decoding.config import DecodingConfig, from_fields
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
+from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.engine.load import LoadedModel, load_engine
+from mbd_core.evaluation.benchmarks import Problem, find_task
+from mbd_core.evaluation.graders import Grade, grade
 from mbd_core.multitf.data import chat_prompts
-from mbd_core.recipes import model_folder
-from mbd_core.tasks.benchmark import Problem, find_task
-from mbd_core.tasks.grade import Grade, grade
-from mbd_core.types import Output, Request
+from mbd_core.serving.load import LoadedModel, load_engine
 
 ASKED = pa.schema(
     [("sample", pa.int64())]

@@ -17,10 +17,11 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from mbd_core.engine.load import read_folder
+from mbd_core.checkpoint.shipped import SHIPPED
+from mbd_core.multitf.recipes import TrainingRecipe
 from mbd_core.multitf.run import export, prepare
 from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.recipes import CHECKPOINTS, TrainingRecipe
+from mbd_core.serving.load import read_folder
 
 STATE, RUN, LOSSES = "trainer.pt", "run.json", "losses.jsonl"
 TOKENIZER_PAIRS = 8000
@@ -61,7 +62,7 @@ class TrainingRun:
                 f"storage={self.storage} and out={self.out} must be absolute: workers have folders of their own"
             )
         if self.recipe.base is not None:
-            read_folder(CHECKPOINTS / self.recipe.base)  # a base that is not whole is told before Ray starts
+            read_folder(SHIPPED / self.recipe.base)  # a base that is not whole is told before Ray starts
 
     @property
     def folder(self) -> Path:

@@ -28,19 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tqdm import tqdm
 
-from mbd_core.decoding.canvas import canvas_decoder
+from mbd_core.bench.plain_loops import PlainRun, multi_bd, run_canvas
+from mbd_core.bench.tables import interleaved, markdown, medians, write_json
+from mbd_core.canvas.single_lane import canvas_decoder
+from mbd_core.checkpoint.loading import load_model, load_tokenizer
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.plain import PlainRun, multi_bd, run_canvas
-from mbd_core.metrics.bench import interleaved, markdown, medians, write_json
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import load_model, load_tokenizer
 from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.recipes import model_folder
 from mbd_core.tasks import gsm_mini
-from mbd_core.types import Output, Request
 
 SHIPPED = ("tiny-bd", "tiny-mbd")
 FAMILIES = ("sdar", "llada2", "llada", "dream")

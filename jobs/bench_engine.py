@@ -22,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from tqdm import tqdm
 
-from mbd_core.engine.bench import WARM_UP, StepCase, filled_engine, measure_host, measure_step
+from mbd_core.bench.roofline import Machine, floor_seconds, measure_machine, step_cost
+from mbd_core.bench.step_timing import WARM_UP, StepCase, filled_engine, measure_host, measure_step
+from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, check_writable, host_growth, markdown, write_json
+from mbd_core.checkpoint.loading import load_config, load_model
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.metrics.bench import PAPER_TABLE_3, buffer_ratios, check_writable, host_growth, markdown, write_json
-from mbd_core.metrics.roofline import Machine, floor_seconds, measure_machine, step_cost
-from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import load_config, load_model
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention import resolve
-from mbd_core.recipes import model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLUMNS = {

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pyarrow.parquet as pq
 
-from mbd_core.recipes import RECIPES
+from mbd_core.multitf.recipes import RECIPES
 from mbd_core.tasks import gsm_mini
 
 EQUATION = re.compile(r"\d+ [-+*] \d+ = \d+")

@@ -19,9 +19,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cluster.signals import interrupt_on
-from mbd_core.models.convert import convert
-from mbd_core.models.loader import save_random
-from mbd_core.models.names import ExpertLayout
+from mbd_core.checkpoint.conversion import convert
+from mbd_core.checkpoint.loading import save_random
+from mbd_core.checkpoint.tensor_names import ExpertLayout
 from mbd_core.models.shapes import SHAPES
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -35,16 +35,16 @@ from tqdm import tqdm
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from cluster.placement import ClusterTooSmall, gpus_each
+from mbd_core.checkpoint.loading import load_config, load_generation_defaults
+from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.decoding.request import Counts
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.engine.load import edit_note, read_folder
-from mbd_core.metrics.plot import draw_plot
-from mbd_core.metrics.report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
-from mbd_core.metrics.throughput import Sample
-from mbd_core.models.loader import load_config, load_generation_defaults
-from mbd_core.recipes import CHECKPOINTS, model_folder
-from mbd_core.tasks.benchmark import Benchmark, find_task, load_benchmark
-from mbd_core.tasks.sweep import METHODS, MULTI, SINGLE, Methods, Variant, parse_grid, parse_methods, plan_variants
-from mbd_core.types import Counts
+from mbd_core.evaluation.benchmarks import Benchmark, find_task, load_benchmark
+from mbd_core.evaluation.grid import METHODS, MULTI, SINGLE, Methods, Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.rates import Sample
+from mbd_core.evaluation.sweep_report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
+from mbd_core.evaluation.tradeoff_plot import draw_plot
+from mbd_core.serving.load import edit_note, read_folder
 
 REPORT = "report.json"
 
@@ -146,7 +146,7 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
         name = folder.resolve().name
         if name in models:
             raise ValueError(f"two models are named '{name}': {models[name]} and {given}; rename one folder")
-        models[name] = given if folder == CHECKPOINTS / given else str(folder.resolve())
+        models[name] = given if folder == SHIPPED / given else str(folder.resolve())
         found = read_folder(folder)
         if not found.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")

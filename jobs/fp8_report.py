@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.metrics.bench import markdown, write_json
-from mbd_core.models.config import ModelConfig
+from mbd_core.bench.tables import markdown, write_json
+from mbd_core.checkpoint.loading import TOKENIZER_FILES, load_config, load_model, load_tokenizer
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import TOKENIZER_FILES, load_config, load_model, load_tokenizer
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights, weight_bytes
-from mbd_core.ops.dense import DenseAttention
+from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.fp8 import logit_error
-from mbd_core.recipes import model_folder
 from mbd_core.tasks import code_mini, gsm_mini
 
 COLUMNS = {

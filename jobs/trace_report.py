@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.metrics.trace_measures import RequestTrace, Run, read_run
-from mbd_core.metrics.trace_replay import make_side, used_tokens, write_replay
-from mbd_core.metrics.trace_report import write_trace_report
-from mbd_core.models.loader import load_config, load_tokenizer
-from mbd_core.recipes import model_folder
+from mbd_core.checkpoint.loading import load_config, load_tokenizer
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.request import Request
 from mbd_core.tasks import gsm_mini
-from mbd_core.trace import TraceRecorder
-from mbd_core.types import Request
+from mbd_core.trace.measures import RequestTrace, Run, read_run
+from mbd_core.trace.recorder import TraceRecorder
+from mbd_core.trace.replay import make_side, used_tokens, write_replay
+from mbd_core.trace.trace_report import write_trace_report
 
 NUM_PROMPTS = 16
 
@@ -98,7 +98,7 @@ def read_traces(args: argparse.Namespace) -> Traced:
 def record_traces(args: argparse.Namespace) -> Traced:
     """Decode the prompts under SingleBD and under MultiBD, a trace each; `ValueError` for what cannot be decoded."""
     from mbd_core.engine.engine import EngineConfig  # reading traces needs no engine
-    from mbd_core.engine.load import load_engine
+    from mbd_core.serving.load import load_engine
 
     folder = model_folder(args.model)
     overrides = _decoding_fields(args.decoding)

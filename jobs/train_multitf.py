@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mbd_core.recipes import RECIPES
+from mbd_core.multitf.recipes import RECIPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mbd_core.recipes import TrainingRecipe
+    from mbd_core.multitf.recipes import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,11 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights: 2 layers, hidden size 64, block size 4, the tasks' own tokenizer."""
-    from mbd_core.models.config import ModelConfig
+    from mbd_core.checkpoint.loading import save_model
     from mbd_core.models.decoder import Decoder, init_weights
-    from mbd_core.models.loader import save_model
+    from mbd_core.models.model_config import ModelConfig
     from mbd_core.multitf.data import TinyData, conversations
-    from mbd_core.tasks.tokenizer import train_tokenizer
+    from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
     config = ModelConfig(
         architecture="SDARForCausalLM",
@@ -103,9 +103,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
     """A training run of seconds from `tiny_model_dir`: 12 updates of 8 samples, in float32."""
     from mbd_core.multitf.data import TinyData
+    from mbd_core.multitf.recipes import TrainingRecipe
     from mbd_core.multitf.sample import StateConfig
     from mbd_core.multitf.trainer import TrainConfig
-    from mbd_core.recipes import TrainingRecipe
 
     return TrainingRecipe(
         name="tiny-random",

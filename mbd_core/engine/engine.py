@@ -14,30 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.accept import predict
-from mbd_core.decoding.buffer import BlockBuffer
-from mbd_core.decoding.canvas import check_canvas
-from mbd_core.decoding.config import DecodingConfig
+from mbd_core.canvas.single_lane import check_canvas
+from mbd_core.decoding.acceptance import predict
+from mbd_core.decoding.block_buffer import BlockBuffer
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import FinishReason, Output, Request, StepOutput, StepTrace
 from mbd_core.decoding.sampling import Vocab, log_probability
 from mbd_core.engine.batch import Rows, pack, to_device
-from mbd_core.engine.canvas import CanvasRuns
-from mbd_core.engine.layout import Slots, completing, prompt_rows, resident_slots
+from mbd_core.engine.canvas_rows import CanvasRuns
+from mbd_core.engine.graphs import DecodePrograms, ProgramKind
+from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.ledger import Ledger, work_of
-from mbd_core.engine.program import DecodePrograms, ProgramKind
-from mbd_core.engine.report import HostCopy, Report, before, pack_report, unpack_report
+from mbd_core.engine.page_pool import PagePool
+from mbd_core.engine.rows import Slots, completing, prompt_rows, resident_slots
 from mbd_core.engine.runner import EagerRunner, FusedVocab
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import Sequence, pages_needed
-from mbd_core.kvcache.cache import PagedKVCache
-from mbd_core.kvcache.pool import PagePool
+from mbd_core.engine.step_report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.compare import Shape, with_measured_rule
 from mbd_core.ops.merged import MergeRule
-from mbd_core.types import FinishReason, Output, Request, StepOutput, StepTrace
 
 if TYPE_CHECKING:
-    from mbd_core.trace import TraceRecorder
+    from mbd_core.trace.recorder import TraceRecorder
 
 
 LOGITS_AT_ONCE = 1 << 26

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from mbd_core.engine.report import Report
+from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import Sequence
-from mbd_core.types import Request
+from mbd_core.engine.step_report import Report
 
 WORK = ("draws", "scores", "softens", "revises", "quotas")
 

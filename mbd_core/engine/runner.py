@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Batch
-from mbd_core.kvcache.cache import PagedKVCache
+from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.ops.attention import BoundAttention, Choice
 from mbd_core.ops.confidence import confidence
-from mbd_core.ops.rows import RowLayout
+from mbd_core.ops.row_layout import RowLayout
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from mbd_core.decoding.request import Request
+from mbd_core.engine.page_pool import PagePool, chain_root, page_hash
 from mbd_core.engine.sequence import Sequence
-from mbd_core.kvcache.pool import PagePool, chain_root, page_hash
-from mbd_core.types import Request
 
 
 @dataclass(frozen=True)

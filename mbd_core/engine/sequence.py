@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mbd_core.decoding.canvas import num_lanes
-from mbd_core.types import Counts, FinishReason, Output, Request
+from mbd_core.canvas.single_lane import num_lanes
+from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 
 
 @dataclass(eq=False)

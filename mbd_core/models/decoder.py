@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mbd_core.models.config import ModelConfig
 from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE, Router
 from mbd_core.models.shard import Shard
 

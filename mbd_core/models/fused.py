@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.models.config import ModelConfig
 from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm, rotary
 from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.mlp import SwiGLU
-from mbd_core.ops.moe import ExpertsChoice, resolve_experts
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.ops.experts import ExpertsChoice, resolve_experts
 
 
 class Router(nn.Module):

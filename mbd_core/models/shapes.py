@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from mbd_core.models.config import ModelConfig, MoEConfig
 from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.model_config import ModelConfig, MoEConfig
 
 SDAR_8B = ModelConfig(
     architecture="SDARForCausalLM",

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.sample import IGNORE, MultiTFBatch
-from mbd_core.ops.dense import DenseAttention
+from mbd_core.ops.attention_dense import DenseAttention
 
 
 def multitf_loss(model: Decoder, batch: MultiTFBatch) -> tuple[Tensor, Tensor]:

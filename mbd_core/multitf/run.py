@@ -15,21 +15,22 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.loading import load_model, load_tokenizer, save_model
+from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.loader import load_model, load_tokenizer, save_model
 from mbd_core.multitf.data import conversations, encode_conversations
+from mbd_core.multitf.recipes import RECIPES, TrainingRecipe
 from mbd_core.multitf.sample import Example
 from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.recipes import CHECKPOINTS, RECIPES, TrainingRecipe
-from mbd_core.tasks.tokenizer import train_tokenizer
+from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
 
 def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, list[Example]]:
     """The model a recipe starts from, its tokenizer and its training samples."""
     pairs = conversations(recipe.data)
     if recipe.base is not None:
-        model = load_model(CHECKPOINTS / recipe.base, dtype=torch.float32)
-        tokenizer = load_tokenizer(CHECKPOINTS / recipe.base, model.config)
+        model = load_model(SHIPPED / recipe.base, dtype=torch.float32)
+        tokenizer = load_tokenizer(SHIPPED / recipe.base, model.config)
         model.config = replace(model.config, block_size=recipe.states.block_size)
     else:
         assert recipe.model is not None
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     args = parser.parse_args()
     recipe = RECIPES[args.recipe]
-    out = args.out or CHECKPOINTS / recipe.name
+    out = args.out or SHIPPED / recipe.name
 
     try:
         model, tokenizer, examples = prepare(recipe)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from mbd_core.ops import flash, reference
+from mbd_core.ops import attention_cpu as reference
+from mbd_core.ops import attention_flash as flash
 from mbd_core.ops.merged import BoundAttention, BoundLse, MergeRule, bind_merged
-from mbd_core.ops.rows import RowLayout
+from mbd_core.ops.row_layout import RowLayout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mbd_core.ops.attention import Choice, resolve
 from mbd_core.ops.merged import MergeRule
-from mbd_core.ops.rows import RowLayout
+from mbd_core.ops.row_layout import RowLayout
 from mbd_core.ops.timing import best_seconds
 
 # What an engine tries when it starts, and the most keys it does so on: a fraction of a gigabyte.

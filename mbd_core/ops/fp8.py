@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.ops.moe import experts
+from mbd_core.ops.experts import experts
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -133,7 +133,7 @@ def fp8_experts(
     """
     stacks = (gate_EFD, up_EFD, down_EDF)
     if x_TD.device.type == "cuda" and all(stack.block is None for stack in stacks):
-        from mbd_core.ops.moe_triton import fused_experts
+        from mbd_core.ops.experts_triton import fused_experts
 
         scales = (gate_EFD.scale, up_EFD.scale, down_EDF.scale)
         return fused_experts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)

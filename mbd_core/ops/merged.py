@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mbd_core.ops.rows import RowLayout
+from mbd_core.ops.row_layout import RowLayout
 
 BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""

@@ -8,10 +8,10 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from simulated_trace import EOS, SIZE, simulate
 
-from mbd_core.decoding.config import T2T
-from mbd_core.metrics.trace_measures import make_run
-from mbd_core.metrics.trace_replay import Side, make_side, write_replay
-from mbd_core.trace import TraceRecorder
+from mbd_core.decoding.decoding_config import T2T
+from mbd_core.trace.measures import make_run
+from mbd_core.trace.recorder import TraceRecorder
+from mbd_core.trace.replay import Side, make_side, write_replay
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")

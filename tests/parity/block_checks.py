@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mbd_core.decoding.config import DecodingConfig, Soft
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.decoding_config import DecodingConfig, Soft
+from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.loader import load_model
-from mbd_core.types import Output, Request
 
 
 def check_sdar_generation(folder: Path, case: dict[str, Any]) -> None:

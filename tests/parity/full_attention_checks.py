@@ -6,12 +6,12 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from mbd_core.decoding.branches import BranchedCanvas
-from mbd_core.decoding.canvas import CanvasDecoder, canvas_decoder
+from mbd_core.bench.plain_loops import run_canvas
+from mbd_core.canvas.branches import BranchedCanvas
+from mbd_core.canvas.single_lane import CanvasDecoder, canvas_decoder
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap
 from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.engine.plain import run_canvas
-from mbd_core.models.loader import load_model
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mbd_core.models.loader import load_model, save_model
+from mbd_core.checkpoint.loading import load_model, save_model
 from mbd_core.models.moe import Router
-from mbd_core.ops.dense import DenseAttention
+from mbd_core.ops.attention_dense import DenseAttention
 
 LOGITS_ATOL = 1e-3
 

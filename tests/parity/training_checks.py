@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mbd_core.models.loader import load_model
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.layout import GroupLayout, systematic_layouts
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask

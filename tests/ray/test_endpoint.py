@@ -30,7 +30,7 @@ def url(serve_instance: str, tiny_model_dir: Path, traces: Path) -> Iterator[str
 
     from actors.endpoint import EndpointArgs, build
     from mbd_core.engine.engine import EngineConfig
-    from mbd_core.trace import read_trace
+    from mbd_core.trace.recorder import read_trace
 
     # batch_invariant: what one request's log-probabilities are must not depend on who else is there, not in a bit
     engine = EngineConfig(max_rows=4, num_pages=200, batch_invariant=True)
@@ -457,10 +457,10 @@ def test_a_greedy_logprob_is_the_model_s_own(url: str, tiny_model_dir: Path) -> 
     """One position, one forward: what is told must be log softmax of the model at the masked position."""
     import torch
 
+    from mbd_core.decoding.request import Request
     from mbd_core.engine.engine import EngineConfig
-    from mbd_core.engine.load import load_engine
-    from mbd_core.ops.dense import DenseAttention
-    from mbd_core.types import Request
+    from mbd_core.ops.attention_dense import DenseAttention
+    from mbd_core.serving.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=16))
     request = Request(
@@ -518,7 +518,7 @@ def check_offsets(told: dict[str, Any], text: str) -> None:
 
 
 def test_extremes_of_a_logprob_are_json() -> None:
-    from actors.logprobs import ChoiceLogprobs
+    from mbd_core.serving.logprobs import ChoiceLogprobs
 
     telling = ChoiceLogprobs(lambda token: ("a", b"a"), lambda tokens: "a" * len(tokens), chat=False)  # type: ignore[arg-type]
     told = telling.add((1, 2), (-math.inf, -0.5))
@@ -537,9 +537,9 @@ def test_extremes_of_a_logprob_are_json() -> None:
 def test_nested_decoding_reaches_the_engine(
     client: openai.OpenAI, tiny_model_dir: Path, decoding: dict[str, Any], reaches: str
 ) -> None:
+    from mbd_core.decoding.request import Request
     from mbd_core.engine.engine import EngineConfig
-    from mbd_core.engine.load import load_engine
-    from mbd_core.types import Request
+    from mbd_core.serving.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=64, batch_invariant=True))
     config = loaded.decoding(decoding)
@@ -620,7 +620,7 @@ def test_too_many_waiting_requests_get_429(url: str, lasting: dict[str, Any]) ->
 
 def test_an_internal_failure_is_told_without_its_traceback() -> None:
     from actors.endpoint import answered
-    from mbd_core.engine.async_engine import EngineFailed
+    from mbd_core.serving.async_engine import EngineFailed
 
     for failure in (EngineFailed("the engine failed: secret"), KeyError("secret")):
 
@@ -637,8 +637,8 @@ def test_an_internal_failure_is_told_without_its_traceback() -> None:
 
 def test_a_failure_inside_a_stream_is_an_event_and_no_done() -> None:
     from actors.endpoint import Endpoint
-    from actors.openai_schema import Reply
-    from mbd_core.engine.async_engine import EngineFailed
+    from mbd_core.serving.async_engine import EngineFailed
+    from mbd_core.serving.openai_schema import Reply
 
     class Broken:
         requests = ()
@@ -663,9 +663,9 @@ def test_editing_a_model_not_trained_for_it_is_noted_once(
     from types import SimpleNamespace
 
     from actors import endpoint
-    from actors.openai_schema import CompletionRequest
     from mbd_core.engine.engine import EngineConfig
-    from mbd_core.engine.load import load_engine
+    from mbd_core.serving.load import load_engine
+    from mbd_core.serving.openai_schema import CompletionRequest
 
     told: list[str] = []
     monkeypatch.setattr(endpoint.log, "warning", told.append)

@@ -12,9 +12,9 @@ import pytest
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from jobs.eval_sweep import main
-from mbd_core.decoding.config import DecodingConfig, from_fields
+from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
+from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.types import Output, Request
 
 
 def asked(folder: Path, *, prompts: list[str], buffer_sizes: list[int]) -> pa.Table:

@@ -43,7 +43,7 @@ def follower_pids() -> set[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(folder.name)] = int(parent)
-        if b"mbd_core.engine.followers" in command and state != "Z":
+        if b"mbd_core.parallel.followers" in command and state != "Z":
             followers.add(int(folder.name))
 
     def ours(pid: int) -> bool:
@@ -65,9 +65,9 @@ def health(url: str) -> dict[str, Any]:
 
 
 def test_two_ranks_answer_as_one(url: str, tiny_model_dir: Path) -> None:
+    from mbd_core.decoding.request import Request
     from mbd_core.engine.engine import EngineConfig
-    from mbd_core.engine.load import load_engine
-    from mbd_core.types import Request
+    from mbd_core.serving.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=64))
     for fields in ({}, {"buffer_size": 1, "tau_m2t": 0.3}, {"t2t": {"tau": 0.5}}):

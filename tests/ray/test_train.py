@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from actors.training import LOSSES, RUN, TrainingResult, TrainingRun, begin, fit, shortened
-from mbd_core.models.loader import load_model, load_tokenizer
+from mbd_core.checkpoint.loading import load_model, load_tokenizer
+from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.run import prepare
 from mbd_core.multitf.trainer import Trainer
-from mbd_core.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -1,0 +1,158 @@
+"""PyTorch's distributed checkpoints (DCP) as a source and a target of weights, about one file in memory at a time.
+
+A training checkpoint holds the weights under `model.` beside optimizer and progress; only the weights matter here.
+"""
+
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo
+
+PREFIX = "model."
+# what unpickling a damaged file raises, as Python documents it
+DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
+
+
+class DcpFolder:
+    """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
+
+    Raises `ValueError` naming the file, and the tensor that it cuts off, where a file is missing or too short; one
+    naming the tensor where its bytes are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = _Reader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except DAMAGED as error:
+            raise ValueError(f"{folder / METADATA} is damaged or cut short: {error}") from None
+        tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        nested = any(name.startswith(f"{PREFIX}model.") for name in tensors)
+        self._stored = {
+            name.removeprefix(PREFIX) if nested else name: name
+            for name in tensors
+            if name.startswith(PREFIX if nested else ("model.", "lm_head."))
+        }
+        self.tensors = {
+            name: TensorInfo(folder / METADATA, tuple(tensors[key].size), tensors[key].properties.dtype)
+            for name, key in self._stored.items()
+        }
+        if not self.tensors:
+            raise ValueError(f"{folder / METADATA} lists no tensor of a model")
+        wanted = set(self._stored.values())
+        for index, where in (metadata.storage_data or {}).items():
+            path = folder / where.relative_path
+            if index.fqn not in wanted:
+                continue
+            if not path.exists():
+                raise ValueError(f"{folder} lacks the file {where.relative_path}, which holds '{index.fqn}'")
+            if path.stat().st_size < where.offset + where.length:
+                raise ValueError(f"{path} is cut short at tensor '{index.fqn}'")
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, put together from the pieces that training's ranks wrote."""
+        info, key = self.tensors[name], self._stored[name]
+        into = {key: torch.empty(info.shape, dtype=info.dtype)}
+        try:
+            with _one_process():
+                dcp.load(into, storage_reader=self._reader, no_dist=True)
+        except (*DAMAGED, RuntimeError) as error:
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # advice follows
+            raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {reason}") from None
+        return into[key]
+
+
+def save_dcp(
+    folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor], *, max_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, `make` gives their values, one at a time.
+
+    Files hold at most `max_bytes` each (or one tensor). DCP's writer keeps in memory what goes into one file.
+    """
+    planner = _LazyPlanner(lambda name: make(name.removeprefix(PREFIX)))
+    writer = _Writer(folder, max_bytes)
+    with _one_process():
+        dcp.save({PREFIX + n: t for n, t in tensors.items()}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """DCP warns each time that it assumes to be alone; here it is meant to be, and what went wrong, or a Ctrl-C, is
+    raised as itself, not as DCP's report of all ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as report:
+            raise next(iter(report.failures.values()))[0] from None
+
+
+class _Reader(FileSystemReader):
+    """Parses the metadata once, not for every tensor."""
+
+    @functools.cached_property
+    def _parsed(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._parsed
+
+
+class _Writer(FileSystemWriter):
+    """Writes file after file, as if several ranks had written one each."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is made before its turn
+        self._max_bytes = max_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        for number, items in enumerate(_in_files(plan.items, self._max_bytes)):
+            prefix = replace(plan.storage_data, prefix=f"__{number}_")
+            written += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+
+def _in_files(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteItem]]:
+    """The items in order, cut into runs of at most `max_bytes` of values."""
+    run: list[WriteItem] = []
+    held = 0
+    for item in items:
+        assert item.tensor_data is not None
+        size = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+        if run and held + size > max_bytes:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size
+    yield run
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with meta tensors and asks for values when they are written."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._make(write_item.index.fqn)

@@ -1,0 +1,71 @@
+"""What a checkpoint calls the decoder's tensors: the family's names, fused projections, single or stacked experts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.models.model_config import ModelConfig
+
+ExpertLayout = Literal["per_expert", "fused", "decoder"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A decoder tensor inside a stored one: `target` itself, or its expert number `expert`."""
+
+    target: str
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint's tensor: its shape, and the decoder tensors that lie in it one after another along dimension 0.
+
+    `lengths` says how many rows each of them takes.
+    """
+
+    shape: Shape
+    parts: tuple[Part, ...]
+    lengths: tuple[int, ...]
+
+
+def stored_tensors(config: ModelConfig, shapes: Mapping[str, Shape], experts: ExpertLayout) -> dict[str, Stored]:
+    """Every tensor that a checkpoint of this model has, by its name there; `shapes` are those of the whole decoder.
+
+    Published checkpoints are "per_expert", training ones "fused" (a layer's experts stacked) or, from our own trainer,
+    "decoder": everything as the decoder itself has it.
+    """
+    names: Mapping[str, str] = {} if experts == "decoder" else FAMILIES[config.architecture].names
+    grouped: dict[str, list[Part]] = {}
+    for ours in shapes:
+        if ours == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        theirs = _stored_name(ours, names)
+        if "{e}" not in theirs:
+            grouped.setdefault(theirs, []).append(Part(ours))
+        elif experts == "fused":
+            grouped[ours] = [Part(ours)]
+        else:
+            for expert in range(shapes[ours][0]):
+                grouped[theirs.replace("{e}", str(expert))] = [Part(ours, expert)]
+    return {name: _stored(parts, shapes) for name, parts in grouped.items()}
+
+
+def _stored_name(ours: str, names: Mapping[str, str]) -> str:
+    """`ours` under the family's name; modules that the family does not rename keep theirs."""
+    layer = re.search(r"\.layers\.(\d+)\.", ours)
+    number = layer[1] if layer else ""
+    pattern = ours.replace(f".layers.{number}.", ".layers.{i}.", 1) if layer else ours
+    if pattern in names:
+        return names[pattern].replace("{i}", number)
+    module, _, leaf = pattern.rpartition(".")
+    return f"{names.get(module, module)}.{leaf}".replace("{i}", number)
+
+
+def _stored(parts: list[Part], shapes: Mapping[str, Shape]) -> Stored:
+    each = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
+    lengths = tuple(shape[0] for shape in each)
+    return Stored((sum(lengths), *each[0][1:]), tuple(parts), lengths)

@@ -1,0 +1,181 @@
+"""The benchmarks by name, and their problems: drawn from our generators or read from a JSON-lines file."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import fsspec
+
+from mbd_core.evaluation.extraction import parse_number, strict_number
+from mbd_core.tasks import code_mini, gsm_mini
+from mbd_core.tasks.split import Split
+
+DEFAULT_LIMIT = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem. `prompt` is what the user asks; `reference` is the right number (math) or the tests' source (code),
+    whose `check` is given the function named `entry_point`."""
+
+    problem_id: str
+    prompt: str
+    reference: str
+    entry_point: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A benchmark: how its rows are made into problems and by which rule an answer counts.
+
+    `rule` is the extraction whose value is the accuracy: `strict` (`#### N`), `flexible` (the last number), `code`.
+    `generate` draws rows without end; without it the rows come from a file the user names.
+    """
+
+    name: str
+    label: str
+    columns: tuple[str, ...]
+    rule: Literal["strict", "flexible", "code"]
+    problem: Callable[[str, dict[str, str]], Problem]
+    generate: Callable[..., Iterator[dict[str, str]]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A task's problems and where they came from: a file, or a generator's split and seed."""
+
+    task: Task
+    source: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def sha256(self) -> str:
+        """A hash of every problem, so that two reports can be known to speak of the same ones."""
+        text = "\n".join(json.dumps(asdict(p), sort_keys=True) for p in self.problems)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _math_problem(problem_id: str, row: dict[str, str]) -> Problem:
+    number = strict_number(row["answer"])
+    if number is None or parse_number(number) is None:
+        raise ValueError("column 'answer' must end in '#### ' and a number")
+    return Problem(problem_id=problem_id, prompt=row["question"], reference=number)
+
+
+def _code_problem(_problem_id: str, row: dict[str, str]) -> Problem:
+    if not row["entry_point"].isidentifier():
+        raise ValueError(f"column 'entry_point' must be a function's name, not {row['entry_point']!r}")
+    return Problem(
+        problem_id=row["task_id"], prompt=row["prompt"], reference=row["test"], entry_point=row["entry_point"]
+    )
+
+
+MATH_COLUMNS = ("question", "answer")
+CODE_COLUMNS = ("task_id", "prompt", "test", "entry_point")
+
+TASKS: dict[str, Task] = {
+    "gsm-mini": Task(
+        name="gsm-mini",
+        label="GSM-mini",
+        columns=MATH_COLUMNS,
+        rule="strict",
+        problem=_math_problem,
+        generate=gsm_mini.generate,
+    ),
+    "code-mini": Task(
+        name="code-mini",
+        label="Code-mini",
+        columns=CODE_COLUMNS,
+        rule="code",
+        problem=_code_problem,
+        generate=code_mini.generate,
+    ),
+    "gsm8k": Task(name="gsm8k", label="GSM8K", columns=MATH_COLUMNS, rule="flexible", problem=_math_problem),
+    "humaneval": Task(name="humaneval", label="HumanEval", columns=CODE_COLUMNS, rule="code", problem=_code_problem),
+}
+
+
+def find_task(name: str) -> Task:
+    """The task of that name; an unknown one is a `ValueError` that lists the known."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def load_benchmark(
+    task: Task, *, split: Split = "test", seed: int = 0, limit: int | None = None, data: str | None = None
+) -> Benchmark:
+    """The first `limit` problems of a task.
+
+    A generated task takes `split` and `seed` and gives 500 problems by default; the others read `data`, a JSON-lines
+    path or fsspec URL, plain or gzipped, all of it by default. Raises `ValueError`: a limit below 1, `data` missing
+    or not wanted, and for a malformed file its name, the line and the reason.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1")
+    if task.generate is None:
+        if data is None:
+            raise ValueError(f"task '{task.name}' needs a JSON-lines file: --data {task.name}=PATH")
+        return Benchmark(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
+    if data is not None:
+        raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")
+    source = f"{task.name}/{split}/{seed}"
+    rows = itertools.islice(task.generate(split=split, seed=seed), limit or DEFAULT_LIMIT)
+    problems = tuple(task.problem(f"{source}/{number}", row) for number, row in enumerate(rows))
+    return Benchmark(task=task, source=f"generated: split {split}, seed {seed}", problems=problems)
+
+
+def _read_problems(task: Task, path: str) -> list[Problem]:
+    problems: list[Problem] = []
+    line_of: dict[str, int] = {}
+    for number, line in _numbered_lines(path):
+        try:
+            problem = task.problem(f"{task.name}/{number}", _checked_row(line, columns=task.columns))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if problem.problem_id in line_of:
+            first = line_of[problem.problem_id]
+            raise ValueError(f"{path}, line {number}: '{problem.problem_id}' is already on line {first}")
+        line_of[problem.problem_id] = number
+        problems.append(problem)
+    if not problems:
+        raise ValueError(f"{path} holds no problems")
+    return problems
+
+
+def _numbered_lines(path: str) -> Iterator[tuple[int, str]]:
+    """The file's lines that are not blank, counted from 1."""
+    number = 0
+    try:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield number, raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ImportError as error:
+        raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
+
+
+def _checked_row(line: str, *, columns: tuple[str, ...]) -> dict[str, str]:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not a JSON object")
+    for column in columns:
+        if column not in row:
+            raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")
+        if not isinstance(row[column], str):
+            raise ValueError(f"column '{column}' must be text, not {type(row[column]).__name__}")
+    return {column: row[column] for column in columns}

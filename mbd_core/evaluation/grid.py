@@ -1,0 +1,207 @@
+"""What a sweep runs: decoding configurations per model and method, out of a grid given as text.
+
+A method is a name with decoding fields: `single`, `multi` and the presets are known, others come as JSON. A grid field
+is varied under every method it has a meaning for, in place of the method's own value.
+"""
+
+import itertools
+import json
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from mbd_core.decoding import methods as presets
+from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config
+
+Grid = dict[str, tuple[Any, ...]]
+Methods = dict[str, Mapping[str, Any]]
+
+SINGLE, MULTI = "single", "multi"
+METHODS: Methods = {SINGLE: {"buffer_size": 1}, MULTI: {}, **presets.METHODS}
+DEFAULT_SLOTS = 4  # of `multi`, where the model's author recommends SingleBD
+# They concern a second resident block, so with one slot they would only repeat the same run.
+MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
+MULTI_LABELS = {"teacher_forcing": "MultiBD (training-free)", "multitf": "MBD", None: "MultiBD"}
+LABELS = ("SingleBD", *MULTI_LABELS.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One decoding configuration of a model, under the method's name in the report."""
+
+    method: str
+    decoding: DecodingConfig
+
+
+def parse_grid(text: str) -> Grid:
+    """`"tau_m2t=0.7,0.9;t2t.tau=0.3,0.5"` as field -> values, of the fields' types (`none`: not set).
+
+    Raises `ValueError` for an unknown or repeated field, or a value of the wrong type.
+    """
+    grid: Grid = {}
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        name, equals, values = (p.strip() for p in part.partition("="))
+        kinds = _kinds(name)
+        if not equals or not values:
+            raise ValueError(f"grid field '{name}' has no values; write {name}=VALUE,VALUE")
+        if name in grid:
+            raise ValueError(f"grid field '{name}' is given twice; write its values in one list")
+        grid[name] = tuple(_value(name, v.strip(), kinds) for v in values.split(","))
+    return grid
+
+
+def parse_methods(given: Iterable[str]) -> Methods:
+    """`NAME={"t2t": {"tau": 0.4}}` as name -> decoding fields, beside the known methods; `ValueError` names a bad one.
+
+    The fields themselves are checked against each model by `plan_variants`.
+    """
+    methods = dict(METHODS)
+    for item in given:
+        name, equals, text = (p.strip() for p in item.partition("="))
+        if not (name and equals) or "," in name:
+            raise ValueError(f"--method {item} must be NAME=JSON, the name without a comma")
+        if name in methods or name in LABELS:
+            raise ValueError(f"--method {name}: this name is taken; choose another")
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--method {name}: {text} is not valid JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"--method {name}: {text} must be a JSON object of decoding fields")
+        methods[name] = fields
+    return methods
+
+
+def plan_variants(
+    grid: Mapping[str, Sequence[Any]],
+    names: Sequence[str],
+    *,
+    methods: Methods = METHODS,
+    defaults: Mapping[str, Any],
+    block_size: int,
+) -> list[Variant]:
+    """The grid's product for each named method, over a model's `defaults` (its `generation_config.json`), without
+    repeats.
+
+    `single` is SingleBD; `multi` is Block Buffer MultiBD with the model's own buffer_size (4 if that is 1), labelled
+    by how the model was trained (`trained_with` in `defaults`). Raises `ValueError` for an unknown method, a
+    configuration that cannot be, a grid field that concerns none of the methods, and `multi` with one slot.
+    """
+    variants: dict[Variant, None] = {}
+    idle = set(grid)
+    for name in names:
+        if name not in methods:
+            raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
+        base = _with_parts(methods[name], defaults)
+        if name == MULTI and defaults.get("buffer_size", 1) == 1:
+            base["buffer_size"] = DEFAULT_SLOTS
+        fields = {path: values for path, values in grid.items() if _concerns(path, base)}
+        idle -= fields.keys()
+        for values in itertools.product(*fields.values()):
+            overrides = _put(base, dict(zip(fields, values, strict=True)))
+            try:
+                decoding = decoding_config(defaults, overrides, block_size=block_size)
+            except ValueError as error:
+                raise ValueError(str(error) if name in (SINGLE, MULTI) else f"method '{name}': {error}") from None
+            if name == MULTI and decoding.buffer_size < 2:
+                raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
+            variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
+    for path in sorted(idle - set(MULTI_ONLY)):
+        part = path.partition(".")[0]
+        hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
+        raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
+    return list(variants)
+
+
+def _with_parts(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's fields and, whole, the revision that the model's defaults have on: a grid may vary a field of it."""
+    if own.get("canvas") is not None:
+        return dict(own)
+    return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(own)
+
+
+def _concerns(path: str, base: Mapping[str, Any]) -> bool:
+    """Whether a grid field has a meaning under a method with these fields."""
+    *parts, last = path.split(".")
+    holder: Any = base
+    for part in parts:
+        holder = holder.get(part) if isinstance(holder, Mapping) else None
+        if not isinstance(holder, Mapping):
+            return False
+    if parts:
+        return True
+    if base.get("canvas") is not None:
+        return last in CANVAS_FIELDS
+    return base.get("buffer_size") != 1 or last not in MULTI_ONLY
+
+
+def _put(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with each value at its dotted path."""
+    made = json.loads(json.dumps(base))
+    for path, value in values.items():
+        *parts, last = path.split(".")
+        at = made
+        for part in parts:
+            at = at[part]
+        at[last] = value
+    return dict(made)
+
+
+def _label(name: str, defaults: Mapping[str, Any]) -> str:
+    if name == SINGLE:
+        return "SingleBD"
+    if name != MULTI:
+        return name
+    trained_with = defaults.get("trained_with")
+    if trained_with not in MULTI_LABELS:
+        known = ", ".join(label for label in MULTI_LABELS if label)
+        raise ValueError(f"generation_config.json: unknown trained_with={trained_with!r}; known: {known}")
+    return MULTI_LABELS[trained_with]
+
+
+def _parts(config: type) -> dict[str, type]:
+    """The fields of a config that are configs themselves."""
+    hints = get_type_hints(config).items()
+    return {name: part for name, hint in hints for part in _options(hint) if is_dataclass(part)}
+
+
+def _options(hint: Any) -> tuple[type, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _kinds(path: str) -> tuple[Any, ...]:
+    """The types a grid field may have; `ValueError` for a path that names no field, or a whole part."""
+    config: type = DecodingConfig
+    *parts, last = path.split(".")
+    for part in parts:
+        if part not in _parts(config):
+            raise ValueError(f"unknown grid field '{path}'; parts here: {', '.join(_parts(config)) or 'none'}")
+        config = _parts(config)[part]
+    hints = get_type_hints(config)
+    if last not in hints:
+        raise ValueError(f"unknown grid field '{path}'; known: {', '.join(hints)}")
+    if last in _parts(config):
+        raise ValueError(f"grid field '{path}' is a part; vary one of its fields, {path}.NAME")
+    kinds = _options(hints[last])
+    if any(get_origin(kind) is tuple for kind in kinds):
+        raise ValueError(f"grid field '{path}' is a list; give it with --method NAME=JSON")
+    return kinds
+
+
+def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    """A grid value as one of `kinds`: none, a truth value, a number, or text."""
+    if type(None) in kinds and text == "none":
+        return None
+    if bool in kinds:
+        if text not in ("true", "false"):
+            raise ValueError(f"grid value {name}={text} must be true or false")
+        return text == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                wanted = "a whole number" if kind is int else "a number"
+                raise ValueError(f"grid value {name}={text} is not {wanted}") from None
+    return text

@@ -1,0 +1,95 @@
+"""Rates computed of raw counts: accuracy, TPF, TPS and NFE over the samples of one configuration."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mbd_core.decoding.request import Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One graded request. `counts` is `None` if decoding failed, which is an error and a wrong answer."""
+
+    correct: bool
+    counts: Counts | None
+    strict_correct: bool | None = None
+    flexible_correct: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a configuration did on `n` samples.
+
+    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_stderr` its binomial standard error
+    accuracy_strict    percent right under that extraction, `None` where the task has no extraction (also _flexible)
+    tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
+    tpf_ratio_of_sums  all useful tokens / all forwards
+    tps                all useful tokens / all decode seconds: a request's own rate beside the others of its batch
+    nfe                mean forwards a sample
+    errors             samples without counts, which the rates leave out
+    """
+
+    n: int
+    errors: int
+    accuracy: float
+    accuracy_stderr: float
+    accuracy_strict: float | None
+    accuracy_flexible: float | None
+    tpf: float
+    tpf_stderr: float
+    tpf_ratio_of_sums: float
+    tps: float
+    nfe: float
+    num_tokens: int
+    num_forwards: int
+    num_store_forwards: int
+    num_prefill_forwards: int
+    decode_seconds: float
+
+
+def summarize(samples: Sequence[Sample]) -> Summary:
+    """Sum up one configuration's samples; `ValueError` without any. A rate without a denominator is 0."""
+    if not samples:
+        raise ValueError("nothing to summarise: no samples")
+    n = len(samples)
+    counts = [s.counts for s in samples if s.counts is not None]
+    share = sum(s.correct for s in samples) / n
+    tokens = sum(c.num_tokens for c in counts)
+    forwards = sum(c.num_forwards for c in counts)
+    seconds = sum(c.decode_seconds for c in counts)
+    tpf, tpf_stderr = _mean_and_stderr([c.tpf for c in counts])
+    return Summary(
+        n=n,
+        errors=n - len(counts),
+        accuracy=100 * share,
+        accuracy_stderr=100 * math.sqrt(share * (1 - share) / n),
+        accuracy_strict=_percent([s.strict_correct for s in samples]),
+        accuracy_flexible=_percent([s.flexible_correct for s in samples]),
+        tpf=tpf,
+        tpf_stderr=tpf_stderr,
+        tpf_ratio_of_sums=tokens / forwards if forwards else 0.0,
+        tps=tokens / seconds if seconds else 0.0,
+        nfe=forwards / len(counts) if counts else 0.0,
+        num_tokens=tokens,
+        num_forwards=forwards,
+        num_store_forwards=sum(c.num_store_forwards for c in counts),
+        num_prefill_forwards=sum(c.num_prefill_forwards for c in counts),
+        decode_seconds=seconds,
+    )
+
+
+def _mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    if not values:
+        return 0.0, 0.0
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, 0.0
+    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def _percent(flags: Sequence[bool | None]) -> float | None:
+    if all(flag is None for flag in flags):
+        return None
+    return 100 * sum(bool(flag) for flag in flags) / len(flags)

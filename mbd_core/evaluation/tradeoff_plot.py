@@ -1,0 +1,40 @@
+"""The accuracy-TPF plot: one panel a task, one curve a model and method, standard errors as bars."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mbd_core.evaluation.sweep_report import Row
+
+
+def draw_plot(rows: Sequence[Row], path: Path, *, labels: Mapping[str, str]) -> None:
+    """Write the plot as PNG; `labels` maps task names to panel titles, in panel order."""
+    figure = Figure(figsize=(5.0 * len(labels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    curves = list(dict.fromkeys((row.key.model, row.key.method) for row in rows))
+    for panel, (task, label) in zip(panels, labels.items(), strict=True):
+        for number, (model, method) in enumerate(curves):
+            of = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
+            of.sort(key=lambda s: s.tpf)
+            panel.errorbar(
+                [s.tpf for s in of],
+                [s.accuracy for s in of],
+                xerr=[s.tpf_stderr for s in of],
+                yerr=[s.accuracy_stderr for s in of],
+                marker="osD^vP*X"[number % 8],
+                color=f"C{number % 10}",
+                capsize=2,
+                linewidth=1.2,
+                label=f"{model}, {method}",
+            )
+        panel.set_title(f"{label} (n={next(r.summary.n for r in rows if r.key.task == task)})")
+        panel.set_xlabel("tokens per forward (TPF)")
+        panel.set_ylabel("accuracy (%)")
+        low, high = panel.get_ylim()
+        panel.set_ylim(max(low, -2.0), min(max(high, 5.0), 102.0))
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, format="png", dpi=130)

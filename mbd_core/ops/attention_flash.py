@@ -1,0 +1,136 @@
+"""Flash-attention kernels in our signature: which argument of theirs each of ours becomes.
+
+Every one takes non-causal rows of varying length over a paged cache; `max_k` may be more than any row has. They differ
+in how they take the key lengths. All return the log-sum-exp as (H, T), also torch, whose manual says (T, H).
+
+Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.ops.row_layout import RowLayout
+
+Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], tuple[Tensor, Tensor]]
+"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C) and
+log-sum-exp (T, H)."""
+
+
+def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
+    """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        out, lse_HT = varlen_attn(
+            q,
+            k_pages,
+            v_pages,
+            rows.cu_seqlens_q,
+            None,
+            rows.max_q,
+            rows.max_k,
+            return_aux=aux_request(lse=True),
+            enable_gqa=q.shape[1] != k_pages.shape[2],
+            seqused_k=rows.kv_lens_R,
+            block_table=rows.page_table_RP,
+            num_splits=1 if rows.exact else None,
+        )
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
+    """The same function without a block table (torch's own FlashAttention 2): pages are copied together first."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        table = rows.page_table_RP.long()
+        starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
+        out, lse_HT = varlen_attn(
+            q,
+            k_pages[table].flatten(0, 2),
+            v_pages[table].flatten(0, 2),
+            rows.cu_seqlens_q,
+            starts,
+            rows.max_q,
+            rows.max_k,
+            return_aux=aux_request(lse=True),
+            enable_gqa=q.shape[1] != k_pages.shape[2],
+            seqused_k=rows.kv_lens_R,
+            num_splits=1 if rows.exact else None,
+        )
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
+    """`vllm.vllm_flash_attn`: key lengths as they are."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            seqused_k=rows.kv_lens_R,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+            return_softmax_lse=True,
+            num_splits=1 if rows.exact else 0,
+            fa_version=fa_version,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
+    """FlashAttention 3 as its own packages have it: there the function for caches takes pages, the other does not."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_with_kvcache(
+            q=q,
+            k_cache=k_pages,
+            v_cache=v_pages,
+            cache_seqlens=rows.kv_lens_R,
+            page_table=rows.page_table_RP,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            causal=False,
+            num_splits=1 if rows.exact else 0,
+            return_softmax_lse=True,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel
+
+
+def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
+    """`flash_attn` 2.x: with a block table the key lengths are read from cumulative sums.
+
+    It splits keys only where all rows are single queries. Else a row's result does not depend on the others and
+    `exact` needs nothing.
+    """
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+        out, lse_HT = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            cu_seqlens_k=F.pad(rows.kv_lens_R.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=rows.max_q,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+            return_attn_probs=True,
+        )[:2]
+        return out, lse_HT.transpose(0, 1)
+
+    return kernel

@@ -1,0 +1,23 @@
+"""A layer's assignments of tokens to experts, sorted by expert and back.
+
+Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Assignments in the order of their experts (A,), and where each expert's end (E,), int32; no host reads."""
+    sorted_A, order_A = ids_TK.flatten().sort(stable=True)
+    every_E = torch.arange(num_experts, device=ids_TK.device, dtype=sorted_A.dtype)
+    ends_E = torch.searchsorted(sorted_A, every_E, right=True, out_int32=True)
+    return order_A, ends_E
+
+
+def unsort(y_AD: Tensor, order_A: Tensor, weights_TK: Tensor) -> Tensor:
+    """Sorted outputs (A, D) weighted and summed a token in float32: (T, D)."""
+    tokens, per_token = weights_TK.shape
+    y = torch.empty(y_AD.shape, dtype=torch.float32, device=y_AD.device)
+    y[order_A] = y_AD.float()
+    return (y.view(tokens, per_token, -1) * weights_TK[..., None].float()).sum(1)

@@ -1,0 +1,165 @@
+"""The experts of a mixture-of-experts layer: the loop that defines correct, and what is faster than it.
+
+`experts` loops over the experts that were chosen. `grouped` sorts the tokens by expert and multiplies all experts at
+once with torch's grouped matmul. `ops.experts_triton.fused_experts` does it in two kernels that gather and scatter
+themselves, for the few tokens an expert gets while decoding. All three take and return the same.
+
+Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.ops.expert_order import sort_by_expert, unsort
+
+
+class Experts(Protocol):
+    """Each token's weighted sum over its experts: `experts` in this file."""
+
+    def __call__(
+        self, x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor: ...
+
+
+def experts(
+    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
+
+    `ids_TK` (integer) names a token's experts, `weights_TK` how much each counts. An expert's output is weighted and
+    summed in float32 and the sum is cast once. An expert that no token chose costs nothing.
+    """
+    out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    for expert in ids_TK.unique().tolist():
+        tokens, choice = (ids_TK == expert).nonzero(as_tuple=True)
+        x = x_TD[tokens]
+        hidden = F.silu(x @ gate_EFD[expert].T) * (x @ up_EFD[expert].T)
+        y = (hidden @ down_EDF[expert].T).float()
+        out_TD.index_add_(0, tokens, y * weights_TK[tokens, choice, None].float())
+    return out_TD.to(x_TD.dtype)
+
+
+def grouped(
+    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """`experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: a CUDA graph can hold it.
+
+    Raises `ValueError` where a row of weights is not a multiple of 16 bytes, which the matmul asks for.
+    """
+    obstacle = _alignment_obstacle(x_TD.dtype, *gate_EFD.shape[1:])
+    if obstacle is not None:
+        raise ValueError(f"grouped experts cannot be used: {obstacle}; use the loop")
+    order_A, ends_E = sort_by_expert(ids_TK, gate_EFD.shape[0])
+    x_AD = x_TD[order_A // ids_TK.shape[1]]
+    gate_AF = F.grouped_mm(x_AD, gate_EFD.transpose(1, 2), offs=ends_E)
+    up_AF = F.grouped_mm(x_AD, up_EFD.transpose(1, 2), offs=ends_E)
+    y_AD = F.grouped_mm(F.silu(gate_AF) * up_AF, down_EDF.transpose(1, 2), offs=ends_E)
+    return unsort(y_AD, order_A, weights_TK).to(x_TD.dtype)
+
+
+def by_load(*, few: Experts, many: Experts, tokens_per_expert: int = 32) -> Experts:
+    """`many` when experts get at least that many tokens on average, else `few`; shapes decide, so graphs can hold it.
+
+    The default has not been measured: it is two of the fused kernel's tiles, beyond which that reads weights again.
+    """
+
+    def call(
+        x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        chosen = many if ids_TK.numel() >= tokens_per_expert * gate_EFD.shape[0] else few
+        return chosen(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
+
+    return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsChoice:
+    """The implementation in use, and a sentence for each that is not."""
+
+    name: str
+    call: Experts
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """One line to print when an engine starts."""
+        return "; ".join([f"experts: {self.name}", *(f"not {name}: {why}" for name, why in self.reasons.items())])
+
+
+def resolve_experts(
+    device: torch.device,
+    dtype: torch.dtype,
+    preference: str | None = None,
+    *,
+    expert_size: int = 16,
+    hidden_size: int = 16,
+    capability: tuple[int, int] | None = None,
+    has_triton: bool | None = None,
+) -> ExpertsChoice:
+    """The first of triton+grouped (`by_load`), triton, grouped and loop that can serve the setting, or `preference`.
+
+    `expert_size` and `hidden_size` are F and D; the defaults stand for "well aligned".
+    `capability` and `has_triton` default to the device's and to what is installed. Raises `ValueError` for an unknown
+    preference, and for one that cannot be honoured, with the reason.
+    """
+    if has_triton is None:
+        has_triton = importlib.util.find_spec("triton") is not None
+    if capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    no_triton = _triton_obstacle(device, has_triton)
+    no_grouped = _grouped_obstacle(device, dtype, capability) or _alignment_obstacle(dtype, expert_size, hidden_size)
+    obstacles = {
+        "triton+grouped": no_triton or no_grouped,
+        "triton": no_triton,
+        "grouped": no_grouped,
+        "loop": None,
+    }
+    calls: dict[str, Callable[[], Experts]] = {
+        "triton+grouped": lambda: by_load(few=_fused(), many=grouped),
+        "triton": _fused,
+        "grouped": lambda: grouped,
+        "loop": lambda: experts,
+    }
+    if preference is not None and preference not in calls:
+        raise ValueError(f"experts={preference!r} is unknown; choose one of {', '.join(calls)}")
+    if preference is not None and obstacles[preference] is not None:
+        raise ValueError(f"experts={preference!r} cannot be used: {obstacles[preference]}; leave it unset to choose")
+    chosen = preference or next(name for name, obstacle in obstacles.items() if obstacle is None)
+    reasons = {
+        name: obstacle or (f"{chosen} was asked for" if preference else f"{chosen} comes first")
+        for name, obstacle in obstacles.items()
+        if name != chosen
+    }
+    return ExpertsChoice(name=chosen, call=calls[chosen](), reasons=reasons)
+
+
+def _fused() -> Experts:
+    from mbd_core.ops.experts_triton import fused_experts
+
+    return fused_experts
+
+
+def _triton_obstacle(device: torch.device, has_triton: bool) -> str | None:
+    if device.type != "cuda":
+        return f"it needs a CUDA device, this is {device.type}"
+    return None if has_triton else "triton is not installed"
+
+
+def _grouped_obstacle(device: torch.device, dtype: torch.dtype, capability: tuple[int, int] | None) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"torch's grouped matmul does not take {str(dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return None
+    if capability is None or capability < (9, 0):
+        return "below compute capability 9.0 torch's grouped matmul is a loop that waits for the host"
+    return None if dtype == torch.bfloat16 else f"on CUDA it takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+
+
+def _alignment_obstacle(dtype: torch.dtype, *sizes: int) -> str | None:
+    odd = [size for size in sizes if size * dtype.itemsize % 16]
+    return f"{odd[0]} channels of {dtype.itemsize} bytes are not a multiple of 16 bytes" if odd else None

@@ -1,0 +1,165 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""Experts in two Triton kernels: gather, both input projections and SwiGLU in one, the output projection in the other.
+
+Decoding gives an expert a handful of tokens; the time is that of reading the chosen experts' weights once. Assignments
+are sorted by expert and cut into tiles of one expert each. The number of tiles launched is what the shapes allow at
+most, so nothing is read back; surplus tiles return at once. Weights may be FP8 with a scale per output channel: they
+are widened in registers, so that half the bytes are read.
+
+Triton is imported by the first call, so that this file can be read where Triton is not installed.
+
+Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mbd_core.ops.expert_order import sort_by_expert
+
+_TILE = 16
+tl: Any = None  # triton.language, which the kernels look up here
+
+
+def _swiglu_kernel(
+    x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, hidden_ptr, order_ptr, expert_ptr, first_ptr, end_ptr,
+    D, F, K,
+    SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows `first..end` of one expert: hidden = silu(x gate^T) * (x up^T), for BLOCK_F of its channels."""
+    tile = tl.program_id(0)
+    first = tl.load(first_ptr + tile)
+    end = tl.load(end_ptr + tile)
+    if first >= end:
+        return
+    expert = tl.load(expert_ptr + tile).to(tl.int64)
+    rows = first + tl.arange(0, TILE)
+    live = rows < end
+    tokens = tl.load(order_ptr + rows, mask=live, other=0) // K
+    channels = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside = channels < F
+    gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
+    up = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
+    weights = expert * F * D + channels[None, :] * D
+    for start in range(0, D, BLOCK_D):
+        depth = start + tl.arange(0, BLOCK_D)
+        deep = depth < D
+        x = tl.load(x_ptr + tokens[:, None] * D + depth[None, :], mask=live[:, None] & deep[None, :], other=0.0)
+        mask = deep[:, None] & inside[None, :]
+        w_gate = tl.load(gate_ptr + weights + depth[:, None], mask=mask, other=0.0).to(x.dtype)
+        w_up = tl.load(up_ptr + weights + depth[:, None], mask=mask, other=0.0).to(x.dtype)
+        gate = tl.dot(x, w_gate, gate, input_precision="ieee")
+        up = tl.dot(x, w_up, up, input_precision="ieee")
+    if SCALED:
+        gate = gate * tl.load(gate_scale_ptr + expert * F + channels, mask=inside, other=0.0)[None, :]
+        up = up * tl.load(up_scale_ptr + expert * F + channels, mask=inside, other=0.0)[None, :]
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    out = hidden_ptr + rows[:, None].to(tl.int64) * F + channels[None, :]
+    tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def _down_kernel(
+    hidden_ptr, down_ptr, down_scale_ptr, weights_ptr, y_ptr, order_ptr, expert_ptr, first_ptr, end_ptr,
+    D, F,
+    SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Rows `first..end` of one expert: y = weight * (hidden down^T), put where the assignment came from, float32."""
+    tile = tl.program_id(0)
+    first = tl.load(first_ptr + tile)
+    end = tl.load(end_ptr + tile)
+    if first >= end:
+        return
+    expert = tl.load(expert_ptr + tile).to(tl.int64)
+    rows = first + tl.arange(0, TILE)
+    live = rows < end
+    assignment = tl.load(order_ptr + rows, mask=live, other=0)
+    channels = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = channels < D
+    y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
+    weights = expert * D * F + channels[None, :] * F
+    for start in range(0, F, BLOCK_F):
+        depth = start + tl.arange(0, BLOCK_F)
+        deep = depth < F
+        source = hidden_ptr + rows[:, None].to(tl.int64) * F + depth[None, :]
+        hidden = tl.load(source, mask=live[:, None] & deep[None, :], other=0.0)
+        mask = deep[:, None] & inside[None, :]
+        w = tl.load(down_ptr + weights + depth[:, None], mask=mask, other=0.0).to(hidden.dtype)
+        y = tl.dot(hidden, w, y, input_precision="ieee")
+    if SCALED:
+        y = y * tl.load(down_scale_ptr + expert * D + channels, mask=inside, other=0.0)[None, :]
+    y = y * tl.load(weights_ptr + assignment, mask=live, other=0.0)[:, None]
+    tl.store(y_ptr + assignment[:, None] * D + channels[None, :], y, mask=live[:, None] & inside[None, :])
+
+
+@functools.cache
+def _compiled() -> tuple[Any, Any, Any]:
+    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
+    global tl
+    import triton
+    import triton.language
+
+    tl = triton.language
+    return triton, triton.jit(_swiglu_kernel), triton.jit(_down_kernel)
+
+
+def cut_tiles(ends_E: Tensor, num_assignments: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every tile's expert, first and end row, int32 each; surplus tiles have end = first. No host reads.
+
+    `ends_E` says where each expert's sorted assignments end. At most `A // tile + min(E, A)` tiles are not empty.
+    """
+    num_experts = ends_E.shape[0]
+    begins_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
+    tiles_E = ((ends_E - begins_E + tile - 1) // tile).cumsum(0)
+    number = torch.arange(num_assignments // tile + min(num_experts, num_assignments), device=ends_E.device)
+    expert = torch.searchsorted(tiles_E, number, right=True)
+    surplus = expert >= num_experts
+    expert = expert.clamp(max=num_experts - 1)
+    earlier = torch.cat((tiles_E.new_zeros(1), tiles_E[:-1]))[expert]
+    first = begins_E[expert] + (number - earlier) * tile
+    end = torch.where(surplus, first, torch.minimum(first + tile, ends_E[expert]))
+    return expert.int(), first.int(), end.int()
+
+
+def fused_experts(
+    x_TD: Tensor,
+    gate_EFD: Tensor,
+    up_EFD: Tensor,
+    down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`ops.moe.experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
+
+    Raises `ValueError` for weights that are not laid out row by row.
+    """
+    for name, weight in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EDF)):
+        if not weight.is_contiguous():
+            raise ValueError(f"the {name} weights of shape {tuple(weight.shape)} are not contiguous; copy them first")
+    triton, swiglu_kernel, down_kernel = _compiled()
+    num_tokens, per_token = ids_TK.shape
+    num_experts, width, depth = gate_EFD.shape
+    order_A, ends_E = sort_by_expert(ids_TK, num_experts)
+    expert, first, end = cut_tiles(ends_E, order_A.shape[0], _TILE)
+    x_TD = x_TD.contiguous()
+    hidden_AF = x_TD.new_empty(order_A.shape[0], width)
+    y_AD = torch.empty(order_A.shape[0], depth, dtype=torch.float32, device=x_TD.device)
+    gate_scale, up_scale, down_scale = scales if scales is not None else (hidden_AF, hidden_AF, hidden_AF)
+    block_f, block_d = min(64, triton.next_power_of_2(width)), min(64, triton.next_power_of_2(depth))
+    block_f, block_d = max(16, block_f), max(16, block_d)
+    swiglu_kernel[(expert.shape[0], triton.cdiv(width, block_f))](
+        x_TD, gate_EFD, up_EFD, gate_scale, up_scale, hidden_AF, order_A, expert, first, end,
+        depth, width, per_token,
+        SCALED=scales is not None, TILE=_TILE, BLOCK_F=block_f, BLOCK_D=block_d,
+    )  # fmt: skip
+    down_kernel[(expert.shape[0], triton.cdiv(depth, block_d))](
+        hidden_AF, down_EDF, down_scale, weights_TK.float().contiguous(), y_AD, order_A, expert, first, end,
+        depth, width,
+        SCALED=scales is not None, TILE=_TILE, BLOCK_D=block_d, BLOCK_F=block_f,
+    )  # fmt: skip
+    return y_AD.view(num_tokens, per_token, depth).sum(1).to(x_TD.dtype)

@@ -1,0 +1,177 @@
+"""A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.loading import (
+    load_config,
+    load_generation_defaults,
+    load_model,
+    load_tokenizer,
+    match_tensors,
+    refuse_dcp,
+)
+from mbd_core.checkpoint.safetensor_files import list_tensors
+from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
+from mbd_core.parallel.parallel_engine import ParallelEngine, start_parallel
+from mbd_core.trace.recorder import TraceRecorder
+
+METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
+
+    defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
+    stored_dtype  what most weights are stored as
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    defaults: dict[str, Any]
+    stored_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`.
+
+    Whoever loaded it closes it, or uses it as a context: a tensor-parallel engine has processes beside this one.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    config: ModelConfig
+    defaults: dict[str, Any]
+    stored_dtype: torch.dtype
+
+    def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
+        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
+
+    def prepare(self) -> int:
+        """Capture the graphs of requests that ask for nothing special (`Engine.prepare`); how many there are."""
+        return self.engine.prepare(self.decoding({}))
+
+    def check_health(self) -> None:
+        """Raises `RankLost` where a process of a tensor-parallel engine has ended; never waits."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.check_health()
+
+    def close(self) -> None:
+        """End what stands behind the engine, which serves no more; does nothing the second time."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def backend(self) -> str:
+        """What computes: device and dtype, how the weights are stored if otherwise, and over how many ranks."""
+        weights = self.engine.model.model.norm.weight
+        dtype = _name(weights.dtype)
+        stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
+        rounded = quantized_parts(self.engine.model)
+        stored += "" if rounded is None else f", FP8 weights ({rounded})"
+        size = self.engine.model.shard.size
+        ranks = "" if size == 1 else f", tensor parallel over {size} ranks"
+        return f"torch {weights.device.type} {dtype}{stored}{ranks}"
+
+
+def read_folder(folder: Path) -> ModelFolder:
+    """Check everything of a model folder that can be checked without reading weights.
+
+    Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
+    distributed checkpoint, a missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or
+    ids that do not fit, decoding that cannot be honoured.
+    """
+    refuse_dcp(folder)
+    config = load_config(folder)
+    found, _, _ = match_tensors(folder, config, list_tensors(folder))
+    tokenizer = load_tokenizer(folder, config)
+    defaults = load_generation_defaults(folder)
+    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
+        defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
+    try:
+        decoding_config(defaults, {}, block_size=defaults.get("block_size", config.block_size))
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.json: {error}") from None
+    dtypes = [info.dtype for info in found.values()]
+    return ModelFolder(
+        path=folder,
+        config=config,
+        tokenizer=tokenizer,
+        defaults=defaults,
+        stored_dtype=max(set(dtypes), key=dtypes.count),
+    )
+
+
+def load_engine(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    trace: TraceRecorder | None = None,
+    device: torch.device | None = None,
+    fp8: Parts | None = None,
+    tensor_parallel: int = 1,
+) -> LoadedModel:
+    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
+
+    Without `device` it goes to the GPU if there is one. There weights stay as stored; a CPU computes in float32.
+    With `fp8` the weights of its experts, or all of its layers', are rounded to FP8 (`models.quantize`). With
+    `tensor_parallel` ranks the model is cut among as many processes, rank r on GPU r, or all on the CPU.
+    """
+    found = read_folder(folder)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if device.type == "cpu" else None
+    engine: Engine
+    if tensor_parallel != 1:
+        if device.index is not None:
+            raise ValueError(f"device={device} cannot be honoured with tensor_parallel: rank r takes GPU r")
+        engine = start_parallel(
+            folder,
+            config,
+            size=tensor_parallel,
+            device=device.type,
+            dtype=dtype,
+            fp8=fp8,
+            trace=trace,
+            vocab_limit=len(found.tokenizer),
+        )
+    else:
+        model = load_model(folder, dtype=dtype, device=device)
+        if fp8 is not None:
+            quantize_weights(model, fp8)
+        engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
+    defaults = found.defaults
+    if config.block_size is not None and found.config.attention == "full":
+        defaults = {**defaults, "block_size": config.block_size}  # such a model was not trained with any
+    return LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
+
+
+def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:
+    """What to tell of T2T editing under a model whose `generation_config.json` does not recommend it; else `None`."""
+    if decoding.t2t is None or defaults.get("t2t") is not None:
+        return None
+    return (
+        f"{name}: decoding.t2t was asked for, but its generation_config.json names none: a model that was not trained "
+        "to edit its own tokens may overwrite right ones"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,179 @@
+"""A self-contained HTML page that replays requests forward by forward, several decodings of one request side by side.
+
+The page is `replay.html` with its data put in: no network, works from file://. Everything a frame shows is
+worked out here, so that the script only draws.
+"""
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mbd_core.trace.measures import ACTIVE, DUMMY, TO_CACHE, RequestTrace, block_lives
+from mbd_core.trace.recorder import STATES
+
+TEMPLATE = Path(__file__).with_name("replay.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A slot in one forward: what the forward saw (`state`, `mask_ratio`), and its tokens after it (-1 = masked).
+
+    Blocks count from 1 at the request's first. `new` and `edited` are offsets into the block.
+    """
+
+    block: int
+    state: str
+    mask_ratio: float
+    tokens: tuple[int, ...]
+    confidences: tuple[float, ...]
+    new: tuple[int, ...]
+    edited: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One forward. `num_tokens` and `num_committed` count useful tokens so far, filled and stored in the cache."""
+
+    caption: str
+    store_only: bool
+    slots: tuple[Slot, ...]
+    num_tokens: int
+    num_committed: int
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One decoding of the request. The first `num_prompt` cells hold the prompt's remainder.
+
+    `end` is the position, from the first block's start, of the EOS that ended the request, if one did.
+    """
+
+    name: str
+    block_size: int
+    num_slots: int
+    num_blocks: int
+    num_prompt: int
+    prompt_tokens: tuple[int, ...]
+    end: int | None
+    frames: tuple[Frame, ...]
+
+
+def write_replay(
+    sides: Sequence[Side], path: Path, *, title: str, note: str = "", texts: Mapping[int, str] | None = None
+) -> None:
+    """Write the page; `texts` maps token ids to what they read (without it the page shows ids), `note` the prompt."""
+    data = {
+        "title": title,
+        "note": note,
+        "texts": None if texts is None else {str(k): v for k, v in texts.items()},
+        "sides": [asdict(s) for s in sides],
+    }
+    # Inside <script> only "<" can end the data or open a comment; the rest of a token's text is JSON's business.
+    body = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    page = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title)).replace("__DATA__", body)
+    beside = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(page, encoding="utf-8")
+    beside.replace(path)
+
+
+def used_tokens(sides: Sequence[Side]) -> set[int]:
+    """All token ids that the page will show."""
+    shown = {t for s in sides for f in s.frames for slot in f.slots for t in slot.tokens if t >= 0}
+    return shown | {t for s in sides for t in s.prompt_tokens}
+
+
+def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> Side:
+    """Work out every frame of a request that was recorded in detail; `ValueError` if it was not.
+
+    With `eos_token_ids`, tokens from the first committed EOS on do not count.
+    """
+    if request.tokens_TNB is None or request.confidences_TNB is None:
+        raise ValueError(
+            f"request '{request.request_id}' was traced without tokens; record it with detail to replay it"
+        )
+    first, size = int(request.block_TN[0, 0]), int(request.tokens_TNB.shape[2])
+    num_prompt = int((request.tokens_TNB[0, 0] >= 0).sum() - request.accepted_TN[0, 0])
+    resident = request.state_TN != DUMMY
+    num_blocks = int(request.block_TN[resident].max()) - first + 1
+    stored = sum(life.left for life in block_lives(request))
+    cached_T = [int(b) - first for b in request.block_TN[1:, 0]] + [stored]
+
+    tokens = np.full((num_blocks, size), -1)
+    tokens[0, :num_prompt] = request.tokens_TNB[0, 0, :num_prompt]
+    prompt_tokens = tuple(tokens[0, :num_prompt].tolist())
+    history, frames = [], []
+    for t in range(request.num_forwards):
+        before = tokens.copy()
+        slots = [_slot(request, t, n, before, first) for n in range(len(resident[t]))]
+        for slot in slots:
+            if slot.state != STATES[DUMMY]:
+                tokens[slot.block - 1] = slot.tokens
+        history.append(tokens.copy())
+        frames.append(slots)
+    end = _end(tokens[:stored].ravel(), num_prompt, eos_token_ids)
+    useful = np.zeros(tokens.size, dtype=bool)
+    useful[num_prompt:end] = True
+    return Side(
+        name=name,
+        block_size=size,
+        num_slots=resident.shape[1],
+        num_blocks=num_blocks,
+        num_prompt=num_prompt,
+        prompt_tokens=prompt_tokens,
+        end=end,
+        frames=tuple(
+            Frame(
+                caption=_caption(slots),
+                store_only=bool(request.store_only_T[t]),
+                slots=tuple(slots),
+                num_tokens=int((useful & (after.ravel() >= 0)).sum()),
+                num_committed=int((useful & (after.ravel() >= 0))[: cached * size].sum()),
+                num_cached_blocks=cached,
+            )
+            for t, (slots, after, cached) in enumerate(zip(frames, history, cached_T, strict=True))
+        ),
+    )
+
+
+def _slot(request: RequestTrace, t: int, n: int, before: np.ndarray, first: int) -> Slot:
+    assert request.tokens_TNB is not None and request.confidences_TNB is not None
+    block, state, now = int(request.block_TN[t, n]) - first, int(request.state_TN[t, n]), request.tokens_TNB[t, n]
+    was = before[block] if state != DUMMY else now
+    return Slot(
+        block=block + 1,
+        state=STATES[state],
+        mask_ratio=round(float(request.mask_ratio_TN[t, n]), 4),
+        tokens=tuple(now.tolist()),
+        confidences=tuple(np.round(request.confidences_TNB[t, n].astype(float), 4).tolist()),
+        new=tuple(np.flatnonzero((now >= 0) & (was < 0)).tolist()),
+        edited=tuple(np.flatnonzero((now >= 0) & (was >= 0) & (now != was)).tolist()),
+    )
+
+
+def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -> int | None:
+    at = np.flatnonzero(np.isin(committed[num_prompt:], np.array(eos_token_ids, dtype=np.int64)))
+    return num_prompt + int(at[0]) if len(at) else None
+
+
+def _caption(slots: Sequence[Slot]) -> str:
+    """What a forward does, as on the project page: 'Store B1 + decode B2, B3'."""
+    storing = [s for s in slots if s.state == STATES[TO_CACHE]]
+    active = [s for s in slots if s.state == STATES[ACTIVE]]
+    parts = [
+        (verb, ", ".join(f"B{s.block}" for s in of))
+        for verb, of in (
+            ("store", storing),
+            ("decode", [s for s in active if s.mask_ratio > 0]),
+            ("check", [s for s in active if s.mask_ratio == 0]),
+        )
+        if of
+    ]
+    text = " + ".join(f"{verb} {blocks}" for verb, blocks in parts) or "nothing resident"
+    only = "" if active or not storing else " only: no token can come of this forward"
+    return text[0].upper() + text[1:] + only

@@ -1,0 +1,85 @@
+"""A report on step traces: its numbers as JSON and Markdown, and the pictures beside them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mbd_core.trace.measures import Measures, Run, Spread, measure
+from mbd_core.trace.plots import draw_plots
+
+
+def write_trace_report(runs: Sequence[Run], folder: Path, *, settings: dict[str, Any]) -> str:
+    """Write the PNG files, report.md and, last, report.json into `folder`; returns the Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measures = [measure(run) for run in runs]
+    plots = draw_plots(runs, measures, folder)
+    text = render_markdown(measures, plots=plots, settings=settings)
+    content = {"runs": [asdict(m) for m in measures], "plots": plots, "settings": settings}
+    for name, body in (("report.md", text), ("report.json", json.dumps(content, indent=2) + "\n")):
+        beside = folder / f".{name}.partial"
+        beside.write_text(body, encoding="utf-8")
+        beside.replace(folder / name)
+    return text
+
+
+def render_markdown(measures: Sequence[Measures], *, plots: Sequence[str], settings: dict[str, Any]) -> str:
+    """One table with a column a run, the slot-wise ratios, the pictures, and what the words mean."""
+    header = ["| | " + " | ".join(_escape(m.name) for m in measures) + " |", "|---|" + "---|" * len(measures)]
+    lines = ["# Step traces", "", *header]
+    for label, cells in _rows(measures):
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += ["", "## Mask ratio a forward sees, by rank among the active slots (Fig. 2 C)", "", *header]
+    for rank in range(max(len(m.mask_ratios) for m in measures)):
+        cells = [_mean(m.mask_ratios[rank]) if rank < len(m.mask_ratios) else "-" for m in measures]
+        lines.append(f"| active slot {rank + 1} | " + " | ".join(cells) + " |")
+    for rank in range(max(len(m.mask_ratio_gaps) for m in measures)):
+        cells = [_mean(m.mask_ratio_gaps[rank]) if rank < len(m.mask_ratio_gaps) else "-" for m in measures]
+        lines.append(f"| gap from slot {rank + 1} to {rank + 2} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"![{Path(p).stem.replace('_', ' ')}]({p})" for p in plots), "", NOTES]
+    lines += [f"- {name}: {value}" for name, value in settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+NOTES = """Values are mean ± standard deviation over forwards or blocks. Accepted tokens count every position that
+became a token, also behind an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); "resident
+only" takes the blocks really resident for Q. A store-only forward decodes nothing: the bubble. A lifetime counts a
+block's forwards from its activation to its leaving; blocks that never left (dropped behind an EOS, or cut off with the
+trace) have none.
+"""
+
+
+def _rows(measures: Sequence[Measures]) -> list[tuple[str, list[str]]]:
+    def over(value: Any) -> list[str]:
+        return [value(m) for m in measures]
+
+    return [
+        ("requests", over(lambda m: f"{m.num_requests}")),
+        ("full-attention requests, left out", over(lambda m: f"{m.num_other}")),
+        ("slots N_buf", over(lambda m: f"{m.num_slots}")),
+        ("block size B", over(lambda m: "unknown" if m.block_size is None else f"{m.block_size}")),
+        ("forwards (NFE)", over(lambda m: f"{m.num_forwards}")),
+        ("accepted tokens", over(lambda m: f"{m.num_accepted}")),
+        ("edited tokens", over(lambda m: f"{m.num_edited}")),
+        ("accepted tokens per forward", over(lambda m: f"{m.tpf:.3f}")),
+        ("token efficiency η", over(lambda m: _share(m.token_efficiency))),
+        ("token efficiency, resident only", over(lambda m: _share(m.resident_efficiency))),
+        ("store-only forwards", over(lambda m: f"{m.num_store_only} ({100 * m.store_only_share:.1f} %)")),
+        ("active blocks a forward", over(lambda m: _mean(m.active_blocks))),
+        ("block lifetime (forwards)", over(lambda m: _mean(m.lifetimes))),
+        ("of it final, waiting or stored", over(lambda m: _mean(m.waiting))),
+        ("blocks that never left", over(lambda m: f"{m.num_unfinished}")),
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "needs the block size" if value is None else f"{value:.4f}"
+
+
+def _mean(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.mean:.2f} ± {spread.std:.2f}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

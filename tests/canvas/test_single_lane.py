@@ -1,0 +1,336 @@
+"""Canvas decoding on a hash model: it ends, fills exactly, predicts nothing forbidden, and its equalities hold."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from fake_canvas_model import MASK, PREDICTED, TAIL, FakeModel, drive, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mbd_core.canvas.quota import quota, scheduled, steps_of_block
+from mbd_core.canvas.single_lane import num_lanes
+from mbd_core.canvas.unmasking import Guess, by_factor, over_threshold
+from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.sampling import Sampling
+
+LENGTHS = st.sampled_from([None, 1, 3, 4, 8, 40])
+CACHES = st.sampled_from(["none", "prefix", "dual"])
+
+
+@st.composite
+def canvases(draw: st.DrawFn, max_tokens: int) -> Canvas:
+    """Any method there is."""
+    kind = draw(
+        st.sampled_from(["quota", "schedule", "origin", "threshold", "factor", "candidates", "leap", "branches"])
+    )
+    if kind == "branches":
+        lengths = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=1, max_size=4, unique=True))
+        return Canvas(
+            tau=draw(st.sampled_from([0.3, 0.7, 1.0])),
+            branches=Branches(
+                block_lengths=tuple(sorted(lengths)),
+                tau_merge=draw(st.sampled_from([0.05, 0.3, 1.0])),
+                tau_sync=draw(st.sampled_from([0, 2, 1000])),
+                refresh=draw(st.sampled_from([1, 4, 1000])),
+            ),
+        )
+    refresh = draw(
+        st.none() | st.builds(Refresh, prompt_interval=st.integers(1, 9), response_interval=st.integers(1, 4))
+    )
+    length = draw(LENGTHS)
+    if refresh and length is None:
+        refresh = dataclasses.replace(refresh, response_interval=1)
+    shared: dict[str, Any] = {
+        "block_length": length,
+        "cache": "none" if refresh else draw(CACHES),
+        "refresh": refresh,
+        "cfg_scale": draw(st.sampled_from([0.0, 1.5])),
+    }
+    blocks = -(-max_tokens // (length or max_tokens))
+    steps = draw(st.integers(blocks, max_tokens)) if max_tokens % (length or max_tokens) == 0 else max_tokens
+    tau = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    score = draw(st.sampled_from(["confidence", "margin", "neg_entropy", "random"]))
+    match kind:
+        case "quota" | "schedule":
+            heat = 0.0 if score == "random" else draw(st.sampled_from([0.0, 0.5]))
+            return Canvas(accept=kind, steps=steps, score=score, score_temperature=heat, **shared)
+        case "origin":
+            return Canvas(accept="origin", steps=steps, **shared)
+        case "factor":
+            return Canvas(accept="factor", factor=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])), **shared)
+        case "candidates":
+            return Canvas(steps=steps, tau=tau, score=score, **shared)
+        case "leap":
+            return Canvas(tau=tau, leap=Leap(tau_relaxed=tau / 2, radius=2), **shared)
+    return Canvas(tau=tau, score=score, **shared)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Canvas, dict[str, Any], int]:
+    max_tokens = draw(st.integers(1, 16))
+    rest = {
+        "max_tokens": max_tokens,
+        "prompt": tuple(draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))),
+        "shift": draw(st.booleans()),
+        "sampling": Sampling(temperature=draw(st.sampled_from([0.0, 1.0])), seed=draw(st.integers(0, 99))),
+    }
+    return draw(canvases(max_tokens)), rest, draw(st.integers(0, 10_000))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems())
+def test_every_method_ends_and_fills_exactly(problem: tuple[Canvas, dict[str, Any], int]) -> None:
+    canvas, rest, seed = problem
+    decoder = drive(make(canvas, **rest), FakeModel(seed))
+    assert len(decoder.tokens) == len(decoder.log_probs) == rest["max_tokens"]
+    assert not set(decoder.tokens) & {MASK, TAIL}
+    assert all(p <= 0 and math.isfinite(p) for p in decoder.log_probs)
+    if canvas.accept == "schedule":
+        assert decoder.num_forwards == canvas.steps
+    elif canvas.branches is None:  # a forward of an `origin` step may fill nothing, but there are only so many steps
+        assert decoder.num_forwards <= rest["max_tokens"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems())
+def test_planning_changes_nothing_and_a_replay_is_the_same(problem: tuple[Canvas, dict[str, Any], int]) -> None:
+    canvas, rest, seed = problem
+    once = drive(make(canvas, **rest), FakeModel(seed))
+    model, again = FakeModel(seed), make(canvas, **rest)
+    while not again.done:
+        again.plan()
+        first, plan = again.plan(), again.plan()
+        assert first.copies == plan.copies
+        for a, b in zip(first.queries, plan.queries, strict=True):
+            assert (a.lane, a.start, a.stop) == (b.lane, b.start, b.stop) and torch.equal(a.tokens, b.tokens)
+        again.update(model.forward(plan, again.length))
+    assert (again.tokens, again.log_probs, again.num_forwards) == (once.tokens, once.log_probs, once.num_forwards)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems(), st.sets(st.integers(1, 12), min_size=1, max_size=3))
+def test_an_eos_only_cuts(problem: tuple[Canvas, dict[str, Any], int], eos: set[int]) -> None:
+    canvas, rest, seed = problem
+    ends = make(canvas, eos=tuple(eos), **rest)
+    drive(ends, FakeModel(seed))
+    if canvas.branches is not None:  # another branch may win
+        assert not set(ends.tokens[:-1]) & eos
+        return
+    full = drive(make(canvas, **rest), FakeModel(seed))
+    stop = next((i + 1 for i, t in enumerate(full.tokens) if t in eos), len(full.tokens))
+    assert ends.tokens == full.tokens[:stop] and ends.log_probs == full.log_probs[:stop]
+    length = canvas.block_length or rest["max_tokens"]
+    if -(-stop // length) * length < rest["max_tokens"]:
+        assert ends.num_forwards < full.num_forwards, "blocks behind the EOS cost something"
+
+
+SAME = [
+    (
+        Canvas(tau=0.5, refresh=Refresh(prompt_interval=1, response_interval=1), block_length=4),
+        Canvas(tau=0.5, block_length=4),
+    ),
+    (Canvas(tau=0.6, leap=Leap(tau_relaxed=0.6), block_length=4), Canvas(tau=0.6, block_length=4)),
+    (Canvas(block_length=None, tau=0.6), Canvas(block_length=50, tau=0.6)),
+    (Canvas(block_length=None, cache="dual"), Canvas(block_length=None, cache="prefix")),
+    (Canvas(tau=1.0, block_length=4), Canvas(accept="quota", block_length=4)),
+    (Canvas(accept="factor", factor=0.0, block_length=4), Canvas(accept="quota", block_length=4)),
+    (Canvas(accept="schedule", steps=1, block_length=None), Canvas(tau=0.0, block_length=None)),
+    (Canvas(tau=0.6, block_length=None, steps=1), Canvas(tau=0.6, block_length=None)),
+    *(
+        (
+            Canvas(tau=0.5, branches=Branches(block_lengths=(n,), refresh=n)),
+            Canvas(tau=0.5, block_length=n, cache="dual"),
+        )
+        for n in (1, 3, 5, 13)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+@pytest.mark.parametrize("shift", [False, True])
+def test_two_settings_that_mean_the_same(one: Canvas, other: Canvas, shift: bool) -> None:
+    for seed in range(4):
+        a = drive(make(one, max_tokens=13, shift=shift), FakeModel(seed))
+        b = drive(make(other, max_tokens=13, shift=shift), FakeModel(seed))
+        assert (a.tokens, a.log_probs, a.num_forwards) == (b.tokens, b.log_probs, b.num_forwards)
+
+
+def test_caches_differ_from_none() -> None:
+    """Else the equalities above would say nothing: the hash model feels stale keys."""
+    runs = [drive(make(Canvas(tau=1.0, block_length=4, cache=cache))).tokens for cache in ("none", "prefix", "dual")]
+    stale = drive(make(Canvas(tau=1.0, block_length=4, refresh=Refresh(prompt_interval=7, response_interval=3))))
+    assert len({tuple(r) for r in (*runs, stale.tokens)}) == 4
+
+
+def test_one_token_a_forward_at_tau_one() -> None:
+    for cache in ("none", "prefix", "dual"):
+        assert drive(make(Canvas(tau=1.0, cache=cache, block_length=5))).num_forwards == 12
+
+
+def test_guidance_without_a_condition_changes_nothing() -> None:
+    """A model blind to the prompt says the same with and without it: un + (w + 1)(cond - un) is cond."""
+    plain = drive(make(Canvas(block_length=4, tau=0.5)), FakeModel(blind=3))
+    guided = make(Canvas(block_length=4, tau=0.5, cfg_scale=2.0))
+    assert guided.num_lanes == 2
+    drive(guided, FakeModel(blind=3))
+    assert (guided.tokens, guided.num_forwards) == (plain.tokens, plain.num_forwards)
+    assert drive(make(Canvas(block_length=4, tau=0.5, cfg_scale=2.0))).tokens != plain.tokens
+
+
+def test_guidance_combines_the_two_rows() -> None:
+    decoder, model = make(Canvas(accept="quota", block_length=1, cfg_scale=0.5), max_tokens=1), FakeModel()
+    conditional, unconditional = model.forward(decoder.plan(), decoder.length)
+    combined = PREDICTED.exclude_((unconditional + 1.5 * (conditional - unconditional))[0], -torch.inf)
+    decoder.update([conditional, unconditional])
+    assert decoder.tokens == [int(combined.argmax())]
+
+
+def test_log_probs_are_those_of_the_accepting_forward() -> None:
+    decoder, model, wanted = make(Canvas(block_length=4, tau=0.5)), FakeModel(), {}
+    while not decoder.done:
+        before, plan = decoder.tokens, decoder.plan()
+        logits = model.forward(plan, decoder.length)
+        decoder.update(logits)
+        rows = dict(zip(plan.queries[0].logits_at.tolist(), logits[0], strict=True))
+        for place in range(len(before), len(decoder.tokens)):
+            if place + 3 in rows:
+                wanted[place] = float(rows[place + 3].log_softmax(-1)[decoder.tokens[place]])
+    known = [p for p in wanted if abs(wanted[p] - decoder.log_probs[p]) < 1e-5]
+    assert len(known) > 6  # the others were accepted by an earlier forward, behind a mask
+
+
+def test_forbidding_eos_takes_its_probability_away() -> None:
+    eos = (2, 7, 9)
+    decoder = drive(make(Canvas(block_length=4, tau=0.5, forbid_eos=True), eos=eos))
+    assert len(decoder.tokens) == 12 and not set(decoder.tokens) & set(eos)
+    single = make(Canvas(block_length=1, forbid_eos=True), max_tokens=1, eos=eos)
+    model = FakeModel()
+    row = model.forward(single.plan(), single.length)[0]
+    masked = row.clone()
+    masked[:, list(eos)] = -torch.inf
+    single.update([row])
+    assert single.log_probs[0] == pytest.approx(float(masked.log_softmax(-1)[0, single.tokens[0]]), abs=1e-6)
+    with pytest.raises(ValueError, match=r"canvas\.forbid_eos"):
+        make(Canvas(forbid_eos=True))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problems())
+def test_updates_tell_what_was_filled(problem: tuple[Canvas, dict[str, Any], int]) -> None:
+    """Masks accepted, less those a sync put back, are the tokens there are; ratios are what the forward saw."""
+    canvas, rest, seed = problem
+    decoder, model, filled = make(canvas, **rest), FakeModel(seed), 0
+    while not decoder.done:
+        update = decoder.update(model.forward(decoder.plan(), decoder.length))
+        assert update.mask_ratio.keys() == update.accepted.keys()
+        assert all(0 < ratio <= 1 for ratio in update.mask_ratio.values())
+        filled += sum(update.accepted.values())
+        assert canvas.branches or not update.edited
+        if canvas.branches is None:
+            (ratio,) = update.mask_ratio.values()
+            assert decoder.num_forwards > 1 or ratio == 1
+    if canvas.branches is None:
+        assert filled == rest["max_tokens"]
+    elif canvas.branches.tau_sync == 1000:
+        assert filled == rest["max_tokens"] * decoder.num_lanes
+    assert decoder.num_lanes == num_lanes(canvas, rest["max_tokens"])
+
+
+def test_a_seed_decides_what_is_drawn() -> None:
+    canvas = Canvas(block_length=4, accept="quota", steps=6)
+    runs = [drive(make(canvas, sampling=Sampling(temperature=1.5, seed=s))).tokens for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    by_chance = [
+        drive(make(Canvas(block_length=None, accept="origin", steps=6), sampling=Sampling(seed=s))).tokens
+        for s in (1, 1, 2)
+    ]
+    assert by_chance[0] == by_chance[1] != by_chance[2]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+def test_factor_acceptance_is_its_equation(ticks: list[int], factor: float) -> None:
+    confidence = torch.tensor(ticks, dtype=torch.float64) / 20
+    places = torch.arange(len(ticks))
+    chosen = by_factor(Guess(places, places, confidence, confidence), factor)
+    best_first = sorted(range(len(ticks)), key=lambda i: (-ticks[i], i))
+    count = 1
+    while count < len(ticks) and (count + 2) * (1 - ticks[best_first[count]] / 20) <= factor:
+        count += 1
+    assert chosen.nonzero()[:, 0].tolist() == sorted(best_first[:count])
+
+
+def test_leap_relaxes_only_near_anchors() -> None:
+    confidence = torch.tensor([0.8, 0.95, 0.8, 0.7, 0.8, 0.8], dtype=torch.float64)
+    g = Guess(torch.tensor([10, 11, 12, 13, 14, 15]), torch.zeros(6), confidence, confidence)
+    assert over_threshold(g, 0.9, Leap(tau_relaxed=0.75, radius=3)).tolist() == [True, True, True, False, True, False]
+    assert over_threshold(g, 0.96, Leap(tau_relaxed=0.75, radius=3)).sum() == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
+def test_steps_are_spread_without_loss(max_tokens: int, size: int, steps: int) -> None:
+    starts = range(0, max_tokens, size)
+    shares = [steps_of_block(steps, max_tokens, s, min(s + size, max_tokens)) for s in starts]
+    assert sum(shares) == steps
+    for share, start in zip(shares, starts, strict=True):
+        length = min(size, max_tokens - start)
+        if 1 <= share <= length:
+            counts = [quota(length, share, i) for i in range(share)]
+            assert sum(counts) == length and max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+
+def test_the_schedule_floors_in_float32() -> None:
+    left, counts = 48, []
+    for step in range(48):
+        counts.append(scheduled(left, 48, step, 1e-3))
+        left -= counts[-1]
+    assert left == 0 and counts[0] == 0 and counts[-1] == 2 and set(counts[1:-1]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"block_length": 0}, "canvas.block_length"),
+        ({"accept": "best"}, "canvas.accept"),
+        ({"score": "luck"}, "canvas.score"),
+        ({"cache": "both"}, "canvas.cache"),
+        ({"tau": 1.2}, "canvas.tau"),
+        ({"cfg_scale": -1.0}, "canvas.cfg_scale"),
+        ({"cfg_scale": math.inf}, "canvas.cfg_scale"),
+        ({"accept": "quota", "tau": 0.5}, "canvas.tau"),
+        ({"factor": 2.0}, "canvas.factor"),
+        ({"eps": 0.1}, "canvas.eps"),
+        ({"accept": "factor", "steps": 4}, "canvas.steps"),
+        ({"accept": "factor", "score": "margin"}, "canvas.score"),
+        ({"accept": "quota", "leap": Leap()}, "canvas.leap"),
+        ({"tau": 0.5, "leap": Leap(tau_relaxed=0.6)}, "canvas.leap.tau_relaxed"),
+        ({"score_temperature": 0.5}, "canvas.score_temperature"),
+        ({"accept": "quota", "score": "random", "score_temperature": 0.5}, "canvas.score_temperature"),
+        ({"cache": "dual", "refresh": Refresh()}, "canvas.refresh"),
+        ({"block_length": None, "refresh": Refresh()}, "canvas.refresh.response_interval"),
+        ({"refresh": {"prompt_interval": 3}}, "canvas.refresh"),
+        ({"branches": Branches(), "cache": "dual"}, "canvas.cache"),
+        ({"branches": Branches(), "block_length": 8}, "canvas.block_length"),
+        ({"branches": Branches(), "leap": Leap()}, "canvas.leap"),
+        ({"branches": Branches(), "cfg_scale": 1.0}, "canvas.cfg_scale"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        Canvas(**fields)
+
+
+@pytest.mark.parametrize(
+    ("canvas", "max_tokens", "named"),
+    [
+        (Canvas(accept="quota", steps=13), 12, "canvas.steps=13 exceeds max_tokens=12"),
+        (Canvas(steps=13, block_length=None), 12, "canvas.steps=13 exceeds max_tokens=12"),
+        (Canvas(accept="quota", steps=2, block_length=4), 12, "canvas.steps=2 leaves block"),
+        (Canvas(), 0, "max_tokens=0"),
+    ],
+)
+def test_what_a_request_cannot_have_is_refused(canvas: Canvas, max_tokens: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make(canvas, max_tokens=max_tokens)

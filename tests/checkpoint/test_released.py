@@ -1,0 +1,208 @@
+"""Released checkpoints: their config.json is taken, and their tensors are those that a folder must hold.
+
+Values are the published configurations'; what a release leaves to its tokenizer or its code is left out here too.
+Models are made at full size on the meta device, without memory.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from mbd_core.checkpoint.families import read_config
+from mbd_core.checkpoint.tensor_names import ExpertLayout, stored_tensors
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shapes import SHAPES
+
+LLADA2_MINI = {
+    "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "vocab_size": 157184, "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 128, "first_k_dense_replace": 1, "num_experts": 256, "num_experts_per_tok": 8, "num_shared_experts": 1,
+    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "score_function": "sigmoid", "norm_topk_prob": True,
+    "moe_intermediate_size": 512, "moe_router_enable_expert_bias": True, "router_dtype": "fp32",
+    "output_router_logits": False, "initializer_range": 0.02, "using_split_qkv_in_self_attention": False,
+    "partial_rotary_factor": 0.5, "rotary_dim": 64, "rope_theta": 600000, "rope_scaling": None,
+    "max_position_embeddings": 16384, "rms_norm_eps": 1e-06, "use_rmsnorm": True, "hidden_act": "silu",
+    "use_bias": False, "use_qkv_bias": False, "tie_word_embeddings": False, "norm_head": False, "norm_softmax": False,
+    "attention_dropout": 0.0, "use_cache": False, "use_sliding_window": False, "max_window_layers": 28,
+    "pad_token_id": 156892, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLADA2_FLASH = LLADA2_MINI | {
+    "hidden_size": 4096, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "moe_intermediate_size": 1024,
+}  # fmt: skip
+SDAR_8B = {
+    "architectures": ["SDARForCausalLM"], "model_type": "sdar", "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 36, "rope_theta": 1000000,
+    "rope_scaling": None, "rms_norm_eps": 1e-06, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "bos_token_id": 151643, "eos_token_id": 151643, "sliding_window": None,
+    "use_sliding_window": False, "fuse_cross_entropy": False, "use_cache": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SDAR_4B = SDAR_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+SDAR_1_7B = SDAR_8B | {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SDAR_30B = SDAR_8B | {
+    "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+LLADA_8B = {
+    "architectures": ["LLaDAModelLM"], "model_type": "llada", "vocab_size": 126464, "embedding_size": 126464,
+    "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12288, "mlp_ratio": 4,
+    "max_sequence_length": 4096, "rope": True, "rope_theta": 500000.0, "rope_full_precision": True,
+    "rms_norm_eps": 1e-05, "layer_norm_type": "rms", "activation_type": "silu", "block_type": "llama",
+    "include_bias": False, "include_qkv_bias": False, "weight_tying": False, "scale_logits": False,
+    "input_emb_norm": False, "multi_query_attention": None, "eos_token_id": 126081, "mask_token_id": 126336,
+    "pad_token_id": 126081, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DIFFUCODER = {
+    "architectures": ["DreamModel"], "model_type": "Dream", "vocab_size": 152064, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_scaling": None, "rms_norm_eps": 1e-06,
+    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 151643, "eos_token_id": 151643,
+    "pad_token_id": 151643, "mask_token_id": 151666, "use_sliding_window": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release: its config.json, what is added in generation_config.json, and the model's size.
+
+    `num_tensors` counts the tensors of its files, experts one by one.
+    """
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    shape: ModelConfig
+    num_parameters: float
+    num_tensors: int
+
+
+def sdar(config: dict[str, Any], block_size: int, shape: str, num_parameters: float, num_tensors: int) -> Release:
+    wanted = replace(SHAPES[shape], block_size=block_size, eos_token_ids=(151643,))
+    return Release(config, IM_END | {"block_size": block_size}, wanted, num_parameters, num_tensors)
+
+
+MINI = Release(LLADA2_MINI, {}, SHAPES["llada2-mini"], 16.256e9, 14813)
+MOE_SHAPE = read_config(SDAR_30B | {"mask_token_id": 151669, "block_size": 4})
+RELEASES = {
+    "LLaDA2-mini": MINI,
+    "LLaDA2-mini, for training": replace(MINI, config=LLADA2_MINI | {"model_type": "llada2_moe_veomni"}),
+    "LLaDA2-flash": Release(LLADA2_FLASH, {}, SHAPES["llada2-flash"], 102.89e9, 24161),
+    **{f"SDAR-8B, blocks of {b}": sdar(SDAR_8B, b, "sdar-8b", 8.191e9, 399) for b in (4, 8, 16, 32, 64)},
+    "SDAR-8B, for training": sdar(SDAR_8B | {"mask_token_id": 151669, "block_size": 4}, 4, "sdar-8b", 8.191e9, 399),
+    "SDAR-4B": sdar(SDAR_4B, 4, "sdar-4b", 4.022e9, 398),
+    "SDAR-1.7B": sdar(SDAR_1_7B, 4, "sdar-1.7b", 1.7206e9, 310),
+    "SDAR-30B-A3B": Release(SDAR_30B, {"block_size": 4}, MOE_SHAPE, 30.532e9, 18867),
+    "LLaDA-8B": Release(LLADA_8B, {}, SHAPES["llada-8b"], 8.02e9, 291),
+    "Dream-7B": Release(DIFFUCODER, {}, SHAPES["dream-7b"], 7.616e9, 339),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=RELEASES)
+def test_release_is_taken_at_its_size(release: Release) -> None:
+    config = read_config(release.config, release.generation)
+    assert config == release.shape
+    assert config.num_parameters == pytest.approx(release.num_parameters, rel=1e-3)
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters
+    assert len(tensors(config, "per_expert")) == release.num_tensors
+
+
+def tensors(config: ModelConfig, experts: ExpertLayout) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
+    return {name: stored.shape for name, stored in stored_tensors(config, shapes, experts).items()}
+
+
+LAYER = "model.layers.7"
+QWEN = {
+    "model.embed_tokens.weight": "vd", f"{LAYER}.input_layernorm.weight": "d",
+    f"{LAYER}.post_attention_layernorm.weight": "d", f"{LAYER}.self_attn.q_proj.weight": "qd",
+    f"{LAYER}.self_attn.k_proj.weight": "kd", f"{LAYER}.self_attn.v_proj.weight": "kd",
+    f"{LAYER}.self_attn.o_proj.weight": "dq", f"{LAYER}.mlp.gate_proj.weight": "fd",
+    f"{LAYER}.mlp.up_proj.weight": "fd", f"{LAYER}.mlp.down_proj.weight": "df", "model.norm.weight": "d",
+    "lm_head.weight": "vd",
+}  # fmt: skip
+QK_NORM = {f"{LAYER}.self_attn.q_norm.weight": "c", f"{LAYER}.self_attn.k_norm.weight": "c"}
+BIASES = {f"{LAYER}.self_attn.{p}_proj.bias": size for p, size in (("q", "q"), ("k", "k"), ("v", "k"))}
+EXPERTS = {
+    f"{LAYER}.mlp.gate.weight": "ed", f"{LAYER}.mlp.experts.120.gate_proj.weight": "xd",
+    f"{LAYER}.mlp.experts.120.up_proj.weight": "xd", f"{LAYER}.mlp.experts.120.down_proj.weight": "dx",
+}  # fmt: skip
+BLOCK = "model.transformer.blocks.7"
+NAMES: dict[str, dict[str, str]] = {
+    "SDAR-8B, blocks of 4": QWEN | QK_NORM,
+    "SDAR-30B-A3B": {n: s for n, s in (QWEN | QK_NORM | EXPERTS).items() if f"{LAYER}.mlp" not in n or n in EXPERTS},
+    "Dream-7B": QWEN | BIASES,
+    "LLaDA2-mini": {
+        "model.word_embeddings.weight": "vd", f"{LAYER}.input_layernorm.weight": "d",
+        f"{LAYER}.post_attention_layernorm.weight": "d", f"{LAYER}.attention.query_key_value.weight": "ad",
+        f"{LAYER}.attention.query_layernorm.weight": "c", f"{LAYER}.attention.key_layernorm.weight": "c",
+        f"{LAYER}.attention.dense.weight": "dq", "model.layers.0.mlp.gate_proj.weight": "fd",
+        "model.layers.0.mlp.up_proj.weight": "fd", "model.layers.0.mlp.down_proj.weight": "df",
+        f"{LAYER}.mlp.gate.expert_bias": "e", f"{LAYER}.mlp.shared_experts.gate_proj.weight": "xd",
+        f"{LAYER}.mlp.shared_experts.up_proj.weight": "xd", f"{LAYER}.mlp.shared_experts.down_proj.weight": "dx",
+        "model.norm.weight": "d", "lm_head.weight": "vd", **EXPERTS,
+    },
+    "LLaDA-8B": {
+        "model.transformer.wte.weight": "vd", f"{BLOCK}.attn_norm.weight": "d", f"{BLOCK}.ff_norm.weight": "d",
+        f"{BLOCK}.q_proj.weight": "qd", f"{BLOCK}.k_proj.weight": "kd", f"{BLOCK}.v_proj.weight": "kd",
+        f"{BLOCK}.attn_out.weight": "dq", f"{BLOCK}.ff_proj.weight": "fd", f"{BLOCK}.up_proj.weight": "fd",
+        f"{BLOCK}.ff_out.weight": "df", "model.transformer.ln_f.weight": "d", "model.transformer.ff_out.weight": "vd",
+    },
+}  # fmt: skip
+NAMES["LLaDA2-flash"] = NAMES["LLaDA2-mini"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_have_the_published_names_and_shapes(name: str) -> None:
+    """Those of layer 7 and of one expert for all, with sizes by letter; layer 0's where it is the dense one."""
+    config = RELEASES[name].shape
+    moe = config.moe
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {
+        "v": config.vocab_size, "d": config.hidden_size, "f": config.intermediate_size, "c": config.head_dim,
+        "q": heads, "k": kv_heads, "a": heads + 2 * kv_heads,
+        "e": 0 if moe is None else moe.num_experts, "x": 0 if moe is None else moe.intermediate_size,
+    }  # fmt: skip
+    wanted = {tensor: tuple(sizes[letter] for letter in letters) for tensor, letters in NAMES[name].items()}
+    found = tensors(config, "per_expert")
+    assert {tensor: found.get(tensor) for tensor in wanted} == wanted
+    assert {tensor for tensor in found if _shown(tensor)} == {tensor for tensor in wanted if _shown(tensor)}
+
+
+def _shown(tensor: str) -> bool:
+    """Whether a tensor lies in layer 7 or in none, and belongs to expert 120 or to none."""
+    layer, expert = re.search(r"\.(?:layers|blocks)\.(\d+)\.", tensor), re.search(r"\.experts\.(\d+)\.", tensor)
+    return (layer is None or layer[1] == "7") and (expert is None or expert[1] == "120")
+
+
+def test_stacked_experts_have_the_training_names() -> None:
+    found = tensors(SHAPES["llada2-mini"], "fused")
+    assert len(found) == 278
+    assert len(tensors(SHAPES["llada2-flash"], "fused")) == 446
+    assert found["model.layers.7.mlp.experts.gate_proj"] == (256, 512, 2048)
+    assert found["model.layers.7.mlp.experts.up_proj"] == (256, 512, 2048)
+    assert found["model.layers.7.mlp.experts.down_proj"] == (256, 2048, 512)
+
+
+def test_a_release_without_ids_is_known_by_its_vocabulary() -> None:
+    """Only so: with another vocabulary, or where a file says otherwise, nothing is assumed."""
+    assert "mask_token_id" not in LLADA2_MINI and "eos_token_id" not in LLADA2_MINI
+    with pytest.raises(
+        ValueError, match="no 'mask_token_id', which LLaDA2MoeModelLM needs; add it to generation_conf"
+    ):
+        read_config(LLADA2_MINI | {"vocab_size": 157185})
+    assert read_config(LLADA2_MINI, {"mask_token_id": 7}).mask_token_id == 7
+    assert read_config(LLADA2_MINI | {"mask_token_id": 6}, {"mask_token_id": 7}).mask_token_id == 6
+    with pytest.raises(ValueError, match="no 'block_size', which SDARForCausalLM needs; add it to generation_config"):
+        read_config(SDAR_8B)  # b4 or b32: its name alone tells

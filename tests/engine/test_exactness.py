@@ -1,0 +1,256 @@
+"""The same request gives the same tokens, bit for bit, however it is served: alone, in a batch, static or dynamic,
+from a warm prefix cache, after preemption; and no order of events loses a page."""
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from mbd_core.bench.plain_loops import run_canvas
+from mbd_core.canvas.single_lane import canvas_decoder
+from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.sampling import Draw, Sampling, Vocab, uniform
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.model_config import ModelConfig
+
+B, MASK, EOS, VOCAB = 4, 0, 1, 40
+
+BLOCKWISE: dict[str, dict[str, Any]] = {
+    "single": {"buffer_size": 1, "tau_m2t": 0.4},
+    "multi": {"buffer_size": 3, "tau_m2t": 0.4, "tau_add": 0.1},
+    "t2t": {"buffer_size": 2, "tau_m2t": 0.4, "t2t": T2T(tau=0.2, max_edits=4)},
+    "soft": {"buffer_size": 3, "tau_m2t": 0.4, "soft": Soft(stop_confidence=0.5)},
+}
+FULL: dict[str, dict[str, Any]] = {
+    "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
+    "d2f block-causal": {"buffer_size": 3, "tau_m2t": 0.3},
+    "quota": {"canvas": Canvas(block_length=8, accept="quota", steps=12)},
+    "prefix": {"canvas": Canvas(block_length=8, cache="prefix", tau=0.3)},
+    "dual": {"canvas": Canvas(block_length=8, cache="dual", tau=0.3)},
+    "leap": {"canvas": Canvas(block_length=8, tau=0.5, leap=Leap(tau_relaxed=0.3, radius=2))},
+    "refresh": {"canvas": Canvas(block_length=8, tau=0.3, refresh=Refresh(prompt_interval=4, response_interval=2))},
+    "branches": {"canvas": Canvas(tau=0.3, branches=Branches(block_lengths=(4, 8, 16), tau_sync=3, refresh=8))},
+}
+
+
+def build(architecture: str = "SDARForCausalLM", **changes: Any) -> Decoder:
+    config = ModelConfig(
+        architecture=architecture, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256,
+        tie_word_embeddings=False, mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B, **changes,
+    )  # fmt: skip
+    model = Decoder(config)
+    init_weights(model, seed=3, std=0.35)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Decoder]:
+    return {
+        "block_causal": build(),
+        "full": build(architecture="LLaDAModelLM", attention="full"),
+        "shifted": build(architecture="DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
+    }
+
+
+def cases() -> list[tuple[str, str]]:
+    return [("block_causal", m) for m in BLOCKWISE] + [(k, m) for k in ("full", "shifted") for m in FULL]
+
+
+def request(name: str, seed: int, method: str, **changes: Any) -> Request:
+    rng = random.Random(seed)
+    fields = {
+        "prompt": tuple(rng.choices(range(VOCAB), k=rng.randint(1, 25))),
+        "max_tokens": rng.randint(1, 30),
+        "decoding": DecodingConfig(block_size=B, **(BLOCKWISE | FULL)[method]),
+        "sampling": Sampling(temperature=rng.choice((0.0, 0.8)), top_p=0.9, top_k=rng.choice((0, 20)), seed=seed),
+        "logprobs": True,
+        "ignore_eos": rng.random() < 0.3,
+    }
+    if "steps" in repr(fields["decoding"]) and getattr(fields["decoding"].canvas, "steps", None):
+        fields["max_tokens"] = 24
+    return Request(request_id=name, **(fields | changes))
+
+
+def engine(model: Decoder, **changes: Any) -> Engine:
+    sizes = {"max_rows": 6, "num_pages": 200, "page_size": 8, "max_prefill_tokens": 12, "batch_invariant": True}
+    return Engine(model, EngineConfig(**(sizes | changes)))
+
+
+def gist(output: Output) -> tuple[Any, ...]:
+    counts = output.counts
+    return output.tokens, output.logprobs, output.finish_reason, counts.num_forwards, counts.num_store_forwards
+
+
+@pytest.mark.parametrize(("kind", "method"), cases())
+def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
+    models: dict[str, Decoder], kind: str, method: str
+) -> None:
+    model = models[kind]
+    others = [m for k, m in cases() if k == kind]
+    requests = [request(f"r{i}", 100 * i + 7, method if i < 2 else others[i % len(others)]) for i in range(6)]
+    alone = [gist(engine(model).generate([r])[0]) for r in requests]
+
+    assert [gist(o) for o in engine(model).generate(requests)] == alone
+    assert [gist(o) for o in engine(model, static_shapes=True).generate(requests)] == alone
+
+    ahead = engine(model, static_shapes=True, overlap=True)
+    assert [gist(o) for o in ahead.generate(requests)] == alone
+    assert ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) for m in (method, *others))
+    ahead.check_integrity()
+    assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
+
+    warm = engine(model)
+    warm.generate(requests)
+    again = warm.generate(requests)
+    assert [gist(o) for o in again] == alone  # every prefix is known now
+    shared = [o.counts.num_cached_tokens for o, r in zip(again, requests, strict=True) if may_share(r)]
+    assert sum(shared) > 0 or not shared
+
+    for overlap in (False, True):
+        preempted = engine(model, static_shapes=overlap, overlap=overlap)
+        assert [gist(o) for o in run_with_preemption(preempted, requests, random.Random(5))] == alone
+        preempted.check_integrity()
+
+
+def may_share(r: Request) -> bool:
+    """Whether a page of its prompt can be known: pages hold 8 tokens, and a shifted model computes the last block."""
+    return r.decoding.canvas is None and r.decoding.prompt_attention == "block_causal" and len(r.prompt) > 12
+
+
+def run_with_preemption(served: Engine, requests: list[Request], rng: random.Random) -> list[Output]:
+    for r in requests:
+        served.add(r)
+    outputs: dict[str, Output] = {}
+    while served.has_work:
+        if rng.random() < 0.2:
+            served.preempt()
+        for step in served.step():
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+    assert sum(o.counts.num_preemptions for o in outputs.values()) > 0
+    return [outputs[r.request_id] for r in requests]
+
+
+@pytest.mark.parametrize("kind", ["full", "shifted"])
+@pytest.mark.parametrize("method", [m for m in FULL if "canvas" in FULL[m]])
+def test_a_canvas_in_the_engine_is_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
+    model = models[kind]
+    r = request("a", 11, method, max_tokens=24)
+    decoder = canvas_decoder(
+        r.prompt,
+        r.max_tokens,
+        r.decoding.canvas,
+        r.sampling,
+        eos_token_ids=() if r.ignore_eos else (EOS,),
+        vocab=Vocab(MASK, VOCAB),
+        shift=model.config.shift_logits,
+    )
+    run_canvas(model, decoder)
+    output = engine(model).generate([r])[0]
+    plain = (
+        decoder.tokens[: decoder.tokens.index(EOS)] if EOS in decoder.tokens and not r.ignore_eos else decoder.tokens
+    )
+    assert list(output.tokens) == plain
+    assert output.counts.num_forwards == decoder.num_forwards
+
+
+def test_the_second_turn_reuses_the_first_answer(models: dict[str, Decoder]) -> None:
+    served = engine(models["block_causal"])
+    first = request("a", 3, "multi", max_tokens=24, ignore_eos=True, prompt=tuple(range(2, 15)))
+    answer = served.generate([first])[0]
+    prompt = (*first.prompt, *answer.tokens, 5, 6, 7)
+    second = request("b", 4, "multi", prompt=prompt, max_tokens=9)
+    again = served.generate([second])[0]
+    assert again.counts.num_cached_tokens == (len(first.prompt) + 24) // 8 * 8 > len(first.prompt)
+    assert gist(again) == gist(engine(models["block_causal"], prefix_caching=False).generate([second])[0])
+
+
+def test_seeds_and_only_seeds_make_samples_differ(models: dict[str, Decoder]) -> None:
+    hot = [
+        request(f"r{i}", 3, "multi", max_tokens=20, sampling=Sampling(temperature=1.5, seed=i % 3)) for i in range(6)
+    ]
+    tokens = [o.tokens for o in engine(models["block_causal"]).generate(hot)]
+    assert tokens[:3] == tokens[3:] and len(set(tokens)) == 3
+
+
+def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder]) -> None:
+    """With one open position a forward its confidence can be computed from the tokens alone."""
+    r = request("a", 9, "single", max_tokens=1, prompt=(5, 6, 7), sampling=Sampling(), ignore_eos=True)
+    model = models["block_causal"]
+    output = engine(model).generate([r])[0]
+    from mbd_core.ops.attention_dense import DenseAttention
+
+    ids, positions = torch.tensor([[5, 6, 7, MASK]]), torch.arange(4)[None]
+    with torch.no_grad():
+        logits = model.logits(model(ids, positions, DenseAttention(torch.ones(1, 1, 4, 4, dtype=torch.bool))))[0, 3]
+    assert output.logprobs is not None
+    assert output.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[output.tokens[0]]), abs=1e-5)
+    assert math.exp(output.logprobs[0]) <= 1.0
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [("block_causal", False), ("shifted", False), ("block_causal", True)])
+def test_ten_thousand_random_operations_lose_nothing(models: dict[str, Decoder], kind: str, overlap: bool) -> None:
+    """add, step, abort and preempt in any order, with fewer pages than the requests could use."""
+    rng = random.Random(kind)
+    methods = list(BLOCKWISE if kind == "block_causal" else FULL)
+    served = engine(
+        models[kind], num_pages=40, batch_invariant=False, max_rows=5, static_shapes=overlap, overlap=overlap
+    )
+    known: list[str] = []
+    done, preemptions, number = 0, 0, 0
+    for _ in range(10_000 if overlap else 2_000):
+        act = rng.choices(("add", "step", "abort", "preempt"), (3, 10, 0.5, 0.5))[0]
+        if act == "add" and len(known) < 12:
+            r = request(f"r{number}", number, rng.choice(methods), logprobs=False)
+            number += 1
+            served.add(r)
+            known.append(r.request_id)
+        elif act == "abort" and known:
+            name = known.pop(rng.randrange(len(known)))
+            assert served.abort(name) is not None
+            if rng.random() < 0.3:  # its id is free at once
+                served.add(request(name, number, rng.choice(methods), logprobs=False))
+                known.append(name)
+        elif act == "preempt":
+            preemptions += served.preempt() is not None
+        else:
+            for step in served.step():
+                if step.output is not None:
+                    known.remove(step.request_id)
+                    done += 1
+                    assert MASK not in step.output.tokens
+        served.check_integrity()
+    while served.has_work:
+        served.step()
+        served.check_integrity()
+    pool = served.scheduler.pool
+    assert done > 100 and preemptions > 50
+    assert pool.num_free == pool.capacity
+
+
+def test_no_noise_lets_a_forbidden_token_through(models: dict[str, Decoder]) -> None:
+    """Noise is finite even where every hashed bit is set; with 24 bits one of these seeds once drew the mask."""
+    draw = Draw(*(torch.zeros(1, dtype=torch.int64) for _ in range(6)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mbd_core.decoding.sampling._mix", lambda x: torch.full_like(x, 0xFFFFFFFF))
+        assert 0.0 < float(uniform(draw, torch.zeros((1, 1), dtype=torch.int64))) < 1.0
+    for seed in (46651533, *range(200)):
+        hot = Sampling(temperature=1.0, seed=seed)
+        r = request("a", 1, "single", prompt=(5, 6, 7), max_tokens=1, sampling=hot)
+        assert MASK not in engine(models["block_causal"]).generate([r])[0].tokens
+
+
+def test_top_k_one_and_almost_no_temperature_are_greedy(models: dict[str, Decoder]) -> None:
+    for seed in range(4):
+        r = request("a", seed, "multi", max_tokens=20, sampling=Sampling(), ignore_eos=True)
+        greedy = gist(engine(models["block_causal"]).generate([r])[0])
+        for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1e-6)):
+            drawn = dataclasses.replace(r, sampling=sampling)
+            assert gist(engine(models["block_causal"]).generate([drawn])[0]) == greedy

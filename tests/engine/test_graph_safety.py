@@ -1,0 +1,326 @@
+"""What a GPU would find out first, found without one.
+
+An engine whose device is not the host (`fake_device`) gives the tokens it gives on the host; its decode steps are
+captured as graphs and replayed, and nothing in a capture waits for the device, comes from the host or mixes the two.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_attention import FakePackages, sequences
+from fake_device import CUDA, FakeDevice, Graph, OnDevice, fake_device
+from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import AuxRequest
+
+from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.engine import engine as engine_module
+from mbd_core.engine import runner as runner_module
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import MoEConfig
+from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.ops import attention, compare
+from mbd_core.ops import attention_flash as flash
+from mbd_core.ops import experts as moe
+from mbd_core.ops import experts_triton as moe_triton
+from mbd_core.ops.merged import MergeRule
+from mbd_core.ops.row_layout import RowLayout
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "sdar": {},
+    "llada2": {
+        "architecture": "LLaDA2MoeModelLM",
+        "moe": MoEConfig(
+            num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
+            num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
+        ),
+    },
+    "dream": {
+        "architecture": "DreamModel", "attention": "full", "shift_logits": True, "qk_norm": False, "qkv_bias": True,
+    },
+}  # fmt: skip
+KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
+    "vllm": lambda packages, device: flash.vllm_flash(device.kernel(packages.vllm), fa_version=3),
+    "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
+    "flash 2": lambda packages, device: flash.flash_2(device.kernel(packages.flash_2)),
+    "torch": lambda packages, device: flash.torch_varlen(device.kernel(packages.varlen_attn), AuxRequest),
+    "torch, gathered": lambda packages, device: flash.torch_varlen_gathered(
+        device.kernel(packages.varlen_attn), AuxRequest
+    ),
+}
+
+
+class Launcher:
+    """A Triton kernel's place: `kernel[grid](...)` runs what stands in for it, which is told the grid."""
+
+    def __init__(self, device: FakeDevice, run: Callable[..., None]) -> None:
+        self._run = device.kernel(run)
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return lambda *args, **options: self._run(grid, *args, **options)
+
+
+def tiles(grid: tuple[int, int], expert: Tensor, first: Tensor, end: Tensor) -> Iterator[tuple[int, slice]]:
+    assert {t.dtype for t in (expert, first, end)} == {torch.int32} and grid[0] == len(expert)
+    for e, start, stop in zip(expert.tolist(), first.tolist(), end.tolist(), strict=True):
+        if stop > start:
+            assert stop - start <= moe_triton._TILE
+            yield e, slice(start, stop)
+
+
+def swiglu_kernel(
+    grid: Any, x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor, up_scale: Tensor, hidden: Tensor,
+    order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int, K: int, *, SCALED: bool, BLOCK_F: int,
+    **_: Any,
+) -> None:  # fmt: skip
+    assert x.shape[1] == D and gate.shape[1:] == up.shape[1:] == (F_, D) and grid[1] == -(-F_ // BLOCK_F)
+    for e, rows in tiles(grid, expert, first, end):
+        source = x[order[rows] // K]
+        g, u = (F.linear(source, w[e].to(x.dtype)) for w in (gate, up))
+        if SCALED:
+            g, u = g * gate_scale[e], u * up_scale[e]
+        hidden[rows] = (F.silu(g) * u).to(hidden.dtype)
+
+
+def down_kernel(
+    grid: Any, hidden: Tensor, down: Tensor, scale: Tensor, weights: Tensor, y: Tensor, order: Tensor, expert: Tensor,
+    first: Tensor, end: Tensor, D: int, F_: int, *, SCALED: bool, BLOCK_D: int, **_: Any,
+) -> None:  # fmt: skip
+    assert hidden.shape[1] == F_ and y.shape == (len(order), D) and grid[1] == -(-D // BLOCK_D)
+    for e, rows in tiles(grid, expert, first, end):
+        out = F.linear(hidden[rows], down[e].to(hidden.dtype)).float()
+        y[order[rows]] = (out * scale[e] if SCALED else out) * weights.flatten()[order[rows], None]
+
+
+def likeliest(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor]:
+    assert logits_PV.stride(1) == 1, "the kernel reads rows of neighbouring numbers"
+    return Vocab(mask_token_id, size).likeliest(logits_PV)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """The fake device, with stand-ins for the Triton kernels."""
+    with fake_device() as found:
+        triton = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda n, m: -(-n // m))
+        kernels = (triton, Launcher(found, swiglu_kernel), Launcher(found, down_kernel))
+        monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
+        monkeypatch.setattr(runner_module, "confidence", found.kernel(likeliest))
+        yield found
+
+
+def attend_by(monkeypatch: pytest.MonkeyPatch, kernel: flash.Kernel) -> None:
+    """Engines made from now on take this kernel, in any dtype."""
+    monkeypatch.setattr(engine_module, "resolve", lambda *_, **__: attention._choice("stand-in", kernel, {}))
+
+
+def requests(family: str) -> list[Request]:
+    """Every method the family decodes with, and every kind of work a program may have to do."""
+    blockwise = [*BLOCKWISE.values(), {"tau_m2t": 0.4, "tokens_per_step": 2}, {"tau_m2t": 0.4, "fallback": "margin"}]
+    canvases = [method for method in FULL.values() if "canvas" in method]
+    methods = blockwise if family != "dream" else [*canvases, *(m for m in FULL.values() if m not in canvases)]
+    return [
+        request(
+            f"r{i}",
+            i,
+            "multi",
+            decoding=DecodingConfig(block_size=B, **method),
+            sampling=Sampling(temperature=0.8 if i % 2 else 0.0, top_p=0.9, seed=i),
+            max_tokens=24 if method in canvases else 6 + 8 * (i % 2 == 0),
+            ignore_eos=True,
+        )
+        for i, method in enumerate(methods)
+    ]
+
+
+SIZES = EngineConfig(max_rows=2, num_pages=100, page_size=16, max_prefill_tokens=12)
+RULE = MergeRule(merge_from={(1, SIZES.buffer_size): 20}, measured_at="a test")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str
+) -> None:
+    """Graphs, overlap and all, over real values; float64, so that no rounding is left to explain a difference."""
+    model = build(**FAMILIES[family]).double()
+    wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(requests(family))]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(model), SIZES, merge_rule=RULE)
+    assert served.static_shapes and served.overlap and served._tables_RP.device == CUDA
+    assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
+    assert served.num_ahead > 0
+    recorded = served._programs._recorded
+    for flag in ("draws", "scores", "softens", "revises", "quotas", "merges") if family != "dream" else ():
+        assert {getattr(kind, flag) for kind in recorded} == {False, True}
+    assert recorded
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_graphs_made_beforehand_are_all_that_plain_requests_need(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, merges: bool
+) -> None:
+    model = build().double()
+    plain = {"sampling": Sampling(), "max_tokens": 20, "ignore_eos": True}
+    batch = [request(f"r{i}", i, ("multi", "single")[i % 2], **plain) for i in range(3)]
+    wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(model), SIZES, merge_rule=RULE if merges else replace(RULE, merge_from={}))
+    recorded = served._programs._recorded
+    # for 1 and for 2 rows, for each quarter of the buffer that 3 of its 4 slots may ask
+    assert served.prepare(batch[0].decoding) == len(recorded) == 2 * 3 * (1 + merges)
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
+    assert len(recorded) == 2 * 3 * (1 + merges)
+
+
+def test_a_step_launched_ahead_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    """Nor does what it needs of the host, new pages above all: else the device would stand idle meanwhile."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(build()), SIZES)
+    for i in range(2):
+        served.add(request(f"r{i}", i, "multi", max_tokens=60, ignore_eos=True))
+    grown = 0
+    while served.has_work:
+        before, pages = (device.waits.copy(), device.uploads.copy(), served.num_ahead), served.scheduler.pool.num_free
+        served.step()
+        if served.num_ahead > before[2] and served.num_running == 2:
+            assert (device.waits, device.uploads) == before[:2]
+            grown += served.scheduler.pool.num_free < pages
+    assert grown > 1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernels_layout_and_merge_are_captured(device: FakeDevice, kernel: str) -> None:
+    q, k, v, layout = sequences([(50, [8] * 3), (3, [8] * 3)], page_size=16, seed=6)
+    layout = replace(layout, max_q=8)
+    wanted = attention.resolve(torch.device("cpu"), q.dtype, 8, 16).bind(layout)(q, k, v)
+    choice = attention._choice("stand-in", KERNELS[kernel](FakePackages(), device), {})
+    on_device = replace(layout, **{name: device.put(t) for name, t in vars(layout).items() if isinstance(t, Tensor)})
+    pages = [device.put(t) for t in (q, k, v)]
+    for slots in (None, 3):
+        graph = Graph()
+        with device.capture(graph):
+            out = choice.bind(on_device, merge_slots=slots)(*pages)
+        out.host.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out.host, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"), [("sdar", "all"), ("llada2", None), ("llada2", "experts"), ("dream", "all")]
+)
+def test_bfloat16_and_fp8_are_captured(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str, parts: Parts | None
+) -> None:
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    model = device.move(build(**FAMILIES[family]).bfloat16())
+    assert isinstance(model, Decoder)
+    if parts is not None:
+        quantize_weights(model, parts)
+    served = Engine(model, SIZES, merge_rule=RULE)
+    outputs = served.generate([replace(r, max_tokens=5) for r in requests(family) if r.decoding.canvas is None])
+    assert all(len(o.tokens) == 5 and MASK not in o.tokens and max(o.tokens) < VOCAB for o in outputs)
+    assert served._programs._recorded
+
+
+def test_experts_by_sorting_and_grouped_products_are_captured(device: FakeDevice) -> None:
+    choice = moe.resolve_experts(CUDA, torch.bfloat16, capability=(9, 0), has_triton=True)
+    assert choice.name == "triton+grouped"
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (3, 200):  # the first goes to the Triton kernels, the second to torch's grouped products
+        x, gate, up, down = (
+            torch.randn(size, generator=generator).bfloat16()
+            for size in ((tokens, 32), (4, 16, 32), (4, 16, 32), (4, 32, 16))
+        )
+        ids = torch.rand(tokens, 4, generator=generator).topk(2).indices
+        weights = torch.rand(tokens, 2, generator=generator)
+        arguments = (x, gate, up, down, ids, weights)
+        on_device = [device.put(t.clone()) for t in arguments]
+        graph = Graph()
+        with device.capture(graph):
+            out = choice.call(*on_device)
+        on_device[4].host.copy_(ids.flip(0))
+        graph.replay()
+        expected = moe.experts(x, gate, up, down, ids.flip(0), weights)
+        torch.testing.assert_close(out.host, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_a_replayed_steps_forward_is_measured_on_its_own_batch(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """Programs of several kinds take turns; none reads the batch of another, whose memory is overwritten."""
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    monkeypatch.setattr(engine_module, "with_measured_rule", lambda choice, *_, **__: choice)
+    case = StepCase(rows=2, buffer_size=4, prefix=16, steps=12)
+    with torch.inference_mode():
+        served = filled_engine(device.move(build()), case)
+        times = measure_step(served, case)
+        assert len(served._programs._recorded) > 1 and times.num_tokens == 2 * 4 * 4 > times.num_logits
+        assert measure_host(served, case) > 0
+
+
+def test_an_engine_measures_its_rule_on_the_device(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    attend_by(monkeypatch, KERNELS["torch"](FakePackages(), device))
+    monkeypatch.setattr(compare, "START_PREFIXES", (16, 32))
+    served = Engine(device.move(build()), SIZES)
+    rule = served.attention.merge_rule
+    assert rule is not None and rule.measured_at == "measured at start" and set(rule.merge_from) == {(1, 4), (2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("step", "caught"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense makes the host wait"),
+        (lambda x: bool((x > 1).any()), "makes the host wait"),
+        (lambda x: x.tolist(), "tolist makes the host wait"),
+        (lambda x: x.cpu(), "_to_copy to the host makes the host wait"),
+        (lambda x: x[x > 1], "aten.index makes the host wait"),
+        (lambda x: x.nonzero(), "aten.nonzero makes the host wait"),
+        (lambda x: x.repeat_interleave((x > 0).long()), "aten.repeat_interleave makes the host wait"),
+        (lambda x: x + torch.ones(3), "takes tensors of the device and of the host"),
+        (lambda x: x.index_select(0, torch.tensor([1])), "takes tensors of the device and of the host"),
+        (lambda x: torch.tensor([1.0], device=x.device), "torch.tensor copies from the host"),
+        (lambda x: x.copy_(torch.ones(3)), "copy_ from the host copies from the host"),
+        (lambda x: torch.ones(3).to(x.device), "_to_copy from the host copies from the host"),
+    ],
+)
+def test_what_no_graph_can_capture_is_caught(device: FakeDevice, step: Callable[[Tensor], Any], caught: str) -> None:
+    x = torch.arange(3.0, device=CUDA)
+    with pytest.raises(AssertionError, match=caught), device.capture(Graph()):
+        step(x)
+
+
+def test_a_graph_repeats_the_devices_work_and_nothing_else(device: FakeDevice) -> None:
+    """What was on the host when it was captured stays as it was, and what a graph made is another's to overwrite."""
+    total, step, pool = torch.zeros(2, device=CUDA), 1.0, torch.cuda.graph_pool_handle()
+    graph, other = Graph(), Graph()
+    with device.capture(graph, pool):
+        made = total + 10
+        total[1:].add_(step)
+    step = 5.0
+    assert isinstance(total, OnDevice) and total.tolist() == [0, 0]
+    graph.replay()
+    graph.replay()
+    assert total.tolist() == [0, 2] and made.tolist() == [10, 11]
+    with device.capture(other, pool):
+        total.mul_(step)
+    other.replay()
+    assert total.tolist() == [0, 10] and made.isnan().all()
+
+
+def test_a_layout_without_its_longest_row_is_read_back(device: FakeDevice) -> None:
+    bounds = torch.tensor([0, 2, 5], device=CUDA)
+    layout = RowLayout(
+        cu_seqlens_q=bounds, kv_lens_R=bounds[1:], page_table_RP=torch.zeros(2, 3, dtype=torch.int64, device=CUDA),
+        page_size=4,
+    )  # fmt: skip
+    assert layout.for_kernels().max_q == 3 and device.waits["aten._local_scalar_dense"] == 1
+    with device.capture(Graph()):
+        assert replace(layout, max_q=3).for_kernels().max_k == 12

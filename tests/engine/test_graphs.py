@@ -1,0 +1,150 @@
+"""The device's part of a decode step: the same memory and the same shapes every time, and the same step as eager."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_exactness import MASK, B, build, engine, gist, request
+
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.engine.batch import Batch
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.rows import all_slots
+from mbd_core.ops.merged import MergeRule
+
+
+def static_memory(served: Engine) -> dict[str, int]:
+    """Addresses of all that a recorded step reads and writes."""
+    buffer, runner = served.buffer, served.runner
+    tensors = {n: t for n, t in vars(buffer).items() if isinstance(t, torch.Tensor)}
+    tensors |= {"tables": served._tables_RP, "last": runner.last_RD, "k": runner.cache.k, "v": runner.cache.v}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(t.shape) for t in vars(batch).values() if isinstance(t, torch.Tensor))
+
+
+def requests() -> Iterator[Request]:
+    for i, method in enumerate(("multi", "t2t", "single", "multi", "soft", "t2t")):
+        yield request(f"r{i}", 40 + i, method, max_tokens=40 - 6 * i, ignore_eos=True)
+
+
+def test_buffers_are_never_reallocated_and_a_kind_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine(build(), static_shapes=True, batch_invariant=False)
+    memory = static_memory(served)
+    seen: dict[object, set[object]] = {}
+    run = served._programs.run
+
+    def spy(kind, *, num_pages):
+        forward = served.runner.forward
+
+        def watched(batch: Batch):
+            # the table is cut to the pages in use; on a GPU it has its full width
+            seen.setdefault((kind, num_pages), set()).add(shapes(batch))
+            return forward(batch)
+
+        monkeypatch.setattr(served.runner, "forward", watched)
+        try:
+            return run(kind, num_pages=num_pages)
+        finally:
+            monkeypatch.setattr(served.runner, "forward", forward)
+
+    monkeypatch.setattr(served._programs, "run", spy)
+    served.generate(list(requests()))
+    assert static_memory(served) == memory
+    assert seen and all(len(found) == 1 for found in seen.values())
+    assert len({kind.num_rows for kind, _ in seen}) > 1  # as rows fall empty, smaller programs run
+
+
+@pytest.mark.parametrize("kind", [{}, {"architecture": "DreamModel", "attention": "full", "shift_logits": True}])
+def test_a_program_is_the_eager_step(kind: dict) -> None:
+    model = build(**kind)
+    methods = ("d2f", "d2f block-causal") if kind else ("multi", "t2t", "soft")
+    rng = random.Random(2)
+    batch = [request(f"r{i}", i, rng.choice(methods)) for i in range(8)]
+    eager = [gist(o) for o in engine(model, static_shapes=False).generate(batch)]
+    assert [gist(o) for o in engine(model, static_shapes=True).generate(batch)] == eager
+
+
+def test_a_program_that_reads_prefixes_once_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rule that merges from 40 tokens on, the programs of both kinds run, and a request does not notice."""
+    model = build().double()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3], ignore_eos=True) for i in range(8)]
+    settings = EngineConfig(max_rows=6, num_pages=200, page_size=8, static_shapes=True)
+    rule = MergeRule(merge_from={(1, settings.buffer_size): 40}, measured_at="a test")
+    served = Engine(model, settings, merge_rule=rule)
+    kinds = set()
+    run = served._programs.run
+
+    def spy(kind, *, num_pages):
+        kinds.add(kind.merges)
+        return run(kind, num_pages=num_pages)
+
+    monkeypatch.setattr(served._programs, "run", spy)
+    wanted = [o.tokens for o in engine(model, static_shapes=False).generate(batch)]
+    assert [o.tokens for o in served.generate(batch)] == wanted
+    assert kinds == {False, True}
+    assert "from prefix 40" in served.attention.describe()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """As many as the host can promise, in quarters of the buffer, also where a step is launched ahead."""
+    portions = set()
+
+    def spy(buffer, *args, num_asked, **kwargs):
+        total = buffer.masked_RNB.numel()
+        assert int(buffer.asked_RNB.sum()) <= (total if num_asked is None else num_asked)
+        portions.add(1.0 if num_asked is None else num_asked / total)
+        return all_slots(buffer, *args, num_asked=num_asked, **kwargs)
+
+    monkeypatch.setattr("mbd_core.engine.graphs.all_slots", spy)
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft", "single")[i % 4]) for i in range(8)]
+    served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
+    served.generate(batch)
+    assert 0.25 in portions and len(portions) > 1
+
+
+def test_tokens_per_step_beside_a_request_without() -> None:
+    """A block of four open positions takes two steps and a store."""
+    two = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=1.0, tokens_per_step=2)
+    r = request("a", 1, "single", prompt=(5, 6, 7, 8), max_tokens=8, decoding=two, ignore_eos=True)
+    for static in (False, True):
+        output = engine(build(), static_shapes=static).generate([r, request("b", 2, "single")])[0]
+        assert output.counts.num_forwards == 2 * (2 + 1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_logits_in_chunks_are_all_logits(monkeypatch: pytest.MonkeyPatch, static: bool) -> None:
+    model = build().double()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(6)]
+    settings = {"static_shapes": static, "batch_invariant": False}
+    whole = engine(model, **settings)
+    monkeypatch.setattr("mbd_core.engine.engine.LOGITS_AT_ONCE", 1)
+    chunked = engine(model, **settings)
+    assert chunked.logits_chunk == B < whole.logits_chunk
+    assert [gist(o)[0] for o in chunked.generate(batch)] == [gist(o)[0] for o in whole.generate(batch)]
+
+
+def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:
+    served = engine(build())
+    whole, head = served.buffer, served.buffer.head(2)
+    whole.join(1, request("a", 1, "multi", prompt=tuple(range(2, 2 + B + 1))))
+    assert head.state_RN.tolist() == whole.state_RN[:2].tolist()
+    head.activate()
+    head.masked_RNB[1, 0] = False
+    assert not whole.masked_RNB[1, 0].any() and whole.tokens_RNB[0, 0, 0] == MASK
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_is_the_eager_step() -> None:
+    model = build().cuda()
+    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(8)]
+    eager = engine(model, static_shapes=False, batch_invariant=False)
+    replayed = engine(model, static_shapes=True, batch_invariant=False)
+    wanted = [o.tokens for o in eager.generate(batch)]
+    assert [o.tokens for o in replayed.generate(batch)] == wanted
+    assert replayed._programs._recorded

@@ -1,0 +1,100 @@
+"""The Triton kernels compiled for real chips, which takes no GPU: they fit, and keep what they hold in registers."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbd_core.ops import confidence
+from mbd_core.ops import experts_triton as moe_triton
+
+triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""What a program may have of a chip's shared memory, by compute capability."""
+
+EXPERTS = {"llada2-mini": (2048, 512, 8), "llada2-flash": (4096, 1024, 8), "sdar-30b-a3b": (2048, 768, 8)}
+"""Hidden size, an expert's width, experts a token."""
+
+VOCABULARY = 157184
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+    """`kernel` for a chip; an argument is a type (a pointer or number) or, where the kernel wants it, a constant.
+
+    Triton specializes on addresses and numbers that 16 divides, as all of these do but counts.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
+    types = {name: "constexpr" if name in constants else value.removesuffix("!") for name, value in arguments.items()}
+    whole = {
+        (place,): [["tt.divisibility", 16]]
+        for place, value in enumerate(arguments.values())
+        if isinstance(value, str) and not value.endswith("!")
+    }
+    return triton.compile(ASTSource(kernel, types, constants, whole), target=GPUTarget("cuda", capability, 32))
+
+
+def spilled(binary: Any, capability: int, folder: Path) -> int:
+    """Bytes of registers that go to memory and back, by the assembler's own account."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = folder / "kernel.ptx"
+    source.write_text(binary.asm["ptx"])
+    arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(source), "-o", str(folder / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert found, said
+    return sum(int(number) for pair in found for number in pair)
+
+
+def check(binary: Any, capability: int, folder: Path) -> None:
+    assert binary.asm["cubin"] and binary.metadata.shared <= SHARED_BYTES[capability]
+    assert spilled(binary, capability, folder) == 0
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("weights", ["bf16", "fp8e4nv"])
+def test_the_experts_kernels_fit(weights: str, capability: int, tmp_path: Path) -> None:
+    scaled = weights != "bf16"
+    if scaled and capability < 89:
+        pytest.skip("FP8 needs compute capability 8.9, and fp8_obstacle says so")
+    _, swiglu, down = moe_triton._compiled()
+    scale = "*fp32" if scaled else "*bf16"
+    layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
+    for hidden, width, _ in EXPERTS.values():
+        assert hidden % 64 == width % 64 == 0  # so that all models run the same binaries
+    blocks = {"TILE": moe_triton._TILE, "BLOCK_F": 64, "BLOCK_D": 64}
+    gather = {
+        "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
+        "up_scale_ptr": scale, "hidden_ptr": "*bf16", **layout, "D": "i32", "F": "i32", "K": "i32!", "SCALED": scaled,
+        **blocks,
+    }  # fmt: skip
+    check(compiled(swiglu, gather, capability), capability, tmp_path)
+    scatter = {
+        "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "weights_ptr": "*fp32",
+        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, **blocks,
+    }  # fmt: skip
+    check(compiled(down, scatter, capability), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path) -> None:
+    _, stretch, join = confidence._compiled()
+    parts = {"top_ptr": "*fp32", "total_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32"}
+    reads = {
+        "logits_ptr": "*" + dtype, **parts, "stride": "i32", "V": "i32", "size": "i32!", "mask": "i32!", "SPAN": "i32",
+        "BLOCK": confidence._BLOCK,
+    }  # fmt: skip
+    check(compiled(stretch, reads, capability), capability, tmp_path)
+    writes = {"chosen_ptr": "*i64", "probability_ptr": "*fp32"}
+    for positions in (1, 32, 1024):
+        count, _ = confidence.stretches(positions, VOCABULARY)
+        size = {"S": "i32!", "BLOCK": 1 << (count - 1).bit_length()}
+        check(compiled(join, {**parts, **writes, **size}, capability), capability, tmp_path)
