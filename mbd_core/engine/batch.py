@@ -56,7 +56,6 @@ class Batch:
     weight_T: Tensor | None
     max_q: int
     split: list[int] | None = None
-    merge_slots: int | None = None
 
 
 def to_device(values: Seq[object], device: torch.device) -> Tensor:
@@ -64,11 +63,8 @@ def to_device(values: Seq[object], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, merge_slots: int | None = None) -> Batch:
-    """Put groups of rows behind one another; at least one row in all.
-
-    `merge_slots`: the rows are whole buffers of that many slots, whose prefixes are to be read once (`Choice.bind`).
-    """
+def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+    """Put groups of rows behind one another; at least one row in all."""
     groups = [g for g in groups if len(g.kv_lens_K)]
     device = groups[0].tokens_T.device
     width = max(g.pages_KP.shape[1] for g in groups)
@@ -100,7 +96,6 @@ def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False, me
         weight_T=_weights(groups),
         max_q=max_q,
         split=_lengths(groups) if batch_invariant else None,
-        merge_slots=merge_slots,
     )
 
 

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +33,6 @@ from mbd_core.engine.sequence import Sequence, pages_needed
 from mbd_core.engine.step_report import HostCopy, Report, before, pack_report, unpack_report
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import resolve
-from mbd_core.ops.compare import Shape, with_measured_rule
-from mbd_core.ops.merged import MergeRule
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
@@ -120,12 +118,8 @@ class Engine:
         *,
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
-        merge_rule: MergeRule | None = None,
     ) -> None:
-        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted.
-
-        `merge_rule` says when static steps read a prefix once for all slots; without one a GPU measures its own.
-        """
+        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted."""
         if vocab_limit is not None and not 1 <= vocab_limit <= model.config.vocab_size:
             raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{model.config.vocab_size}")
         weights = model.model.norm.weight
@@ -166,20 +160,6 @@ class Engine:
             num_heads=c.num_heads,
             num_kv_heads=c.num_kv_heads,
         )
-        if merge_rule is not None:
-            self.attention = replace(self.attention, merge_rule=merge_rule)
-        elif config.static_shapes is not False and not config.batch_invariant:
-            shape = Shape(
-                block_size=self.block_size,
-                page_size=self.page_size,
-                num_heads=c.num_heads,
-                num_kv_heads=c.num_kv_heads,
-                head_dim=c.head_dim,
-                dtype=weights.dtype,
-            )
-            self.attention = with_measured_rule(
-                self.attention, shape, max_rows=config.max_rows, buffer_size=config.buffer_size, device=device
-            )
         cache = PagedKVCache(
             c, num_pages=config.num_pages, page_size=self.page_size, dtype=weights.dtype, device=device
         )
@@ -334,8 +314,7 @@ class Engine:
         if not self.graphs or decoding.canvas is not None:
             return 0
         request = Request(request_id="", prompt=(0,), max_tokens=1, decoding=decoding)
-        merges = {self._merges(self.config.max_rows, prefix) for prefix in (0, self.model.config.max_positions)}
-        kinds = self._programs.kinds(decoding.buffer_size, work_of(request), sorted(merges))
+        kinds = self._programs.kinds(decoding.buffer_size, work_of(request))
         for kind in kinds:
             self._programs.record(kind)
         return len(kinds)
@@ -452,15 +431,7 @@ class Engine:
         return ProgramKind(
             num_rows=num_rows,
             num_asked=self._programs.portion(num_rows, asked),
-            merges=self._merges(num_rows, self._ledger.most_committed),
             **self._ledger.work(),
-        )
-
-    def _merges(self, num_rows: int, longest_prefix: int) -> bool:
-        """Whether a program had better read prefixes once for all slots."""
-        slots = self.config.buffer_size
-        return not self.config.batch_invariant and self.attention.merges(
-            num_sequences=num_rows, slots=slots, longest_prefix=longest_prefix
         )
 
     def _seat(self, sequence: Sequence) -> None:

@@ -6,7 +6,7 @@ once per `ProgramKind` as a CUDA graph and replayed. Elsewhere the same call is 
 Shape legend: R rows (sequences), N slots, B block size, X numbers of a report.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,7 @@ from mbd_core.engine.step_report import before, pack_report
 @dataclass(frozen=True)
 class ProgramKind:
     """What a step's program depends on beside its buffers: the number of rows, at how many positions there are logits
-    (`None`: all), which work some row asks for, and whether prefixes are long enough to be read once for all slots
-    (`Choice.merges`)."""
+    (`None`: all), and which work some row asks for."""
 
     num_rows: int
     num_asked: int | None
@@ -35,7 +34,6 @@ class ProgramKind:
     softens: bool
     revises: bool
     quotas: bool
-    merges: bool
 
 
 class DecodePrograms:
@@ -86,13 +84,13 @@ class DecodePrograms:
             program = self._program(kind, self._tables_RP.shape[1])
             self._recorded[kind] = Recording(program, self._buffer, self._runner, self._pool)
 
-    def kinds(self, num_slots: int, work: Mapping[str, bool], merges: Iterable[bool]) -> list[ProgramKind]:
+    def kinds(self, num_slots: int, work: Mapping[str, bool]) -> list[ProgramKind]:
         """The kinds of all steps whose rows have up to `num_slots` slots and ask for `work`."""
         found = []
         for rows in sorted({self.bucket(rows) for rows in range(1, len(self._tables_RP) + 1)}):
             most = rows * num_slots * self._buffer.block_size
             asked = {self.portion(rows, 1 + at) for at in range(0, most, self._quarter(rows))}
-            found += [ProgramKind(num_rows=rows, num_asked=n, merges=m, **work) for n in asked for m in merges]
+            found += [ProgramKind(num_rows=rows, num_asked=n, **work) for n in asked]
         return found
 
     def bucket(self, num_rows: int) -> int:
@@ -120,7 +118,6 @@ class DecodePrograms:
                 [slots.rows],
                 page_size=self._page_size,
                 batch_invariant=self._batch_invariant,
-                merge_slots=buffer.num_slots if kind.merges else None,
             )
             hidden_AD = self._runner.forward(batch)
             prediction = predict(

@@ -68,7 +68,7 @@ class EagerRunner:
             max_q=batch.max_q,
             exact=batch.split is not None,
         )
-        return self.attention.bind(layout, merge_slots=batch.merge_slots)
+        return self.attention.bind(layout)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -24,7 +24,6 @@ from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
-from mbd_core.ops.merged import MergeRule
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Group, Rank, RankLost, init_group, load_shard, num_arrived, open_store
 
@@ -46,7 +45,6 @@ class Welcome:
     model        rank 0's configuration
     fp8          which weights each rank rounds to FP8, of the part it holds
     num_threads  of the CPU, on which the rounding of a matrix product may depend
-    merge_rule   rank 0's, so that all ranks capture the same programs
     """
 
     model: ModelConfig
@@ -54,7 +52,6 @@ class Welcome:
     engine: EngineConfig
     vocab_limit: int | None
     num_threads: int
-    merge_rule: MergeRule | None
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class ParallelEngine(Engine):
                 engine=config,
                 vocab_limit=vocab_limit,
                 num_threads=torch.get_num_threads(),
-                merge_rule=self.attention.merge_rule,
             )
         )
         group.meet()
@@ -233,7 +229,7 @@ def follow(model: Decoder, group: Group) -> None:
         quantize_weights(model, welcome.fp8)
     if group.rank.kind == "cpu":
         torch.set_num_threads(welcome.num_threads)
-    engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit, merge_rule=welcome.merge_rule)
+    engine = Engine(model, welcome.engine, vocab_limit=welcome.vocab_limit)
     group.meet()
     while (orders := group.hear()).then != "stop":
         for command in orders.commands:

@@ -1,0 +1,86 @@
+"""What all commands share: one look, one set of words, one meaning of exit codes.
+
+A job is a function with annotated options (Typer) and its `main = command(function)`. Exit codes: 0 done, 1 it failed,
+2 bad input, in one sentence on stderr and before any work begins.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = (
+    "What runs",
+    "Data",
+    "Decoding",
+    "Engine",
+    "Cluster",
+    "Output",
+)  # the panels of --help, in this order
+
+ModelName = Annotated[
+    str, typer.Option("--model", help="A shipped model's name, or a model folder.", rich_help_panel=MODEL)
+]
+Seed = Annotated[int, typer.Option(help="Of whatever is drawn.", min=0, rich_help_panel=DATA)]
+Threads = Annotated[int, typer.Option(help="Torch's threads, each rank's.", min=1, rich_help_panel=ENGINE)]
+OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a folder that this command wrote before.", rich_help_panel=OUTPUT)
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        help="Ranks that the model is cut among: GPUs of a node, or processes without GPUs.",
+        min=1,
+        rich_help_panel=CLUSTER,
+    ),
+]
+
+
+def command(run: Callable[..., Any]) -> Callable[[Sequence[str] | None], int]:
+    """The job's `main(argv=None) -> exit code`.
+
+    A `ValueError` is bad input (2), a `RuntimeError` a failure (1); both are one sentence. Others are defects of ours
+    and keep their traceback. `run` returns `None` or an exit code.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command()(run)
+    name = run.__module__.rpartition(".")[2]
+    name = Path(sys.argv[0]).stem if name == "__main__" else name
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        try:
+            code = get_command(app).main(arguments, prog_name=f"{name}.py", standalone_mode=False)
+        except TyperException as error:
+            print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 2
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        return int(code or 0)
+
+    return main
+
+
+def names(text: str, option: str) -> list[str]:
+    """A comma-separated list without repetitions; `ValueError` if it is empty."""
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise ValueError(f"{option} names nothing; give at least one, separated by commas")
+    return found
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """A comma-separated list of whole numbers of at least 1; `ValueError` names the one that is not."""
+    for name in names(text, option):
+        if not name.isdecimal() or int(name) < 1:
+            raise ValueError(f"{option} {name} must be a whole number of at least 1")
+    return [int(name) for name in names(text, option)]

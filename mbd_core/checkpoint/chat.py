@@ -1,0 +1,45 @@
+"""A tokenizer's two directions, once for every user of it: chats to prompt ids, and generated ids to text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A chat as the model's template writes it, up to where the assistant begins.
+
+    Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
+    try:
+        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a chat up to where the assistant begins; raises as `chat_text` does."""
+    return chat_prompts(tokenizer, [messages])[0]
+
+
+def chat_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+    """`chat_prompt` of several chats, tokenised together."""
+    texts = [chat_text(tokenizer, messages) for messages in chats]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def question(text: str) -> list[dict[str, str]]:
+    """A chat of one turn of the user's."""
+    return [{"role": "user", "content": text}]
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Generated tokens as text: special tokens left out, spaces as they were generated."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

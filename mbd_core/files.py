@@ -1,0 +1,135 @@
+"""How the project writes: nothing that is there is lost, and what is there is whole.
+
+A command checks its target before it begins (`check_new_file`, `check_target_folder`). Files and folders are written
+beside their place and renamed (`file_beside`, `folder_beside`), or, where results come one by one, into a folder that
+was claimed for them (`claim_folder`). A folder that the project wrote carries a manifest: what it is, and which files
+in it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "mbd-manifest.json"
+
+
+def check_new_file(path: Path) -> None:
+    """Raise `ValueError` if `path` is there already, or if a file cannot be written there."""
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"{path} exists already; give a file that is yet to be written")
+    _check_writable(path.parent, path)
+
+
+def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False) -> None:
+    """Raise `ValueError` if a folder of `kind` cannot be written at `folder`.
+
+    A folder that does not exist or is empty can be filled. With `overwrite` a folder whose manifest says `kind` can be
+    replaced, unless it holds a file that the manifest does not name.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{folder} exists already and is not a folder; give a folder that is yet to be made")
+    if folder.exists() and any(folder.iterdir()):
+        _check_replaceable(folder, kind, overwrite=overwrite)
+    _check_writable(folder if folder.exists() else folder.parent, folder)
+
+
+@contextmanager
+def file_beside(path: Path) -> Iterator[Path]:
+    """A file to write, beside `path`, which takes its place if the body succeeds and vanishes if it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file beside its place, then rename it."""
+    with file_beside(path) as beside:
+        beside.write_text(text)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file beside its place, then rename it; `ValueError` for NaN and infinity, which JSON does not have."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder that takes the place of `folder`, with its manifest, if the body succeeds, and vanishes if not.
+
+    Raises `ValueError` as `check_target_folder` does.
+    """
+    check_target_folder(folder, kind, overwrite=overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield beside
+        beside.chmod(0o755)
+        _write_manifest(beside, kind, sorted(_files(beside)))
+        if folder.exists():
+            check_target_folder(folder, kind, overwrite=overwrite)  # it may have been filled meanwhile
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def claim_folder(folder: Path, kind: str, files: Sequence[str], *, overwrite: bool = False) -> Path:
+    """Make `folder` for results that come one by one: `files`, patterns relative to it, will be the project's own.
+
+    Those of an earlier run are removed. Raises `ValueError` as `check_target_folder` does.
+    """
+    check_target_folder(folder, kind, overwrite=overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _files(folder):
+        (folder / name).unlink()
+    _write_manifest(folder, kind, files)
+    return folder
+
+
+def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
+    write_json(folder / MANIFEST, {"written_by": "mbd-cluster", "kind": kind, "files": list(files)})
+
+
+def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        found, patterns = manifest["kind"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "
+            "give a folder that is yet to be made"
+        ) from None
+    if found != kind:
+        raise ValueError(f"{folder} exists already and holds a {found}, not a {kind}; give another folder")
+    if not overwrite:
+        raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
+    foreign = [n for n in _files(folder) if n != MANIFEST and not any(fnmatch(n, p) for p in patterns)]
+    if foreign:
+        raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file below `folder`, relative to it; links count as files."""
+    return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
+
+
+def _check_writable(folder: Path, target: Path) -> None:
+    """A file can be made in `folder`, or in the nearest of its parents that exists."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {there}: {error.strerror}") from None
+    if len(target.name.encode()) > 200:
+        raise ValueError(f"{target} cannot be written: its name is longer than 200 bytes")
