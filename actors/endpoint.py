@@ -23,6 +23,7 @@ from ray.serve.config import BackpressureConfig
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from mbd_core.checkpoint.folder import edit_note
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Counts, Output
 from mbd_core.decoding.request import Request as EngineRequest
@@ -31,7 +32,7 @@ from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.quantize import Parts
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.async_engine import AsyncEngine, EngineFailed, TextStream, TooManyRequests
-from mbd_core.serving.load import LoadedModel, edit_note, load_engine
+from mbd_core.serving.load import LoadedModel, load_engine
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_schema import (
     MAX_TOKENS_DEFAULT,

@@ -17,11 +17,11 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf.recipes import TrainingRecipe
 from mbd_core.multitf.run import export, prepare
 from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.serving.load import read_folder
 
 STATE, RUN, LOSSES = "trainer.pt", "run.json", "losses.jsonl"
 TOKENIZER_PAIRS = 8000

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.bench.plain_loops import PlainRun, run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.single_lane import CanvasDecoder, canvas_decoder
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_config, load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.canvas_config import Canvas
@@ -35,7 +36,6 @@ from mbd_core.evaluation.benchmarks import Benchmark, find_task, load_benchmark
 from mbd_core.evaluation.graders import grade
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.serving.load import read_folder
 from mbd_core.studies.block_length_measures import BranchStudy, Decoded, Sample, record_caches
 from mbd_core.studies.block_length_report import write_branch_report
 from mbd_core.studies.cache_watch import BranchWatch, SingleWatch, Sketch

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from actors.evaluation import ASKED, COUNTS, Decode, grade_table
 from cluster.placement import ClusterTooSmall, gpus_each
+from mbd_core.checkpoint.folder import edit_note, read_folder
 from mbd_core.checkpoint.loading import load_config, load_generation_defaults
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.request import Counts
@@ -44,7 +45,6 @@ from mbd_core.evaluation.grid import METHODS, MULTI, SINGLE, Methods, Variant, p
 from mbd_core.evaluation.rates import Sample
 from mbd_core.evaluation.sweep_report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
 from mbd_core.evaluation.tradeoff_plot import draw_plot
-from mbd_core.serving.load import edit_note, read_folder
 
 REPORT = "report.json"
 

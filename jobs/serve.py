@@ -19,11 +19,11 @@ from actors.endpoint import EndpointArgs, build
 from cluster.local import connect
 from cluster.placement import ClusterTooSmall, gpus_each
 from cluster.signals import interrupt_on
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.ops.attention import KERNELS
-from mbd_core.serving.load import read_folder
 
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
 

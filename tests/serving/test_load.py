@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.conversion import convert
+from mbd_core.checkpoint.folder import edit_note, read_folder
 from mbd_core.checkpoint.loading import load_config, load_model, load_tokenizer, save_model
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.serving.load import edit_note, load_engine, read_folder
+from mbd_core.serving.load import load_engine
 
 SMALL = EngineConfig(max_rows=1, num_pages=16)
 

@@ -1,0 +1,75 @@
+"""A model folder, checked without reading its weights: configuration, tensors, tokenizer, recommended decoding."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.loading import (
+    load_config,
+    load_generation_defaults,
+    load_tokenizer,
+    match_tensors,
+    refuse_dcp,
+)
+from mbd_core.checkpoint.safetensor_files import list_tensors
+from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
+from mbd_core.models.model_config import ModelConfig
+
+METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
+
+    defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
+    stored_dtype  what most weights are stored as
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    defaults: dict[str, Any]
+    stored_dtype: torch.dtype
+
+
+def read_folder(folder: Path) -> ModelFolder:
+    """Check everything of a model folder that can be checked without reading weights.
+
+    Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
+    distributed checkpoint, a missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or
+    ids that do not fit, decoding that cannot be honoured.
+    """
+    refuse_dcp(folder)
+    config = load_config(folder)
+    found, _, _ = match_tensors(folder, config, list_tensors(folder))
+    tokenizer = load_tokenizer(folder, config)
+    defaults = load_generation_defaults(folder)
+    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
+        defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
+    try:
+        decoding_config(defaults, {}, block_size=defaults.get("block_size", config.block_size))
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.json: {error}") from None
+    dtypes = [info.dtype for info in found.values()]
+    return ModelFolder(
+        path=folder,
+        config=config,
+        tokenizer=tokenizer,
+        defaults=defaults,
+        stored_dtype=max(set(dtypes), key=dtypes.count),
+    )
+
+
+def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:
+    """What to tell of T2T editing under a model whose `generation_config.json` does not recommend it; else `None`."""
+    if decoding.t2t is None or defaults.get("t2t") is not None:
+        return None
+    return (
+        f"{name}: decoding.t2t was asked for, but its generation_config.json names none: a model that was not trained "
+        "to edit its own tokens may overwrite right ones"
+    )
