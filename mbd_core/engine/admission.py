@@ -1,0 +1,126 @@
+"""Whether an engine can ever serve a request: checked once, and the result is a type."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mbd_core.canvas.single_lane import check_canvas
+from mbd_core.decoding.request import Request
+from mbd_core.engine.sequence import pages_needed
+from mbd_core.models.model_config import ModelConfig
+
+Field = Literal["prompt", "max_tokens", "decoding", "request_id"]
+Code = Literal["invalid_value", "context_length_exceeded"]
+
+
+class RequestRefused(ValueError):
+    """A request that cannot be served. `field` names what is wrong in it, `code` how, in OpenAI's words."""
+
+    def __init__(self, field: Field, message: str, code: Code = "invalid_value") -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that its engine can serve; only `Admission.check` makes one."""
+
+    request: Request
+
+
+class Admission:
+    """The limits of one engine: the model's positions and vocabulary, its slots, its pages.
+
+    `num_pages` is how many pages a sequence can own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        block_size: int,
+        buffer_size: int,
+        page_size: int,
+        num_pages: int,
+        prefix_caching: bool,
+    ) -> None:
+        self._model, self._prefix_caching = model, prefix_caching
+        self._block_size, self._buffer_size = block_size, buffer_size
+        self._page_size, self._num_pages = page_size, num_pages
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a prompt and its answer can have together."""
+        return min(self._model.max_positions, self._num_pages * self._page_size)
+
+    def room(self, prompt_length: int) -> int:
+        """Tokens that can follow a prompt of `prompt_length`; a canvas with several lanes may have less."""
+        return max(0, self.max_length - prompt_length)
+
+    def check(self, request: Request) -> Admitted:
+        """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""
+        self._check_prompt(request)
+        self._check_method(request)
+        needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
+        if needed > self._num_pages:
+            raise RequestRefused(
+                "max_tokens",
+                f"the prompt and max_tokens={request.max_tokens} need {needed} KV pages, the engine has "
+                f"{self._num_pages}; lower max_tokens or start it with more num_pages",
+                "context_length_exceeded",
+            )
+        return Admitted(request)
+
+    def _check_prompt(self, request: Request) -> None:
+        model, length = self._model, len(request.prompt)
+        if not length:
+            raise RequestRefused("prompt", "the prompt is empty: it must hold at least one token")
+        if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
+            raise RequestRefused("max_tokens", f"max_tokens={request.max_tokens} must be a whole number of at least 1")
+        if length + request.max_tokens > model.max_positions:
+            raise RequestRefused(
+                "prompt" if length >= model.max_positions else "max_tokens",
+                f"the prompt's {length} tokens and max_tokens={request.max_tokens} exceed the model's "
+                f"{model.max_positions} positions; shorten the prompt or lower max_tokens",
+                "context_length_exceeded",
+            )
+        wrong = next((t for t in request.prompt if not 0 <= t < model.vocab_size), None)
+        if wrong is not None:
+            raise RequestRefused(
+                "prompt", f"prompt token {wrong} lies outside the vocabulary of {model.vocab_size} tokens"
+            )
+
+    def _check_method(self, request: Request) -> None:
+        try:
+            if request.decoding.canvas is not None:
+                self._check_canvas(request)
+            else:
+                self._check_blocks(request)
+        except ValueError as error:
+            raise RequestRefused("decoding", str(error)) from None
+
+    def _check_canvas(self, request: Request) -> None:
+        if self._model.attention != "full":
+            raise ValueError(
+                f"canvas needs a model with full attention; {self._model.architecture} attends in blocks"
+            )
+        assert request.decoding.canvas is not None
+        check_canvas(
+            request.decoding.canvas,
+            prompt_length=len(request.prompt),
+            max_tokens=request.max_tokens,
+            eos_token_ids=() if request.ignore_eos else self._model.eos_token_ids,
+        )
+
+    def _check_blocks(self, request: Request) -> None:
+        decoding = request.decoding
+        if decoding.prefix_cache and not self._prefix_caching:
+            raise ValueError("prefix_cache=True cannot be honoured: this engine was started without prefix caching")
+        if decoding.block_size != self._block_size:
+            raise ValueError(f"block_size={decoding.block_size} differs from the model's {self._block_size}")
+        if decoding.prompt_attention == "full" and self._model.attention != "full":
+            raise ValueError(
+                f"prompt_attention='full' (D2F) needs a model with full attention; {self._model.architecture} "
+                "attends in blocks"
+            )
+        if decoding.buffer_size > self._buffer_size:
+            raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
