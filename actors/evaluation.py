@@ -14,8 +14,8 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
 from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.evaluation.benchmarks import Problem, find_task
 from mbd_core.evaluation.graders import Grade, grade
+from mbd_core.evaluation.tasks import Problem, find_task
 from mbd_core.multitf.data import chat_prompts
 from mbd_core.serving.load import LoadedModel, load_engine
 

@@ -32,8 +32,9 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.evaluation.benchmarks import Benchmark, find_task, load_benchmark
 from mbd_core.evaluation.graders import grade
+from mbd_core.evaluation.problem_set import ProblemSet, load_problems
+from mbd_core.evaluation.tasks import find_task
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.studies.block_length_measures import BranchStudy, Decoded, Sample, record_caches
@@ -194,14 +195,14 @@ def _prompts_of_file(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeni
     return found
 
 
-def _prompts_of_task(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _prompts_of_task(problems: ProblemSet, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     def grader(number: int) -> Callable[[list[int]], float]:
-        problem = benchmark.problems[number]
-        return lambda tokens: float(grade(benchmark.task, problem, str(tokenizer.decode(tokens))).correct)
+        problem = problems.problems[number]
+        return lambda tokens: float(grade(problems.task, problem, str(tokenizer.decode(tokens))).correct)
 
     return [
         Prompt(name=problem.problem_id, ids=tuple(_text_ids(tokenizer, problem.prompt)), grade=grader(number))
-        for number, problem in enumerate(benchmark.problems)
+        for number, problem in enumerate(problems.problems)
     ]
 
 
@@ -237,7 +238,7 @@ def prepare(args: argparse.Namespace) -> tuple[Subject, Methods, list[Prompt]]:
         assert tokenizer is not None
         task = find_task(args.task)
         limit = args.limit or (16 if task.generate is not None else None)
-        prompts = _prompts_of_task(load_benchmark(task, limit=limit, data=args.data), tokenizer)
+        prompts = _prompts_of_task(load_problems(task, limit=limit, data=args.data), tokenizer)
     for prompt in prompts:
         if len(prompt.ids) + args.max_tokens > config.max_positions:
             raise ValueError(

@@ -40,10 +40,11 @@ from mbd_core.checkpoint.loading import load_config, load_generation_defaults
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.request import Counts
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.evaluation.benchmarks import Benchmark, find_task, load_benchmark
 from mbd_core.evaluation.grid import METHODS, MULTI, SINGLE, Methods, Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.problem_set import ProblemSet, load_problems
 from mbd_core.evaluation.rates import Sample
 from mbd_core.evaluation.sweep_report import AupRow, Row, RunKey, build_aup, build_rows, render_markdown
+from mbd_core.evaluation.tasks import find_task
 from mbd_core.evaluation.tradeoff_plot import draw_plot
 
 REPORT = "report.json"
@@ -58,7 +59,7 @@ class Sweep:
 
     models: dict[str, str]
     variants: dict[str, list[Variant]]
-    benchmarks: list[Benchmark]
+    benchmarks: list[ProblemSet]
     engine: EngineConfig
     max_tokens: int
     seed: int
@@ -166,7 +167,7 @@ def plan_sweep(args: argparse.Namespace) -> Sweep:
         told = (edit_note(name, found.defaults, v.decoding) for v in variants[name])
         notes += dict.fromkeys(note for note in told if note is not None)
     benchmarks = [
-        load_benchmark(task, split=args.split, seed=args.seed, limit=args.limit, data=files.get(task.name))
+        load_problems(task, split=args.split, seed=args.seed, limit=args.limit, data=files.get(task.name))
         for task in tasks
     ]
     slots = max(v.decoding.buffer_size for of in variants.values() for v in of)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from mbd_core.evaluation.benchmarks import Problem, Task
 from mbd_core.evaluation.extraction import flexible_number, same_number, strict_number
 from mbd_core.evaluation.sandbox import Limits, Reason, run_tests
+from mbd_core.evaluation.tasks import Problem, Task
 
 
 @dataclass(frozen=True, kw_only=True)

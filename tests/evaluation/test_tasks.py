@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbd_core.evaluation.benchmarks import DEFAULT_LIMIT, TASKS, Problem, find_task, load_benchmark
 from mbd_core.evaluation.extraction import flexible_number, parse_number, same_number, strict_number
 from mbd_core.evaluation.graders import grade
 from mbd_core.evaluation.grid import Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.problem_set import DEFAULT_LIMIT, load_problems
 from mbd_core.evaluation.sandbox import Limits, run_tests
+from mbd_core.evaluation.tasks import TASKS, Problem, find_task
 from mbd_core.tasks import code_mini, gsm_mini
 
 QUICK = Limits(wall_seconds=5.0, cpu_seconds=1)
@@ -36,13 +37,13 @@ def write_rows(path: Path, rows: list[object]) -> str:
 @pytest.mark.parametrize("name", ["gsm-mini", "code-mini"])
 def test_generated_task_is_repeatable_and_its_splits_share_no_problem(name: str) -> None:
     task = find_task(name)
-    test = load_benchmark(task, seed=3, limit=60)
-    assert test == load_benchmark(task, seed=3, limit=60)
-    assert test.sha256 != load_benchmark(task, seed=4, limit=60).sha256
+    test = load_problems(task, seed=3, limit=60)
+    assert test == load_problems(task, seed=3, limit=60)
+    assert test.sha256 != load_problems(task, seed=4, limit=60).sha256
     assert len({p.problem_id for p in test.problems}) == 60
-    train = load_benchmark(task, split="train", seed=3, limit=200)
+    train = load_problems(task, split="train", seed=3, limit=200)
     assert not {p.prompt for p in test.problems} & {p.prompt for p in train.problems}
-    assert len(load_benchmark(task).problems) == DEFAULT_LIMIT
+    assert len(load_problems(task).problems) == DEFAULT_LIMIT
 
 
 def test_a_file_reads_the_same_plain_gzipped_and_by_url(tmp_path: Path) -> None:
@@ -50,17 +51,17 @@ def test_a_file_reads_the_same_plain_gzipped_and_by_url(tmp_path: Path) -> None:
     plain = write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(Path(plain).read_bytes()))
     task = find_task("humaneval")
-    problems = load_benchmark(task, data=plain).problems
-    assert problems == load_benchmark(task, data=plain + ".gz").problems
-    assert problems == load_benchmark(task, data=f"file://{plain}").problems
+    problems = load_problems(task, data=plain).problems
+    assert problems == load_problems(task, data=plain + ".gz").problems
+    assert problems == load_problems(task, data=f"file://{plain}").problems
     assert [p.problem_id for p in problems] == ["x/0", "x/1", "x/2"]
-    assert load_benchmark(task, data=plain, limit=2).problems == problems[:2]
+    assert load_problems(task, data=plain, limit=2).problems == problems[:2]
 
 
 def test_code_mini_rows_in_a_file_are_a_humaneval_file(tmp_path: Path) -> None:
     rows = list(itertools.islice(code_mini.generate(split="test", seed=0), 3))
-    read = load_benchmark(find_task("humaneval"), data=write_rows(tmp_path / "c.jsonl", rows)).problems
-    drawn = load_benchmark(find_task("code-mini"), limit=3).problems
+    read = load_problems(find_task("humaneval"), data=write_rows(tmp_path / "c.jsonl", rows)).problems
+    drawn = load_problems(find_task("code-mini"), limit=3).problems
     assert [(p.prompt, p.reference, p.entry_point) for p in read] == [
         (p.prompt, p.reference, p.entry_point) for p in drawn
     ]
@@ -85,7 +86,7 @@ def test_a_malformed_row_is_named_by_file_line_and_reason(tmp_path: Path, task: 
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json.dumps(good).encode() + b"\n\n" + bad + b"\n")
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: ") as caught:
-        load_benchmark(find_task(task), data=str(path), limit=1)
+        load_problems(find_task(task), data=str(path), limit=1)
     assert reason in str(caught.value)
 
 
@@ -95,22 +96,22 @@ def test_files_that_hold_nothing_or_are_not_there(tmp_path: Path) -> None:
     empty.write_text("\n")
     damaged.write_bytes(gzip.compress(json.dumps(GOOD_MATH).encode() * 50)[:-12])
     with pytest.raises(ValueError, match=r"empty\.jsonl holds no problems"):
-        load_benchmark(task, data=str(empty))
+        load_problems(task, data=str(empty))
     with pytest.raises(ValueError, match="damaged gzip data"):
-        load_benchmark(task, data=str(damaged))
+        load_problems(task, data=str(damaged))
     with pytest.raises(ValueError, match=r"missing\.jsonl cannot be read"):
-        load_benchmark(task, data=str(tmp_path / "missing.jsonl"))
+        load_problems(task, data=str(tmp_path / "missing.jsonl"))
 
 
 def test_what_a_task_cannot_be_given() -> None:
     with pytest.raises(ValueError, match="unknown task 'gsm'; known: gsm-mini, code-mini, gsm8k, humaneval"):
         find_task("gsm")
     with pytest.raises(ValueError, match="needs a JSON-lines file"):
-        load_benchmark(find_task("gsm8k"))
+        load_problems(find_task("gsm8k"))
     with pytest.raises(ValueError, match="takes no data file"):
-        load_benchmark(find_task("gsm-mini"), data="x.jsonl")
+        load_problems(find_task("gsm-mini"), data="x.jsonl")
     with pytest.raises(ValueError, match="limit=0"):
-        load_benchmark(find_task("gsm-mini"), limit=0)
+        load_problems(find_task("gsm-mini"), limit=0)
 
 
 # -- extraction -----------------------------------------------------------------------------------------------------
@@ -156,10 +157,10 @@ def test_what_is_no_number_equals_nothing(written: str | None) -> None:
 def test_every_generated_answer_is_right_and_another_problem_s_is_not() -> None:
     for name, module, column in (("gsm-mini", gsm_mini, "answer"), ("code-mini", code_mini, "canonical_solution")):
         rows = itertools.islice(module.generate(split="test", seed=1), 6)
-        benchmark = load_benchmark(TASKS[name], seed=1, limit=6)
-        for problem, row in zip(benchmark.problems, rows, strict=True):
-            assert grade(benchmark.task, problem, row[column]).correct
-            assert not grade(benchmark.task, problem, "    return None\n").correct
+        drawn = load_problems(TASKS[name], seed=1, limit=6)
+        for problem, row in zip(drawn.problems, rows, strict=True):
+            assert grade(drawn.task, problem, row[column]).correct
+            assert not grade(drawn.task, problem, "    return None\n").correct
 
 
 def test_the_task_s_rule_decides_and_both_extractions_are_kept() -> None:

@@ -1,52 +1,24 @@
-"""The benchmarks by name, and their problems: drawn from our generators or read from a JSON-lines file."""
+"""The problems of a task: drawn from a generator, or read from a JSON-lines file."""
 
 import gzip
 import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
 
-from mbd_core.evaluation.extraction import parse_number, strict_number
-from mbd_core.tasks import code_mini, gsm_mini
+from mbd_core.evaluation.tasks import Problem, Task
 from mbd_core.tasks.split import Split
 
 DEFAULT_LIMIT = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One problem. `prompt` is what the user asks; `reference` is the right number (math) or the tests' source (code),
-    whose `check` is given the function named `entry_point`."""
-
-    problem_id: str
-    prompt: str
-    reference: str
-    entry_point: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A benchmark: how its rows are made into problems and by which rule an answer counts.
-
-    `rule` is the extraction whose value is the accuracy: `strict` (`#### N`), `flexible` (the last number), `code`.
-    `generate` draws rows without end; without it the rows come from a file the user names.
-    """
-
-    name: str
-    label: str
-    columns: tuple[str, ...]
-    rule: Literal["strict", "flexible", "code"]
-    problem: Callable[[str, dict[str, str]], Problem]
-    generate: Callable[..., Iterator[dict[str, str]]] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class ProblemSet:
     """A task's problems and where they came from: a file, or a generator's split and seed."""
 
     task: Task
@@ -55,61 +27,14 @@ class Benchmark:
 
     @property
     def sha256(self) -> str:
-        """A hash of every problem, so that two reports can be known to speak of the same ones."""
+        """A hash of all problems: two reports with the same hash are about the same problems."""
         text = "\n".join(json.dumps(asdict(p), sort_keys=True) for p in self.problems)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _math_problem(problem_id: str, row: dict[str, str]) -> Problem:
-    number = strict_number(row["answer"])
-    if number is None or parse_number(number) is None:
-        raise ValueError("column 'answer' must end in '#### ' and a number")
-    return Problem(problem_id=problem_id, prompt=row["question"], reference=number)
-
-
-def _code_problem(_problem_id: str, row: dict[str, str]) -> Problem:
-    if not row["entry_point"].isidentifier():
-        raise ValueError(f"column 'entry_point' must be a function's name, not {row['entry_point']!r}")
-    return Problem(
-        problem_id=row["task_id"], prompt=row["prompt"], reference=row["test"], entry_point=row["entry_point"]
-    )
-
-
-MATH_COLUMNS = ("question", "answer")
-CODE_COLUMNS = ("task_id", "prompt", "test", "entry_point")
-
-TASKS: dict[str, Task] = {
-    "gsm-mini": Task(
-        name="gsm-mini",
-        label="GSM-mini",
-        columns=MATH_COLUMNS,
-        rule="strict",
-        problem=_math_problem,
-        generate=gsm_mini.generate,
-    ),
-    "code-mini": Task(
-        name="code-mini",
-        label="Code-mini",
-        columns=CODE_COLUMNS,
-        rule="code",
-        problem=_code_problem,
-        generate=code_mini.generate,
-    ),
-    "gsm8k": Task(name="gsm8k", label="GSM8K", columns=MATH_COLUMNS, rule="flexible", problem=_math_problem),
-    "humaneval": Task(name="humaneval", label="HumanEval", columns=CODE_COLUMNS, rule="code", problem=_code_problem),
-}
-
-
-def find_task(name: str) -> Task:
-    """The task of that name; an unknown one is a `ValueError` that lists the known."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}")
-    return TASKS[name]
-
-
-def load_benchmark(
+def load_problems(
     task: Task, *, split: Split = "test", seed: int = 0, limit: int | None = None, data: str | None = None
-) -> Benchmark:
+) -> ProblemSet:
     """The first `limit` problems of a task.
 
     A generated task takes `split` and `seed` and gives 500 problems by default; the others read `data`, a JSON-lines
@@ -121,13 +46,13 @@ def load_benchmark(
     if task.generate is None:
         if data is None:
             raise ValueError(f"task '{task.name}' needs a JSON-lines file: --data {task.name}=PATH")
-        return Benchmark(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
+        return ProblemSet(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
     if data is not None:
         raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")
     source = f"{task.name}/{split}/{seed}"
     rows = itertools.islice(task.generate(split=split, seed=seed), limit or DEFAULT_LIMIT)
     problems = tuple(task.problem(f"{source}/{number}", row) for number, row in enumerate(rows))
-    return Benchmark(task=task, source=f"generated: split {split}, seed {seed}", problems=problems)
+    return ProblemSet(task=task, source=f"generated: split {split}, seed {seed}", problems=problems)
 
 
 def _read_problems(task: Task, path: str) -> list[Problem]:
