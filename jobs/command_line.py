@@ -4,6 +4,8 @@ A job is a function with annotated options (Typer) and its `main = command(funct
 2 bad input, in one sentence on stderr and before any work begins.
 """
 
+import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +33,9 @@ OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a folder that this command wrote before.", rich_help_panel=OUTPUT)
 ]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows there.", rich_help_panel=OUTPUT)
+]
 TensorParallel = Annotated[
     int,
     typer.Option(
@@ -44,30 +49,50 @@ TensorParallel = Annotated[
 def command(run: Callable[..., Any]) -> Callable[[Sequence[str] | None], int]:
     """The job's `main(argv=None) -> exit code`.
 
-    A `ValueError` is bad input (2), a `RuntimeError` a failure (1); both are one sentence. Others are defects of ours
-    and keep their traceback. `run` returns `None` or an exit code.
+    A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
+    defects of ours and keep their traceback. `run` returns `None` or an exit code.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.command()(run)
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
 
+    def line(arguments: Sequence[str]) -> str:
+        return f"python jobs/{name}.py {shlex.join(arguments)}".strip()
+
     def main(argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else list(argv)
         try:
-            code = get_command(app).main(arguments, prog_name=f"{name}.py", standalone_mode=False)
+            code = get_command(app).main(arguments, prog_name=f"{name}.py", standalone_mode=False, obj=line(arguments))
         except TyperException as error:
             print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
             return 2
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
         return int(code or 0)
 
     return main
+
+
+def command_text(context: typer.Context) -> str:
+    """The command as it was given, for reports; a job that takes a `typer.Context` has it."""
+    assert isinstance(context.obj, str)
+    return context.obj
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """A JSON object that was given as an option; `ValueError` if it is none."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text!r} must be a JSON object")
+    return value
 
 
 def names(text: str, option: str) -> list[str]:
