@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig, MoEConfig
-from mbd_core.ops.experts import ExpertsChoice, resolve_experts
+from mbd_core.ops.experts import ExpertsKernel, resolve_experts
 
 
 class Router(nn.Module):
@@ -63,10 +63,10 @@ class Router(nn.Module):
 
 
 @functools.cache
-def choose_experts(
+def experts_kernel(
     device: torch.device, dtype: torch.dtype, expert_size: int, hidden_size: int, *, differentiable: bool
-) -> ExpertsChoice:
-    """`ops.moe.resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
+) -> ExpertsKernel:
+    """`resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
     return resolve_experts(
         device,
         dtype,
@@ -91,18 +91,18 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(e, hidden, f))
 
     @property
-    def choice(self) -> ExpertsChoice:
+    def kernel(self) -> ExpertsKernel:
         """The implementation that `forward` would use now."""
         _, width, hidden = self.gate_proj.shape
         dtype = self._dtype(self.gate_proj)
         differentiable = torch.is_grad_enabled()
-        return choose_experts(self.gate_proj.device, dtype, width, hidden, differentiable=differentiable)
+        return experts_kernel(self.gate_proj.device, dtype, width, hidden, differentiable=differentiable)
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         dtype = self._dtype(x_TD)
         tensors = (x_TD, self.gate_proj, self.up_proj, self.down_proj)
         x, gate, up, down = (t.to(dtype) for t in tensors)
-        return self.choice.call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
+        return self.kernel.call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
 
     @staticmethod
     def _dtype(tensor: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Which attention kernel serves a device, and why the others do not.
 
-All of them compute `ops.reference.paged_attention`. GPU packages are imported only when a CUDA device asks for them.
-`Choice.bind` prepares once a step what all layers share.
+All of them compute `attention_definition.paged_attention`. GPU packages are imported only when a CUDA device asks for
+them. `AttentionKernel.bind` prepares once a step what all layers share.
 """
 
 import importlib
@@ -11,55 +11,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mbd_core.ops import attention_cpu as reference
+from mbd_core.ops import attention_cpu
 from mbd_core.ops import attention_flash as flash
-from mbd_core.ops.merged import BoundAttention, BoundLse, MergeRule, bind_merged
 from mbd_core.ops.row_layout import RowLayout
+
+BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The kernel in use, prepared once a step (`bind`), and why no other.
+class AttentionKernel:
+    """The kernel in use, and for every other kernel a sentence in `reasons` why it is not.
 
-    `reasons` has a sentence for every kernel that was not chosen. `merge_rule` says when whole buffers had better be
-    attended with their prefix read once (`ops.merged`); without one they never are.
+    `bind` prepares a batch once a step for all layers: row r's queries attend to the first `kv_lens_R[r]` keys of its
+    pages (`attention_definition.paged_attention`).
     """
 
     name: str
-    bind_rows: Callable[[RowLayout], BoundAttention]
-    bind_lse: Callable[[RowLayout], BoundLse]
+    bind: Callable[[RowLayout], BoundAttention]
     reasons: dict[str, str] = field(default_factory=dict)
-    merge_rule: MergeRule | None = None
-
-    def bind(self, layout: RowLayout, *, merge_slots: int | None = None) -> BoundAttention:
-        """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages: `ops.reference.paged_attention`.
-
-        With `merge_slots` the rows must be whole buffers of that many slots, each of `max_q` tokens (`bind_merged`
-        says exactly which), and a prefix is read once for all its slots: the same within rounding, faster where
-        `merges` says so. Raises `ValueError` for rows that are no whole buffers, without `max_q`, and with `exact`.
-        """
-        if merge_slots is None:
-            return self.bind_rows(layout)
-        return bind_merged(self.bind_lse, layout, slots=merge_slots)
-
-    def merges(self, *, num_sequences: int, slots: int, longest_prefix: int) -> bool:
-        """Whether to bind with `merge_slots`: host numbers only, so that a graph can be captured for each answer."""
-        return self.merge_rule is not None and self.merge_rule.merges(
-            num_sequences=num_sequences, slots=slots, longest_prefix=longest_prefix
-        )
 
     def describe(self) -> str:
         """One line to print when an engine starts."""
-        parts = [f"attention: {self.name}"]
-        if self.merge_rule is not None:
-            parts.append(self.merge_rule.describe())
-        return "; ".join([*parts, *(f"not {name}: {why}" for name, why in self.reasons.items())])
+        return "; ".join([f"attention: {self.name}", *(f"not {name}: {why}" for name, why in self.reasons.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a kernel must cope with. `capability` is the CUDA device's, None elsewhere."""
+    """What a kernel must support. `capability` is the CUDA device's, None elsewhere."""
 
     device: torch.device
     dtype: torch.dtype
@@ -86,16 +67,16 @@ def resolve(
     num_kv_heads: int = 1,
     capability: tuple[int, int] | None = None,
     load: Callable[[str], Any] = importlib.import_module,
-) -> Choice:
+) -> AttentionKernel:
     """The first kernel that can serve the setting, or `preference` if it can.
 
-    On a CPU that is the reference; on CUDA the order is `KERNELS`' and the reference comes last. `capability` and
-    `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes no kernel takes, for an
-    unknown preference, and for one that cannot be honoured, with the reason.
+    On a CPU that is "reference" (`attention_cpu`); on CUDA the order is that of `KERNELS`, and "reference" comes last.
+    `capability` and `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes that no
+    kernel takes, for an unknown preference, and for one that cannot be honoured, with the reason.
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    if preference is not None and preference != "reference" and preference not in KERNELS:
+    if preference not in (None, "reference", *KERNELS):
         raise ValueError(f"attention={preference!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}")
     if capability is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -110,46 +91,48 @@ def resolve(
         load=load,
     )
     reasons: dict[str, str] = {}
-    kernel: flash.Kernel | None = None
-    chosen = "reference"
-    for name, build in KERNELS.items():
-        if kernel is not None:
-            reasons[name] = f"{chosen} comes first"
-            continue
-        if preference is not None and preference != name:
-            reasons[name] = f"{preference} was asked for"
-            continue
-        if name in _ON_REQUEST and preference != name:
-            reasons[name] = "it is fetched from the network, so it is used only when asked for by name"
-            continue
-        try:
-            kernel, chosen = build(setting), name
-        except UnavailableError as error:
-            reasons[name] = str(error)
-    if preference not in (None, chosen):
+    chosen = _first_flash(setting, preference, reasons)
+    if preference not in (None, "reference" if chosen is None else chosen[0]):
         raise ValueError(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
         )
-    if kernel is None:
-        return Choice(name="reference", bind_rows=reference.bind, bind_lse=reference.bind_lse, reasons=reasons)
-    reasons["reference"] = f"{chosen} is faster on {device.type}"
-    return _choice(chosen, kernel, reasons)
+    if chosen is None:
+        return AttentionKernel(name="reference", bind=attention_cpu.bind, reasons=reasons)
+    name, kernel = chosen
+    reasons["reference"] = f"{name} is faster on {device.type}"
+    return flash_attention(name, kernel, reasons)
 
 
-def _choice(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> Choice:
-    def bind_rows(layout: RowLayout) -> BoundAttention:
-        rows = layout.for_kernels()
-        return lambda q, k, v: kernel(q, k, v, rows)[0]
+def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> AttentionKernel:
+    """One of `attention_flash`'s kernels as the kernel in use."""
 
-    def bind_lse(layout: RowLayout) -> BoundLse:
+    def bind(layout: RowLayout) -> BoundAttention:
         rows = layout.for_kernels()
         return lambda q, k, v: kernel(q, k, v, rows)
 
-    return Choice(name=name, bind_rows=bind_rows, bind_lse=bind_lse, reasons=reasons)
+    return AttentionKernel(name=name, bind=bind, reasons=reasons)
+
+
+def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
+    """The first of `KERNELS` that can serve the setting and is not ruled out; `reasons` is given why each other is."""
+    chosen: tuple[str, flash.Kernel] | None = None
+    for name, build in KERNELS.items():
+        if chosen is not None:
+            reasons[name] = f"{chosen[0]} comes first"
+        elif preference is not None and preference != name:
+            reasons[name] = f"{preference} was asked for"
+        elif name in _ON_REQUEST and preference != name:
+            reasons[name] = "it is fetched from the network, so it is used only when asked for by name"
+        else:
+            try:
+                chosen = name, build(setting)
+            except UnavailableError as error:
+                reasons[name] = str(error)
+    return chosen
 
 
 def _require(setting: Setting, *, page_multiple: int) -> None:
-    """What every flash kernel asks for."""
+    """Raise `UnavailableError` for what no flash kernel supports."""
     if setting.device.type != "cuda" or setting.capability is None:
         raise UnavailableError(f"it needs a CUDA device, this is {setting.device.type}")
     if setting.capability < (8, 0):
@@ -185,7 +168,7 @@ def _vllm(setting: Setting) -> flash.Kernel:
 
 def _torch_paged(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=16)
-    varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
+    (varlen_attn,) = _load(setting, "torch.nn.attention.varlen", "varlen_attn")
     _takes(varlen_attn, "block_table", "num_splits")
     major = setting.capability[0] if setting.capability is not None else 0
     packages = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
@@ -198,14 +181,14 @@ def _torch_paged(setting: Setting) -> flash.Kernel:
         activate(implementation)
     except (RuntimeError, ValueError) as error:
         raise UnavailableError(f"{implementation} cannot be activated ({error})") from error
-    return flash.torch_varlen(varlen_attn, aux)
+    return flash.torch_varlen(varlen_attn)
 
 
 def _torch_gathered(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=1)
-    varlen_attn, aux = _load(setting, "torch.nn.attention.varlen", "varlen_attn", "AuxRequest")
+    (varlen_attn,) = _load(setting, "torch.nn.attention.varlen", "varlen_attn")
     _takes(varlen_attn, "seqused_k", "num_splits")
-    return flash.torch_varlen_gathered(varlen_attn, aux)
+    return flash.torch_varlen_gathered(varlen_attn)
 
 
 def _flash_attn(setting: Setting) -> flash.Kernel:

@@ -1,7 +1,7 @@
-"""Flash-attention kernels in our signature: which argument of theirs each of ours becomes.
+"""Flash-attention kernels of other packages behind one signature.
 
 Every one takes non-causal rows of varying length over a paged cache; `max_k` may be more than any row has. They differ
-in how they take the key lengths. All return the log-sum-exp as (H, T), also torch, whose manual says (T, H).
+in how they take the key lengths.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """
@@ -15,16 +15,15 @@ from torch.nn import functional as F
 
 from mbd_core.ops.row_layout import RowLayout
 
-Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], tuple[Tensor, Tensor]]
-"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C) and
-log-sum-exp (T, H)."""
+Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
+"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C)."""
 
 
-def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
+def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
     """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
-        out, lse_HT = varlen_attn(
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = varlen_attn(
             q,
             k_pages,
             v_pages,
@@ -32,24 +31,23 @@ def torch_varlen(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any
             None,
             rows.max_q,
             rows.max_k,
-            return_aux=aux_request(lse=True),
             enable_gqa=q.shape[1] != k_pages.shape[2],
             seqused_k=rows.kv_lens_R,
             block_table=rows.page_table_RP,
             num_splits=1 if rows.exact else None,
         )
-        return out, lse_HT.transpose(0, 1)
+        return out
 
     return kernel
 
 
-def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable[..., Any]) -> Kernel:
-    """The same function without a block table (torch's own FlashAttention 2): pages are copied together first."""
+def torch_varlen_gathered(varlen_attn: Callable[..., Any]) -> Kernel:
+    """The same function without a block table (torch's own FlashAttention 2): the rows' pages are gathered first."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
         table = rows.page_table_RP.long()
         starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
-        out, lse_HT = varlen_attn(
+        out: Tensor = varlen_attn(
             q,
             k_pages[table].flatten(0, 2),
             v_pages[table].flatten(0, 2),
@@ -57,21 +55,20 @@ def torch_varlen_gathered(varlen_attn: Callable[..., Any], aux_request: Callable
             starts,
             rows.max_q,
             rows.max_k,
-            return_aux=aux_request(lse=True),
             enable_gqa=q.shape[1] != k_pages.shape[2],
             seqused_k=rows.kv_lens_R,
             num_splits=1 if rows.exact else None,
         )
-        return out, lse_HT.transpose(0, 1)
+        return out
 
     return kernel
 
 
 def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
-    """`vllm.vllm_flash_attn`: key lengths as they are."""
+    """`vllm.vllm_flash_attn`: it takes the key lengths as they are."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
-        out, lse_HT = flash_attn_varlen_func(
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
             q=q,
             k=k_pages,
             v=v_pages,
@@ -81,20 +78,19 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
             max_seqlen_k=rows.max_k,
             block_table=rows.page_table_RP,
             causal=False,
-            return_softmax_lse=True,
             num_splits=1 if rows.exact else 0,
             fa_version=fa_version,
-        )[:2]
-        return out, lse_HT.transpose(0, 1)
+        )
+        return out
 
     return kernel
 
 
 def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
-    """FlashAttention 3 as its own packages have it: there the function for caches takes pages, the other does not."""
+    """FlashAttention 3 from its own packages, where only the function for caches takes pages."""
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
-        out, lse_HT = flash_attn_with_kvcache(
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
             q=q,
             k_cache=k_pages,
             v_cache=v_pages,
@@ -104,9 +100,8 @@ def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
             max_seqlen_q=rows.max_q,
             causal=False,
             num_splits=1 if rows.exact else 0,
-            return_softmax_lse=True,
-        )[:2]
-        return out, lse_HT.transpose(0, 1)
+        )
+        return out
 
     return kernel
 
@@ -114,12 +109,12 @@ def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
 def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
     """`flash_attn` 2.x: with a block table the key lengths are read from cumulative sums.
 
-    It splits keys only where all rows are single queries. Else a row's result does not depend on the others and
-    `exact` needs nothing.
+    It splits a row's keys only where all rows are single queries. In all other batches a row's result does not depend
+    on the other rows, so `exact` changes nothing.
     """
 
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> tuple[Tensor, Tensor]:
-        out, lse_HT = flash_attn_varlen_func(
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
             q=q,
             k=k_pages,
             v=v_pages,
@@ -129,8 +124,7 @@ def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
             max_seqlen_k=rows.max_k,
             block_table=rows.page_table_RP,
             causal=False,
-            return_attn_probs=True,
-        )[:2]
-        return out, lse_HT.transpose(0, 1)
+        )
+        return out
 
     return kernel

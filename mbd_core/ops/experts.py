@@ -1,8 +1,8 @@
 """The experts of a mixture-of-experts layer: the loop that defines correct, and what is faster than it.
 
-`experts` loops over the experts that were chosen. `grouped` sorts the tokens by expert and multiplies all experts at
-once with torch's grouped matmul. `ops.experts_triton.fused_experts` does it in two kernels that gather and scatter
-themselves, for the few tokens an expert gets while decoding. All three take and return the same.
+`loop_experts` loops over the experts that were chosen. `grouped_experts` sorts the tokens by expert and multiplies all
+experts at once with torch's grouped matmul. `experts_triton.fused_experts` does it in two kernels that gather and
+scatter themselves, for the few tokens an expert gets while decoding. All three take and return the same.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
 """
@@ -10,7 +10,6 @@ Shape legend: T tokens, K experts a token, A = T * K assignments, D model width,
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +17,11 @@ from torch.nn import functional as F
 
 from mbd_core.ops.expert_order import sort_by_expert, unsort
 
-
-class Experts(Protocol):
-    """Each token's weighted sum over its experts: `experts` in this file."""
-
-    def __call__(
-        self, x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor: ...
+ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
 
 
-def experts(
+def loop_experts(
     x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
@@ -37,18 +31,18 @@ def experts(
     """
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for expert in ids_TK.unique().tolist():
-        tokens, choice = (ids_TK == expert).nonzero(as_tuple=True)
+        tokens, column = (ids_TK == expert).nonzero(as_tuple=True)
         x = x_TD[tokens]
         hidden = F.silu(x @ gate_EFD[expert].T) * (x @ up_EFD[expert].T)
         y = (hidden @ down_EDF[expert].T).float()
-        out_TD.index_add_(0, tokens, y * weights_TK[tokens, choice, None].float())
+        out_TD.index_add_(0, tokens, y * weights_TK[tokens, column, None].float())
     return out_TD.to(x_TD.dtype)
 
 
-def grouped(
+def grouped_experts(
     x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """`experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: a CUDA graph can hold it.
+    """`loop_experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: a CUDA graph can hold it.
 
     Raises `ValueError` where a row of weights is not a multiple of 16 bytes, which the matmul asks for.
     """
@@ -63,10 +57,11 @@ def grouped(
     return unsort(y_AD, order_A, weights_TK).to(x_TD.dtype)
 
 
-def by_load(*, few: Experts, many: Experts, tokens_per_expert: int = 32) -> Experts:
-    """`many` when experts get at least that many tokens on average, else `few`; shapes decide, so graphs can hold it.
+def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: int = 32) -> ExpertsFunction:
+    """`many` if experts get at least `tokens_per_expert` on average, else `few`.
 
-    The default has not been measured: it is two of the fused kernel's tiles, beyond which that reads weights again.
+    Shapes alone decide, so a CUDA graph can hold it. The default has not been measured: it is two of the fused
+    kernel's tiles, and beyond that the fused kernel reads weights again.
     """
 
     def call(
@@ -79,11 +74,11 @@ def by_load(*, few: Experts, many: Experts, tokens_per_expert: int = 32) -> Expe
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsChoice:
-    """The implementation in use, and a sentence for each that is not."""
+class ExpertsKernel:
+    """The implementation in use, and for every other one a sentence in `reasons` why it is not."""
 
     name: str
-    call: Experts
+    call: ExpertsFunction
     reasons: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -100,12 +95,12 @@ def resolve_experts(
     hidden_size: int = 16,
     capability: tuple[int, int] | None = None,
     has_triton: bool | None = None,
-) -> ExpertsChoice:
+) -> ExpertsKernel:
     """The first of triton+grouped (`by_load`), triton, grouped and loop that can serve the setting, or `preference`.
 
-    `expert_size` and `hidden_size` are F and D; the defaults stand for "well aligned".
-    `capability` and `has_triton` default to the device's and to what is installed. Raises `ValueError` for an unknown
-    preference, and for one that cannot be honoured, with the reason.
+    `expert_size` and `hidden_size` are F and D; their defaults are well-aligned sizes. `capability` and `has_triton`
+    default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for one that
+    cannot be honoured, with the reason.
     """
     if has_triton is None:
         has_triton = importlib.util.find_spec("triton") is not None
@@ -119,11 +114,11 @@ def resolve_experts(
         "grouped": no_grouped,
         "loop": None,
     }
-    calls: dict[str, Callable[[], Experts]] = {
-        "triton+grouped": lambda: by_load(few=_fused(), many=grouped),
+    calls: dict[str, Callable[[], ExpertsFunction]] = {
+        "triton+grouped": lambda: by_load(few=_fused(), many=grouped_experts),
         "triton": _fused,
-        "grouped": lambda: grouped,
-        "loop": lambda: experts,
+        "grouped": lambda: grouped_experts,
+        "loop": lambda: loop_experts,
     }
     if preference is not None and preference not in calls:
         raise ValueError(f"experts={preference!r} is unknown; choose one of {', '.join(calls)}")
@@ -135,10 +130,10 @@ def resolve_experts(
         for name, obstacle in obstacles.items()
         if name != chosen
     }
-    return ExpertsChoice(name=chosen, call=calls[chosen](), reasons=reasons)
+    return ExpertsKernel(name=chosen, call=calls[chosen](), reasons=reasons)
 
 
-def _fused() -> Experts:
+def _fused() -> ExpertsFunction:
     from mbd_core.ops.experts_triton import fused_experts
 
     return fused_experts

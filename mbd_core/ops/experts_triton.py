@@ -134,7 +134,7 @@ def fused_experts(
     *,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`ops.moe.experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
+    """`experts.loop_experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
 
     Raises `ValueError` for weights that are not laid out row by row.
     """

@@ -1,8 +1,9 @@
 """FP8 weights: float8_e4m3fn values with a scale per output channel, or per block of input channels.
 
 A value is off by at most `max(|w| / 16, scale / 1024)`: half a step of three mantissa bits, or half the smallest step.
-Experts first: they are most of a mixture's bytes. On CUDA a per-channel linear multiplies in FP8, which rounds its
-inputs too (one scale a token); everywhere else weights are widened and only they are rounded.
+Experts are worth it most: they are most of a mixture's bytes. On CUDA a linear layer with a scale per channel
+multiplies in FP8, which rounds its inputs too (one scale a token). Everywhere else the weights are widened before the
+product, so that only they are rounded.
 
 Shape legend: T tokens, O output channels, I input channels, N blocks of input channels, K experts a token, D model
 width, E experts, F expert width; `...` is nothing or E.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mbd_core.ops.experts import experts
+from mbd_core.ops.experts import loop_experts
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -43,7 +44,7 @@ class Fp8Weight:
 def quantize(weight: Tensor, *, block: int | None = None) -> Fp8Weight:
     """Round `weight` (..., O, I) to FP8 so that the largest value of a channel (or block) is FP8's largest.
 
-    A stack is rounded matrix by matrix: beside the result, float32 copies of one matrix is all the memory it takes.
+    A stack is rounded matrix by matrix, so that its peak memory is the result and float32 copies of one matrix.
     Raises `ValueError` for a block that does not divide the input channels, and for values that are not finite.
     """
     inputs = weight.shape[-1]
@@ -74,9 +75,10 @@ def _quantize_stack(weight: Tensor, block: int | None) -> Fp8Weight:
 def fp8_obstacle(
     weight: Tensor, *, capability: tuple[int, int] | None = None, has_triton: bool | None = None
 ) -> str | None:
-    """Why a weight (O, I), or a stack of experts' (E, O, I), cannot be computed with in FP8 where it is, or `None`.
+    """Why a weight (O, I), or a stack of experts (E, O, I), cannot be used in FP8 on its device, or `None` if it can.
 
-    A CPU widens weights and takes any. `capability` and `has_triton` default to the device's and to what is installed.
+    A CPU widens weights and takes all of them. `capability` and `has_triton` default to the device's and to what is
+    installed.
     """
     device = weight.device
     if device.type == "cpu":
@@ -126,10 +128,10 @@ def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
 def fp8_experts(
     x_TD: Tensor, gate_EFD: Fp8Weight, up_EFD: Fp8Weight, down_EDF: Fp8Weight, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """`ops.moe.experts` (T, D) with FP8 weights.
+    """`loop_experts` (T, D) with FP8 weights.
 
-    On CUDA with a scale per channel the fused kernel widens them in registers; else the chosen experts' weights are
-    widened first and the loop runs on them.
+    On CUDA with a scale per channel the fused kernel widens them in registers. Otherwise the chosen experts' weights
+    are widened and the loop runs on them.
     """
     stacks = (gate_EFD, up_EFD, down_EDF)
     if x_TD.device.type == "cuda" and all(stack.block is None for stack in stacks):
@@ -139,26 +141,26 @@ def fp8_experts(
         return fused_experts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)
     chosen, local_TK = ids_TK.unique(return_inverse=True)
     gate, up, down = (dequantize(stack[chosen], x_TD.dtype) for stack in stacks)
-    return experts(x_TD, gate, up, down, local_TK, weights_TK)
+    return loop_experts(x_TD, gate, up, down, local_TK, weights_TK)
 
 
 class Fp8Module(nn.Module):
-    """Holds FP8 weights as buffers `<name>_values` and `<name>_scale`: they follow to a device, never to a dtype."""
+    """Keeps FP8 weights as buffers `<name>_values` and `<name>_scale`, which are moved to devices but never cast."""
 
-    def hold(self, name: str, weight: Fp8Weight) -> None:
+    def register_weight(self, name: str, weight: Fp8Weight) -> None:
         """Register a weight. All of a module's weights have the same `block`."""
         self.block = weight.block
         self.register_buffer(f"{name}_values", weight.values)
         self.register_buffer(f"{name}_scale", weight.scale)
 
-    def held(self, name: str) -> Fp8Weight:
+    def weight(self, name: str) -> Fp8Weight:
         return Fp8Weight(self.get_buffer(f"{name}_values"), self.get_buffer(f"{name}_scale"), self.block)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move with the module, but stay FP8 and float32: widened values without their scale would mean nothing."""
-        before = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith(_KEPT)}
+        """Move with the module, but stay FP8 and float32: cast values would no longer fit their scales."""
+        originals = {name: buffer for name, buffer in self.named_buffers(recurse=False) if name.endswith(_KEPT)}
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
+        for name, buffer in originals.items():
             moved = self.get_buffer(name)
             if moved.dtype != buffer.dtype:
                 setattr(self, name, buffer.to(moved.device))
@@ -173,57 +175,26 @@ class Fp8Linear(Fp8Module):
 
     def __init__(self, wide: nn.Linear, *, block: int | None = None) -> None:
         super().__init__()
-        self.hold("weight", quantize(wide.weight.detach(), block=block))
+        self.register_weight("weight", quantize(wide.weight.detach(), block=block))
         self.register_buffer("bias", None if wide.bias is None else wide.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
-        return linear(x, self.held("weight"), bias if isinstance(bias, Tensor) else None)
+        return linear(x, self.weight("weight"), bias if isinstance(bias, Tensor) else None)
 
 
 class Fp8Experts(Fp8Module):
     """Stacked experts in FP8, called as the wide ones are.
 
-    `take` hands over one wide stack at a time ("gate_proj" and "up_proj" (E, F, D), "down_proj" (E, D, F)); a caller
-    that lets go of each makes the peak one wide stack beside the FP8 ones.
+    `take` returns one wide stack at a time ("gate_proj" and "up_proj" (E, F, D), "down_proj" (E, D, F)). If the caller
+    keeps no reference to it, the peak memory is one wide stack beside the FP8 ones.
     """
 
     def __init__(self, take: Callable[[str], Tensor], *, block: int | None = None) -> None:
         super().__init__()
         for name in ("gate_proj", "up_proj", "down_proj"):
-            self.hold(name, quantize(take(name), block=block))
+            self.register_weight(name, quantize(take(name), block=block))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        gate, up, down = (self.held(name) for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (self.weight(name) for name in ("gate_proj", "up_proj", "down_proj"))
         return fp8_experts(x_TD, gate, up, down, ids_TK, weights_TK)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitError:
-    """What rounding weights did to logits: absolute differences, the share of unchanged best tokens, and the mean
-    divergence KL(wide || rounded) of the predicted distributions, in nats."""
-
-    max_abs: float
-    mean_abs: float
-    top1_agreement: float
-    mean_kl: float
-    positions: int
-
-
-def logit_error(wide: Tensor, rounded: Tensor) -> LogitError:
-    """Compare two sets of logits (..., V) of the same positions. Raises `ValueError` if their shapes differ."""
-    if wide.shape != rounded.shape:
-        raise ValueError(
-            f"logits of shapes {tuple(wide.shape)} and {tuple(rounded.shape)} are not of the same positions"
-        )
-    difference = (wide.float() - rounded.float()).abs()
-    log_wide, log_rounded = wide.float().log_softmax(-1), rounded.float().log_softmax(-1)
-    divergence = (log_wide.exp() * (log_wide - log_rounded)).sum(-1)
-    same = (wide.argmax(-1) == rounded.argmax(-1)).float()
-    return LogitError(
-        max_abs=float(difference.max()),
-        mean_abs=float(difference.mean()),
-        top1_agreement=float(same.mean()),
-        mean_kl=float(divergence.mean()),
-        positions=same.numel(),
-    )

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, MoEConfig
-from mbd_core.models.moe import Experts, MoE, Router, choose_experts
-from mbd_core.ops.experts import experts, grouped
+from mbd_core.models.moe import Experts, MoE, Router, experts_kernel
+from mbd_core.ops.experts import grouped_experts, loop_experts
 
 GROUPED = MoEConfig(
     num_experts=16, experts_per_token=4, intermediate_size=12, score="sigmoid", norm_topk_prob=True,
@@ -105,9 +105,9 @@ def test_chosen_experts_are_the_loop(dtype: torch.dtype, atol: float, width: int
     """Whatever was chosen, outputs and gradients are the loop's."""
     layer = drawn(Experts(16, replace(SOFTMAX, intermediate_size=width))).to(dtype)
     quick = width == 16 and dtype != torch.float64
-    assert layer.choice.call is (grouped if quick else experts)
+    assert layer.kernel.call is (grouped_experts if quick else loop_experts)
     x, (ids, weights) = tokens(24).to(dtype).requires_grad_(), chosen(24)
-    wanted = experts(x, layer.gate_proj, layer.up_proj, layer.down_proj, ids, weights)
+    wanted = loop_experts(x, layer.gate_proj, layer.up_proj, layer.down_proj, ids, weights)
     found = layer(x, ids, weights)
     torch.testing.assert_close(found, wanted, atol=atol, rtol=atol)
     inputs = (x, *layer.parameters())
@@ -122,7 +122,7 @@ def test_experts_heed_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for x in (tokens(24), tokens(24).bfloat16()):
             found = layer(x, ids, weights)
-            assert found.dtype == x.dtype and layer.choice.call is grouped
+            assert found.dtype == x.dtype and layer.kernel.call is grouped_experts
             torch.testing.assert_close(found.float(), wide, atol=0.3, rtol=0.05)
             assert not torch.equal(found.float(), wide)
 
@@ -130,12 +130,12 @@ def test_experts_heed_autocast() -> None:
 def test_gradients_rule_out_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     names = {
-        differentiable: choose_experts(
+        differentiable: experts_kernel(
             torch.device("cuda"), torch.bfloat16, 64, 64, differentiable=differentiable
         ).name
         for differentiable in (True, False)
     }
-    choose_experts.cache_clear()
+    experts_kernel.cache_clear()
     assert names == {True: "grouped", False: "triton+grouped"}
 
 
@@ -153,7 +153,7 @@ def test_rows_computed_apart_keep_their_bits_in_any_batch() -> None:
             out = model(torch.cat(batch), positions, lambda layer, q, k, v: q + 0 * v[:, :1], split=split)
         return list(out.split(split))
 
-    assert model.model.layers[1].mlp.experts.choice.call is grouped
+    assert model.model.layers[1].mlp.experts.kernel.call is grouped_experts
     alone = [hidden([row])[0] for row in rows]
     for order in ([0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1], [2, 0, 4]):
         for index, found in zip(order, hidden([rows[i] for i in order]), strict=True):

@@ -1,5 +1,7 @@
 """Confidence in one reading of the logits is `Vocab.likeliest`, the kernels being interpreted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from interpreted import run_interpreted
@@ -60,7 +62,7 @@ print("all held")
 
 
 def test_the_kernels_are_the_definition_under_tritons_interpreter() -> None:
-    run_interpreted(INTERPRETED)
+    run_interpreted(INTERPRETED, Path(__file__).parent)
 
 
 @pytest.mark.gpu

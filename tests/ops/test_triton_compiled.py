@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.ops import confidence
-from mbd_core.ops import experts_triton as moe_triton
+from mbd_core.ops import confidence, experts_triton
 
 triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
 
@@ -64,12 +63,12 @@ def test_the_experts_kernels_fit(weights: str, capability: int, tmp_path: Path) 
     scaled = weights != "bf16"
     if scaled and capability < 89:
         pytest.skip("FP8 needs compute capability 8.9, and fp8_obstacle says so")
-    _, swiglu, down = moe_triton._compiled()
+    _, swiglu, down = experts_triton._compiled()
     scale = "*fp32" if scaled else "*bf16"
     layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
     for hidden, width, _ in EXPERTS.values():
         assert hidden % 64 == width % 64 == 0  # so that all models run the same binaries
-    blocks = {"TILE": moe_triton._TILE, "BLOCK_F": 64, "BLOCK_D": 64}
+    blocks = {"TILE": experts_triton._TILE, "BLOCK_F": 64, "BLOCK_D": 64}
     gather = {
         "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
         "up_scale_ptr": scale, "hidden_ptr": "*bf16", **layout, "D": "i32", "F": "i32", "K": "i32!", "SCALED": scaled,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.attention.varlen import varlen_attn
 
 from mbd_core.ops.row_layout import RowLayout
 
@@ -21,9 +21,9 @@ def pages(count: int, size: int, *, seed: int = 0, dtype: torch.dtype = torch.fl
     return k, v
 
 
-def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
-    """Softmax over each row's keys, token by token in plain products; also the log-sum-exp (T, H)."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
+    """Softmax over each row's keys, in plain products."""
+    out = torch.empty_like(q)
     bounds = layout.cu_seqlens_q.tolist()
     for r, n in enumerate(layout.kv_lens_R.tolist()):
         k = k_pages[layout.page_table_RP[r]].flatten(0, 1)[:n].repeat_interleave(HEADS // KV_HEADS, dim=1)
@@ -31,8 +31,7 @@ def by_equation(q: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) 
         part = slice(bounds[r], bounds[r + 1])
         scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(CHANNELS)
         out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
-        lse[part] = scores.logsumexp(-1).T
-    return out, lse
+    return out
 
 
 def sequences(
@@ -73,25 +72,24 @@ class FakePackages:
     def __init__(self, *missing: str) -> None:
         self.missing, self.calls, self.activated = missing, [], []
 
-    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: Tensor) -> Tensor:
         assert bounds.dtype == torch.int32
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = torch.empty_like(q)
         for r, (k, v) in enumerate(zip(keys, values, strict=True)):
             part = slice(int(bounds[r]), int(bounds[r + 1]))
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             scores = torch.einsum("qhc,khc->hqk", q[part], k) / math.sqrt(q.shape[-1])
-            out[part], lse[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v), scores.logsumexp(-1).T.float()
-        return out, lse
+            out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
+        return out
 
-    def varlen_attn(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def varlen_attn(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> Tensor:
         given = inspect.signature(varlen_attn).bind(*args, num_splits=num_splits, **kwargs).arguments
         query, table, starts, lengths = (given.get(n) for n in ("query", "block_table", "cu_seq_k", "seqused_k"))
-        assert given["return_aux"].lse and given["enable_gqa"] and lengths.dtype == torch.int32
+        assert "return_aux" not in given and given["enable_gqa"] and lengths.dtype == torch.int32
         assert (starts is None) != (table is None)
         self.calls.append({"max_q": given["max_q"], "max_k": given["max_k"], "exact": num_splits == 1})
         keys, values = (gather_back(given[name], table, starts, lengths) for name in ("key", "value"))
-        out, lse = self.attend(query, keys, values, given["cu_seq_q"])
-        return out, lse.T
+        return self.attend(query, keys, values, given["cu_seq_q"])
 
     def vllm(
         self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
@@ -101,25 +99,23 @@ class FakePackages:
         block_table: Any = None, return_softmax_lse: bool = False, out: None = None, scheduler_metadata: None = None,
         q_descale: None = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
         output_scale: None = None, fa_version: int = 2,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert not causal and return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
+    ) -> Tensor:  # fmt: skip
+        assert not causal and not return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
         assert num_splits in (0, 1) and k.shape[1] % 16 == 0 and block_table.is_contiguous()
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": num_splits == 1, "fa": fa_version})
         keys, values = (gather_back(x, block_table, None, seqused_k) for x in (k, v))
-        result, lse = self.attend(q, keys, values, cu_seqlens_q)
-        return result, lse.T
+        return self.attend(q, keys, values, cu_seqlens_q)
 
     def flash_2(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
         max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None, causal: bool = False,
         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: None = None,
         deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
-    ) -> tuple[Tensor, Tensor, None]:  # fmt: skip
-        assert not causal and return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    ) -> Tensor:  # fmt: skip
+        assert not causal and not return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": True})
         keys, values = (gather_back(x, block_table, None, cu_seqlens_k.diff()) for x in (k, v))
-        out, lse = self.attend(q, keys, values, cu_seqlens_q)
-        return out, lse.T, None
+        return self.attend(q, keys, values, cu_seqlens_q)
 
     def flash_3(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, qv: None = None,
@@ -130,14 +126,13 @@ class FakePackages:
         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
         scheduler_metadata: None = None, num_splits: int = 0, pack_gqa: None = None, sm_margin: int = 0,
         return_softmax_lse: bool = False,
-    ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
-        assert not causal and return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
+    ) -> Tensor:  # fmt: skip
+        assert not causal and not return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
         # it knows the longest row's keys from the table alone
         max_k = page_table.shape[1] * k_cache.shape[1]
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_k, "exact": num_splits == 1})
         keys, values = (gather_back(x, page_table, None, cache_seqlens) for x in (k_cache, v_cache))
-        out, lse = self.attend(q, keys, values, cu_seqlens_q)
-        return out, lse.T, None, None
+        return self.attend(q, keys, values, cu_seqlens_q)
 
     def get_kernel(
         self, repo_id: str, revision: str | None = None, version: int | str | None = None
@@ -152,7 +147,6 @@ class FakePackages:
             "vllm.vllm_flash_attn.flash_attn_interface": {"is_fa_version_supported": lambda version: version == 3},
             "torch.nn.attention.varlen": {
                 "varlen_attn": functools.update_wrapper(functools.partial(self.varlen_attn), varlen_attn),
-                "AuxRequest": AuxRequest,
             },
             "torch.nn.attention": {"activate_flash_attention_impl": self.activated.append},
             "flash_attn_interface": {},

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 
-def run_interpreted(script: str) -> None:
+def run_interpreted(script: str, *folders: Path) -> None:
     """Run `script`, which ends by printing "all held"; skips where Triton is not installed.
 
-    In a process of its own: Triton decides when a kernel is defined whether to interpret it.
+    The script can import from `tests/support` and from `folders`.
+    It runs in a process of its own, because Triton decides when a kernel is defined whether to interpret it.
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed here; its kernels are not tested")
-    tests = Path(__file__).parent
-    paths = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(Path(__file__).parent), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=120,

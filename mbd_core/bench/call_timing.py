@@ -1,4 +1,4 @@
-"""How long a call takes on a device that works behind the host's back."""
+"""The seconds that a call takes, on devices that run asynchronously too."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` runs, after one to warm up; waits for CUDA before and after each."""
+    """Seconds of the fastest of `repeats` runs after one warm-up run; CUDA is synchronised before and after each."""
     best = float("inf")
     for attempt in range(repeats + 1):
         if device.type == "cuda":

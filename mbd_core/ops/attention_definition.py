@@ -1,0 +1,73 @@
+"""Paged attention by rows in plain torch: the definition of correct, which every kernel is tested against.
+
+Block-causality needs no mask. A block attends, without order inside itself, to all keys up to its own end; so each
+block is one non-causal row with its own key length, the shape that `flash_attn_varlen_func(..., causal=False)` takes.
+
+Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query
+heads, K key/value heads, C head channels; in one call G sequences, Q query tokens of each, L keys of each.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.ops.row_layout import RowLayout
+
+
+def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
+    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all of them, scaled by C^-1/2.
+
+    `q_THC` holds the rows one after another; `k_pages`, `v_pages` are one layer's (pages, S, K, C). Returns (T, H, C).
+    """
+    return bind_rows(layout)(q_THC, k_pages, v_pages)
+
+
+def bind_rows(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`paged_attention` of one layout, whose row lengths are read once for all layers.
+
+    Each row is a call of its own over exactly its keys, its operands freshly laid out. The same row therefore gives
+    the same bits in any batch.
+    """
+    bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
+    page_table_RP, page_size = layout.page_table_RP, layout.page_size
+
+    def attend_rows(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        out_THC = torch.empty_like(q_THC)
+        for row, num_keys in enumerate(kv_lens):
+            start, stop = bounds[row], bounds[row + 1]
+            if start == stop:
+                continue
+            pages_GP = page_table_RP[row : row + 1, : -(-num_keys // page_size)]
+            k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, num_keys)
+            out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC)[0]
+        return out_THC
+
+    return attend_rows
+
+
+def gather_keys(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """The first `num_keys` keys and values of each sequence, (G, K, L, C)."""
+    k = k_pages[pages_GP].flatten(1, 2)[:, :num_keys]
+    v = v_pages[pages_GP].flatten(1, 2)[:, :num_keys]
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attend(q_GQHC: Tensor, k_GKLC: Tensor, v_GKLC: Tensor, mask_GQL: Tensor | None = None) -> Tensor:
+    """Attention (G, Q, H, C) of each sequence's queries over its keys, without a mask over all of them.
+
+    Keys are never repeated. The CPU's kernel pairs query heads with key heads itself. Elsewhere the query heads of one
+    key head are stacked along the queries, which is correct because the queries have no order.
+    """
+    queries, heads = q_GQHC.shape[1:3]
+    if q_GQHC.device.type == "cpu":
+        mask = None if mask_GQL is None else mask_GQL[:, None]
+        q = q_GQHC.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k_GKLC, v_GKLC, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    kv_heads = k_GKLC.shape[1]
+    share = heads // kv_heads
+    q = q_GQHC.unflatten(2, (kv_heads, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = None if mask_GQL is None else torch.cat([mask_GQL] * share, dim=1)[:, None]
+    out = F.scaled_dot_product_attention(q, k_GKLC, v_GKLC, attn_mask=mask)
+    return out.unflatten(2, (share, queries)).permute(0, 3, 1, 2, 4).reshape(q_GQHC.shape)
