@@ -33,6 +33,13 @@ def chat_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Ma
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
+def question_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a user's question: as a chat, or the bare text under a tokenizer without a chat template."""
+    if not tokenizer.chat_template:
+        return list(tokenizer(text).input_ids)
+    return chat_prompt(tokenizer, question(text))
+
+
 def question(text: str) -> list[dict[str, str]]:
     """A chat of one turn of the user's."""
     return [{"role": "user", "content": text}]
