@@ -17,7 +17,7 @@ from mbd_core.engine.page_pool import PagePool
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.mask import block_causal_mask
-from mbd_core.ops.attention_cpu import paged_attention
+from mbd_core.ops.attention_definition import paged_attention
 from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.row_layout import RowLayout
 from mbd_core.trace.recorder import TraceRecorder, read_trace

@@ -16,7 +16,6 @@ from fake_device import CUDA, FakeDevice, Graph, OnDevice, fake_device
 from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import AuxRequest
 
 from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.decoding.decoding_config import DecodingConfig
@@ -52,10 +51,8 @@ KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
     "vllm": lambda packages, device: flash.vllm_flash(device.kernel(packages.vllm), fa_version=3),
     "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
     "flash 2": lambda packages, device: flash.flash_2(device.kernel(packages.flash_2)),
-    "torch": lambda packages, device: flash.torch_varlen(device.kernel(packages.varlen_attn), AuxRequest),
-    "torch, gathered": lambda packages, device: flash.torch_varlen_gathered(
-        device.kernel(packages.varlen_attn), AuxRequest
-    ),
+    "torch": lambda packages, device: flash.torch_varlen(device.kernel(packages.varlen_attn)),
+    "torch, gathered": lambda packages, device: flash.torch_varlen_gathered(device.kernel(packages.varlen_attn)),
 }
 
 
@@ -119,7 +116,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
 def attend_by(monkeypatch: pytest.MonkeyPatch, kernel: flash.Kernel) -> None:
     """Engines made from now on take this kernel, in any dtype."""
-    monkeypatch.setattr(engine_module, "resolve", lambda *_, **__: attention._choice("stand-in", kernel, {}))
+    monkeypatch.setattr(engine_module, "resolve", lambda *_, **__: attention.flash_attention("stand-in", kernel, {}))
 
 
 def requests(family: str) -> list[Request]:
@@ -201,7 +198,7 @@ def test_a_kernels_layout_and_merge_are_captured(device: FakeDevice, kernel: str
     q, k, v, layout = sequences([(50, [8] * 3), (3, [8] * 3)], page_size=16, seed=6)
     layout = replace(layout, max_q=8)
     wanted = attention.resolve(torch.device("cpu"), q.dtype, 8, 16).bind(layout)(q, k, v)
-    choice = attention._choice("stand-in", KERNELS[kernel](FakePackages(), device), {})
+    choice = attention.flash_attention("stand-in", KERNELS[kernel](FakePackages(), device), {})
     on_device = replace(layout, **{name: device.put(t) for name, t in vars(layout).items() if isinstance(t, Tensor)})
     pages = [device.put(t) for t in (q, k, v)]
     for slots in (None, 3):
@@ -248,7 +245,7 @@ def test_experts_by_sorting_and_grouped_products_are_captured(device: FakeDevice
             out = choice.call(*on_device)
         on_device[4].host.copy_(ids.flip(0))
         graph.replay()
-        expected = moe.experts(x, gate, up, down, ids.flip(0), weights)
+        expected = moe.loop_experts(x, gate, up, down, ids.flip(0), weights)
         torch.testing.assert_close(out.host, expected, rtol=5e-2, atol=5e-2)
 
 
