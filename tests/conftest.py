@@ -50,8 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="golden_fixtures",
         type=Path,
         metavar="DIR",
-        default=ROOT.parent / "shared" / "golden",
-        help="folder of golden fixtures; the tests that read it are skipped where it is absent",
+        default=ROOT / "tests" / "parity" / "fixtures",
+        help="folder of golden fixtures (default: tests/parity/fixtures, seed 0)",
     )
 
 
