@@ -42,6 +42,7 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
         seed_P=torch.full_like(position_P, sampling.seed),
         position_P=position_P,
         forward_P=torch.full_like(position_P, forward),
+        truncates=sampling.truncates,
     )
 
 
@@ -54,7 +55,7 @@ def guess(
     """
     where = position_P.to(logits_PV.device)
     draw = noise_source(where, sampling, forward)
-    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.temperature > 0 else None)
+    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None)
     match canvas.score:
         case "confidence":
             score_P = confidence_P

@@ -46,7 +46,7 @@ def predict(
     for start in range(0, max(num_asked, 1), chunk):
         part = slice(start, min(start + chunk, num_asked))
         logits_PV = logits_of(part)
-        token_P, confidence_P = choose(logits_PV, vocab, None if draw is None else draw.at(part))
+        token_P, confidence_P = choose(logits_PV, vocab, None if draw is None else draw.select(part))
         score_P = confidence_P
         if fallback_P is not None:
             score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)

@@ -195,8 +195,11 @@ class BlockBuffer:
         opens = self.resident_RN.sum(-1) < self.limit_R
         return self.asked_RNB.flatten(1).sum(-1) + self.block_size * opens
 
-    def draw(self, at_A: Tensor | None) -> Draw:
-        """What drawing needs at places `at_A` of the flattened buffer, `None` for all."""
+    def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
+        """What drawing needs at places `at_A` of the flattened buffer, `None` for all.
+
+        `truncates` may be false where no row sets top_k or top_p: the vocabulary is then not sorted.
+        """
         row_A = self._row_at(at_A)
         positions = self.positions_RNB.flatten()
         return Draw(
@@ -206,6 +209,7 @@ class BlockBuffer:
             seed_P=self.seed_R[row_A],
             position_P=positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)],
             forward_P=self.forward_R[row_A],
+            truncates=truncates,
         )
 
     def fallback_at(self, at_A: Tensor | None) -> Tensor:

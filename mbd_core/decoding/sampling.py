@@ -1,17 +1,17 @@
 """Which token a position would take, and how sure the model is of it: greedy, or drawn with a request's own noise.
 
-The noise of a drawn token is a function of (seed, position, forward, token id) alone, made by integer hashing on the
-logits' device: no generator, hence nothing that depends on what else is in the batch.
+The noise of a drawn token is a hash of (seed, position, forward, token id), computed in integers on the logits'
+device. There is no generator, so a request's tokens do not depend on what else is in the batch.
 
-Shape legend: P positions asked for, V vocabulary.
+Shape legend: P positions with logits, K token ids, V vocabulary.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-LEAST = 1e-6  # less than this float32 cannot be trusted with
+LEAST = 1e-6  # the least temperature and top_p: float32 arithmetic is not exact enough for smaller ones
 _MASK32 = 0xFFFFFFFF
 
 
@@ -19,10 +19,10 @@ _MASK32 = 0xFFFFFFFF
 class Sampling:
     """How a request draws its tokens.
 
-    temperature  0 is greedy; else logits are divided by it and a token is drawn
-    top_p        draw among the likeliest tokens that together reach this probability
+    temperature  0 is greedy; otherwise logits are divided by it and a token is drawn
+    top_p        draw among the likeliest tokens that together reach this probability (1: all)
     top_k        draw among the `top_k` likeliest tokens (0: all)
-    seed         the same seed gives the same tokens, whatever else runs
+    seed         the same seed gives the same tokens, whatever else is in the batch
     """
 
     temperature: float = 0.0
@@ -45,10 +45,20 @@ class Sampling:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number of 64 bits")
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, and not the likeliest ones taken."""
+        return self.temperature > 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which takes a sort of it."""
+        return self.draws and (self.top_k > 0 or self.top_p < 1)
+
 
 @dataclass(frozen=True)
 class Vocab:
-    """The ids that may be predicted: those below `size` (behind it a vocabulary is padded), but not the mask's."""
+    """The ids that may be predicted: those below `size`, where the padding of the vocabulary begins, without the mask's."""
 
     mask_token_id: int
     size: int
@@ -70,7 +80,11 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Draw:
-    """What drawing needs beside the logits, a value a position asked for; temperature 0 draws nothing."""
+    """What drawing needs beside the logits: one value a position. A position of temperature 0 is not drawn.
+
+    truncates  whether some position may have top_k or top_p set. It has to be known on the host before the step, so
+               `True` is always right; `False` saves the sort of the vocabulary.
+    """
 
     temperature_P: Tensor
     top_p_P: Tensor
@@ -78,16 +92,25 @@ class Draw:
     seed_P: Tensor
     position_P: Tensor
     forward_P: Tensor
+    truncates: bool = True
 
-    def at(self, part: slice) -> "Draw":
-        """What the positions of `part` need."""
-        return Draw(*(getattr(self, f.name)[part] for f in fields(self)))
+    def select(self, index: slice | Tensor) -> "Draw":
+        """The draw of some of the positions."""
+        return replace(
+            self,
+            temperature_P=self.temperature_P[index],
+            top_p_P=self.top_p_P[index],
+            top_k_P=self.top_k_P[index],
+            seed_P=self.seed_P[index],
+            position_P=self.position_P[index],
+            forward_P=self.forward_P[index],
+        )
 
 
 def choose(logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
     """The token (P,) of each position and its probability (P,) in float32.
 
-    The probability is the model's own also of a token that was drawn (with temperature, then top-k, then top-p):
+    The probability is the model's own, also where the token is drawn (with temperature, then top-k, then top-p):
     thresholds mean the same at every temperature, and top_k = 1 is greedy.
     """
     token_P, confidence_P = vocab.likeliest(logits_PV)
@@ -105,7 +128,7 @@ def log_probability(confidence: Tensor) -> Tensor:
 
 
 def margin(logits_PV: Tensor, vocab: Vocab) -> Tensor:
-    """By how much the likeliest token leads the second (P,), of those that may be predicted."""
+    """The lead (P,) of the likeliest token over the second, in probability, among those that may be predicted."""
     best = vocab.exclude_(logits_PV.float().softmax(-1), 0.0).topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]
 
@@ -117,30 +140,48 @@ def neg_entropy(logits_PV: Tensor) -> Tensor:
 
 
 def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
+    """A token (P,) of each position: the largest sum of log-probability and Gumbel noise is a draw.
+
+    Only truncation needs the vocabulary in order. A position's token does not depend on whether others truncate.
+    """
     temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
-    scaled = vocab.exclude_(logits_PV / temperature_P[:, None], -torch.inf)
-    order = scaled.argsort(dim=-1, descending=True, stable=True)
-    ranked = scaled.gather(-1, order).softmax(dim=-1)
-    rank = torch.arange(ranked.shape[-1], device=ranked.device)
-    limit_P = torch.where(draw.top_k_P > 0, draw.top_k_P, ranked.shape[-1])
-    kept = rank < limit_P[:, None]
-    ranked = ranked.masked_fill(~kept, 0.0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    kept &= (ranked.cumsum(-1) - ranked) < draw.top_p_P[:, None]  # the first one that reaches top_p stays in
-    ranked = ranked.masked_fill(~kept, 0.0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    noise = gumbel(draw, order)
-    place = (ranked.log() + noise).argmax(dim=-1, keepdim=True)
-    return order.gather(-1, place)[:, 0]
+    scaled_PV = vocab.exclude_(logits_PV / temperature_P[:, None], -torch.inf)
+    ids_1V = torch.arange(scaled_PV.shape[-1], device=scaled_PV.device)[None]
+    token_P = (scaled_PV.log_softmax(dim=-1) + gumbel(draw, ids_1V)).argmax(dim=-1)
+    if not draw.truncates:
+        return token_P
+    truncates_P = (draw.temperature_P > 0) & ((draw.top_k_P > 0) | (draw.top_p_P < 1))
+    if truncates_P.device.type != "cpu":  # the host does not wait for the device to learn which positions truncate
+        return torch.where(truncates_P, _draw_truncated(scaled_PV, draw), token_P)
+    index = truncates_P.nonzero()[:, 0]
+    if len(index):
+        token_P[index] = _draw_truncated(scaled_PV[index], draw.select(index))
+    return token_P
+
+
+def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
+    """A token (P,) of each position, drawn among its likeliest ones: `top_k` of them, then those that reach `top_p`."""
+    order_PV = scaled_PV.argsort(dim=-1, descending=True, stable=True)
+    ranked_PV = scaled_PV.gather(-1, order_PV).softmax(dim=-1)
+    rank_V = torch.arange(ranked_PV.shape[-1], device=ranked_PV.device)
+    limit_P = torch.where(draw.top_k_P > 0, draw.top_k_P, ranked_PV.shape[-1])
+    kept_PV = rank_V < limit_P[:, None]
+    ranked_PV = ranked_PV.masked_fill(~kept_PV, 0.0)
+    ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
+    kept_PV &= (ranked_PV.cumsum(-1) - ranked_PV) < draw.top_p_P[:, None]  # the token that reaches top_p stays in
+    ranked_PV = ranked_PV.masked_fill(~kept_PV, 0.0)
+    ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
+    rank_P1 = (ranked_PV.log() + gumbel(draw, order_PV)).argmax(dim=-1, keepdim=True)
+    return order_PV.gather(-1, rank_P1)[:, 0]
 
 
 def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:
-    """Standard Gumbel noise (P, K) float32 of token ids `ids_PK`, by hashing (seed, position, forward, id)."""
+    """Standard Gumbel noise (P, K) float32 of token ids `ids_PK`, a hash of (seed, position, forward, id)."""
     return -torch.log(-torch.log(uniform(draw, ids_PK)))
 
 
 def uniform(draw: Draw, ids_PK: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32: 23 hashed bits and a half, which float32 holds exactly, so never 0 nor 1."""
+    """Numbers (P, K) in (0, 1), float32: 23 hashed bits and a half. Float32 holds them exactly, so none is 0 or 1."""
     key = _mix(_mix(_mix(draw.seed_P & _MASK32) ^ ((draw.seed_P >> 32) & _MASK32)) ^ (draw.position_P & _MASK32))
     key = _mix(key ^ (draw.forward_P & _MASK32))
     bits = _mix(key[:, None] ^ _mix(ids_PK & _MASK32)) >> 9
