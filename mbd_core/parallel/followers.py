@@ -1,8 +1,8 @@
-"""The other ranks of a tensor-parallel engine, as child processes of rank 0's.
+"""The processes of the followers: ranks 1, 2, ... of a tensor-parallel engine, children of rank 0's process.
 
-Each is a new interpreter, not a copy of rank 0's: so they start alike from any script, notebook or Ray worker, and
-from any thread. One connection leads to each. What it is to do comes over it, why it failed goes back over it, and
-when rank 0's process ends, however it ends, the connection does too and the follower with it, whatever it waits for.
+Each is a new interpreter, not a fork of rank 0's: so they start alike from any script, notebook or Ray worker, and
+from any thread. A connection leads to each. The function to run goes over it, and the reason of a failure comes back.
+When rank 0's process ends, however it ends, the connection closes and the follower ends too, whatever it waits for.
 """
 
 import multiprocessing
@@ -23,12 +23,12 @@ class Followers:
     """Child processes, one for each of ranks 1, 2, ...; `end()` them."""
 
     def __init__(self, run: Callable[..., None], args: Sequence[tuple[Any, ...]]) -> None:
-        """Start a process for each tuple; it calls `run(*args)`. `run` must stand in a module, by its name."""
+        """Start a process for each tuple; it calls `run(*args)`. `run` must be importable from its module by name."""
         command = [sys.executable, "-P", "-c", "from mbd_core.parallel.followers import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._reasons: dict[int, str] = {}  # by rank; a reason can be heard only once
+        self._reasons: dict[int, str] = {}  # by rank; a reason can be received only once
         for each in args:
             ours, theirs = multiprocessing.Pipe()
             ours.send((run, each))
@@ -47,25 +47,25 @@ class Followers:
 
     @property
     def alive(self) -> bool:
-        """Whether all are; asks the operating system, never waits."""
+        """Whether all processes run; asks the operating system, never waits."""
         return all(process.poll() is None for process in self._processes)
 
     def failure(self, wait: float = 1.0) -> str | None:
-        """Which rank failed and why, after at most `wait` seconds in which all can say so; `None` if none has.
+        """Which rank failed and why, `None` if none did; waits at most `wait` seconds for all ranks' reasons.
 
-        Where several did, one that did not merely lose the others. What was heard once stays, also after `end()`.
+        Of several failures it names one that is not the mere loss of another rank. A reason is kept, also after
+        `end()`.
         """
         deadline = time.monotonic() + wait
-        open_ones = [(rank, c) for rank, c in enumerate(self._connections, 1) if not c.closed]
-        silent = {c: rank for rank, c in open_ones if rank not in self._reasons}
-        while silent and (left := deadline - time.monotonic()) > 0:
-            for connection in [c for c in connection_wait(list(silent), left) if isinstance(c, Connection)]:
-                rank = silent.pop(connection)
+        pending = {c: r for r, c in enumerate(self._connections, 1) if not c.closed and r not in self._reasons}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in [c for c in connection_wait(list(pending), left) if isinstance(c, Connection)]:
+                rank = pending.pop(connection)
                 self._reasons[rank] = f"rank {rank}: {self._reason(rank)}"
         return min(self._reasons.values(), key=lambda reason: "RankLost" in reason, default=None)
 
     def _reason(self, rank: int) -> str:
-        """What it sent, or, where its end of the connection just closed, how its process ended."""
+        """What the follower sent; if it only closed its end of the connection, how its process ended."""
         try:
             return str(self._connections[rank - 1].recv())
         except (EOFError, OSError):
@@ -73,7 +73,7 @@ class Followers:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def end(self, wait: float = 0.0) -> None:
-        """Let them end by themselves for `wait` seconds, all together, then kill; none is left."""
+        """Wait `wait` seconds in all for the processes to end by themselves, then kill those that run."""
         deadline = time.monotonic() + wait
         for process in self._processes:
             try:
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _end_with(connection: Connection) -> None:
-    """Wait for the other end to close, which says that rank 0's process has ended; nothing else is sent."""
+    """Wait until rank 0's end closes, which it does when its process ends, then end this one. Nothing is sent."""
     with suppress(EOFError, OSError):
         connection.recv()
     os._exit(1)

@@ -1,14 +1,14 @@
-"""A tensor-parallel group: the processes that hold one model's shards, and the two ways they talk.
+"""A tensor-parallel group: the processes that hold one model's shards, and how they communicate.
 
-The forward's partial sums go over the first group (NCCL between GPUs, gloo between CPUs). Orders from rank 0 go over a
-second one, gloo in any case, so that they cost no device work and a dead process is noticed by its closed connection.
+The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs). Messages from rank 0
+go over a second one, always gloo: they cost no device work, and a dead process is noticed by its closed connection.
 
-The timeout bounds every wait. With gloo, on CPUs and for orders, it raises `RankLost` in the waiting rank; a process
-that ended is noticed at once. A collective between GPUs runs behind the host's back: there NCCL's watchdog ends the
-waiting process after the timeout, which whoever placed it must notice.
+The timeout bounds every wait. With gloo, on CPUs and for messages, it raises `RankLost` in the waiting rank; a process
+that ended is noticed at once. A collective between GPUs is asynchronous: there NCCL's watchdog ends the waiting
+process after the timeout, and the owner of that process (Ray, a launcher) must notice it.
 
-Every rank must hold the same residual stream bit for bit, for it decides alike only on equal numbers. All-reduce gives
-that: each element is summed in one order and handed to all (or, between two, in either order, which is the same sum).
+Every rank must hold the same residual stream bit for bit: only on equal numbers do all ranks decide alike. All-reduce
+guarantees it: each element is summed in one order and sent to all (two ranks sum in either order, with equal results).
 """
 
 import pickle
@@ -27,19 +27,19 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 
 _LENGTH = 8  # bytes that say how long a message is
-_ARRIVED = "arrived"  # the store's count of ranks that are ready to join
-_FRAME = 512  # bytes sent at once: an ordinary step's orders fit
+_ARRIVED = "arrived"  # the key in the store that counts the ranks that are ready to join
+_FRAME = 512  # bytes of the first broadcast of a message: most messages fit
 
 
 class RankLost(RuntimeError):
-    """Another rank died, hangs or fell out of step; the group is of no use any more, and has to be started anew."""
+    """Another rank died, hangs or fell out of step. The group cannot be used any more and must be started anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a process needs to take its place: which of how many, where rank 0 is met, on which device it computes.
+    """What a process needs to join: its number, how many ranks there are, rank 0's address, its own device.
 
-    timeout  seconds that any rank waits for another; more than loading the model may take one longer than another
+    timeout  seconds that any rank waits for another; must exceed the differences between the ranks' loading times
     """
 
     rank: int
@@ -73,9 +73,9 @@ class Rank:
 class Group:
     """One process's membership, from `init_group`; `close()` ends it. All ranks must make the same calls."""
 
-    def __init__(self, rank: Rank, orders: dist.ProcessGroup) -> None:
+    def __init__(self, rank: Rank, messages: dist.ProcessGroup) -> None:
         self.rank = rank
-        self._orders = orders
+        self._messages = messages
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, in place: every rank then holds the same bits."""
@@ -85,43 +85,43 @@ class Group:
             raise self._lost("sum with the others") from error
         return x
 
-    def tell(self, message: Any) -> None:
-        """Rank 0 only: hand `message` (small, picklable) to every other rank's `hear`, and wait until it is taken."""
+    def broadcast(self, message: Any) -> None:
+        """Rank 0 only: send `message` (small, picklable) to every other rank's `receive`; returns when all have it."""
         payload = pickle.dumps(message)
         data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
         data += bytes(max(0, _FRAME - len(data)))
         frame, rest = torch.frombuffer(data, dtype=torch.uint8).split([_FRAME, len(data) - _FRAME])
         try:
-            self._broadcast(frame, rest)
+            self._send_or_receive(frame, rest)
         except RuntimeError as error:
             raise self._lost("reach the others") from error
 
-    def hear(self) -> Any:
-        """The next message of rank 0."""
+    def receive(self) -> Any:
+        """The next message of rank 0; waits for it."""
         frame = torch.zeros(_FRAME, dtype=torch.uint8)
         try:
-            self._broadcast(frame)
+            self._send_or_receive(frame)
             size = int.from_bytes(frame[:_LENGTH].numpy().tobytes(), "little")
             rest = torch.empty(max(0, _LENGTH + size - _FRAME), dtype=torch.uint8)
-            self._broadcast(rest)
+            self._send_or_receive(rest)
         except RuntimeError as error:
             raise self._lost("hear rank 0") from error
         return pickle.loads(torch.cat((frame, rest))[_LENGTH : _LENGTH + size].numpy().tobytes())
 
-    def meet(self) -> None:
-        """Wait until every rank has come to this call."""
+    def barrier(self) -> None:
+        """Wait until every rank has reached this call."""
         try:
-            dist.barrier(group=self._orders)
+            dist.barrier(group=self._messages)
         except RuntimeError as error:
             raise self._lost("meet the others") from error
 
-    def _broadcast(self, *parts: Tensor) -> None:
+    def _send_or_receive(self, *parts: Tensor) -> None:
         for part in parts:
             if len(part):
-                dist.broadcast(part, src=0, group=self._orders)
+                dist.broadcast(part, src=0, group=self._messages)
 
     def close(self) -> None:
-        """Leave the group; the others' next call fails, so whoever leads tells them to stop first."""
+        """Leave the group. The next call of the other ranks fails, so rank 0 orders them to stop first."""
         dist.destroy_process_group()
 
     def _lost(self, what: str) -> RankLost:
@@ -133,18 +133,21 @@ class Group:
 
 
 def open_store(address: str, *, size: int, timeout: float, port: int = 0) -> dist.TCPStore:
-    """Where the ranks meet, in rank 0's process; its `port` (0: a free one) goes into every `Rank`."""
+    """The store through which the ranks find each other, in rank 0's process; its port goes into every `Rank`.
+
+    `port` 0 takes a free one.
+    """
     wait = timedelta(seconds=timeout)
     return dist.TCPStore(address, port, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
 def num_arrived(store: dist.TCPStore) -> int:
-    """How many ranks have a device and are about to join; joining itself waits for all, whatever becomes of them."""
+    """How many ranks have their device and are about to join. Joining itself waits for all, even for dead ones."""
     return store.add(_ARRIVED, 0)
 
 
 def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
-    """Join; returns when all ranks have. `store` is rank 0's, if it has opened it already.
+    """Join; returns when all ranks have joined. `store` is rank 0's, if it is open already.
 
     Raises `RankLost` if not all arrive within the timeout, `ValueError` in a process that is in a group already.
     """

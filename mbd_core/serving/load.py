@@ -14,7 +14,8 @@ from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine, EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
-from mbd_core.parallel.parallel_engine import ParallelEngine, start_parallel
+from mbd_core.parallel.leader import ParallelEngine
+from mbd_core.parallel.start import start_parallel
 from mbd_core.trace.recorder import TraceRecorder
 
 

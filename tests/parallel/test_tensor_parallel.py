@@ -30,10 +30,12 @@ from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shard import Shard, split_dim
 from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.fp8 import Fp8Module, dequantize
-from mbd_core.parallel import parallel_engine as parallel
+from mbd_core.parallel import start
+from mbd_core.parallel.follower import OutOfStep
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Rank, RankLost, init_group, load_shard, open_store
-from mbd_core.parallel.parallel_engine import OutOfStep, ParallelEngine, check_size, start_parallel
+from mbd_core.parallel.leader import ParallelEngine
+from mbd_core.parallel.start import check_size, start_parallel
 from mbd_core.serving.load import LoadedModel, load_engine
 
 B, VOCAB = 4, 48
@@ -482,7 +484,7 @@ def break_off(*_: Any) -> None:
 def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
     group = init_group(rank)
     load_shard(folder, group, dtype=dtype)
-    group.hear()
+    group.receive()
     raise MemoryError("no room for pages")
 
 
@@ -492,18 +494,18 @@ def test_a_rank_that_cannot_start_is_one_sentence_at_once_and_leaves_nobody(
 ) -> None:
     started: list[Followers] = []
 
-    def start(*args: Any) -> Followers:
+    def recorded(*args: Any) -> Followers:
         started.append(Followers(*args))
         return started[0]
 
-    monkeypatch.setattr(parallel, "Followers", start)
+    monkeypatch.setattr(start, "Followers", recorded)
     if when == "loading":
         folder, sentence = unloadable(folders, tmp_path / "bad"), "rank 1: ValueError: .*q_proj.* not finite"
     elif when == "before it joins":
-        monkeypatch.setattr(parallel, "run_follower", break_off)
+        monkeypatch.setattr(start, "run_follower", break_off)
         folder, sentence = folders["dense"], "rank 1: OSError: no such device$"
     else:
-        monkeypatch.setattr(parallel, "run_follower", run_out_of_memory)
+        monkeypatch.setattr(start, "run_follower", run_out_of_memory)
         folder, sentence = folders["dense"], "rank 1: MemoryError: no room for pages$"
     begun = time.monotonic()
     with pytest.raises(ValueError, match=f"^the 2 tensor-parallel ranks could not start: {sentence}"):
@@ -526,9 +528,8 @@ def test_followers_end_with_a_killed_leader(folders: dict[str, Path], followers:
 import sys, time
 from pathlib import Path
 from mbd_core.engine.engine import EngineConfig
-from mbd_core.parallel import parallel_engine as parallel
 from mbd_core.parallel.followers import Followers
-from mbd_core.parallel.parallel_engine import start_parallel
+from mbd_core.parallel.start import start_parallel
 followers = {followers}
 print(*followers.pids, flush=True)
 time.sleep(60)

@@ -1,0 +1,67 @@
+"""A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does."""
+
+from pathlib import Path
+
+import torch
+
+from mbd_core.engine.engine import Engine
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.quantize import quantize_weights
+from mbd_core.parallel.group import Group, Rank, init_group, load_shard
+from mbd_core.parallel.orders import Abort, Add, Command, Preempt, Prepare, Setup, fingerprint
+
+
+class OutOfStep(RuntimeError):
+    """A follower's state is not rank 0's: hardware, libraries or weights differ, or the engine has a defect."""
+
+
+def follow(model: Decoder, group: Group) -> None:
+    """Do what rank 0 does until it says stop; `model` is this rank's shard.
+
+    Raises `ValueError` if the shard is part of another model, `RankLost` if rank 0 is gone, and `OutOfStep` if the
+    states of the two differ. The process should then end, which the other ranks notice.
+    """
+    engine = _build(model, group)
+    group.barrier()
+    while (orders := group.receive()).action != "stop":
+        for command in orders.commands:
+            _obey(engine, command)
+        if orders.action == "wait":
+            continue
+        if fingerprint(engine) != orders.fingerprint:
+            raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
+        engine.step()
+
+
+def _build(model: Decoder, group: Group) -> Engine:
+    """This rank's engine, set up as rank 0's."""
+    setup: Setup = group.receive()
+    if setup.model != model.config:
+        raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {setup.model}")
+    if setup.fp8 is not None:
+        quantize_weights(model, setup.fp8)
+    if group.rank.kind == "cpu":
+        torch.set_num_threads(setup.num_threads)
+    return Engine(model, setup.engine, vocab_limit=setup.vocab_limit)
+
+
+def _obey(engine: Engine, command: Command) -> None:
+    match command:
+        case Add(request):
+            engine.add(request)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case Preempt():
+            engine.preempt()
+        case Prepare(decoding):
+            engine.prepare(decoding)
+
+
+def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:
+    """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
+
+    If it fails it does not leave the group: its process ends, and the other ranks learn the reason from that.
+    """
+    group = init_group(rank)
+    follow(load_shard(folder, group, dtype=dtype), group)
+    group.close()

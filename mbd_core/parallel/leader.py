@@ -1,0 +1,162 @@
+"""The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat on their shards.
+
+Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
+do the same and step with it. Nothing else crosses: what a step decides follows from the logits, which are the same on
+every rank bit for bit, and from no clock and no random state. A fingerprint of rank 0's state goes with each step; a
+rank whose own differs is out of step, and ends.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.quantize import quantized_parts
+from mbd_core.parallel.followers import Followers
+from mbd_core.parallel.group import Group, RankLost
+from mbd_core.parallel.orders import Abort, Add, Command, Orders, Preempt, Prepare, Setup, fingerprint
+
+if TYPE_CHECKING:
+    from mbd_core.trace.recorder import TraceRecorder
+
+
+class ParallelEngine(Engine):
+    """Rank 0's engine. Its methods are `Engine`'s; `close()` releases the followers and leaves the group.
+
+    While there is no work a thread sends signs of life, so that a follower can tell an idle leader from a dead one.
+    After a step that failed the ranks are in different states: every later step raises `RankLost`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        group: Group,
+        followers: Followers | None = None,
+        trace: "TraceRecorder | None" = None,
+        vocab_limit: int | None = None,
+    ) -> None:
+        """`model` is rank 0's shard (`load_shard`), rounded to FP8 or not; returns when all ranks have built theirs.
+
+        `followers` are the other ranks where they are child processes; `close()` ends them.
+        """
+        rank = group.rank
+        if rank.rank != 0:
+            raise ValueError(f"rank {rank.rank} cannot lead: rank 0 does, the others call follow()")
+        if model.shard != rank.shard:
+            raise ValueError(f"the model is part {model.shard} and the rank is to hold {rank.shard}; use load_shard()")
+        super().__init__(model, config, trace=trace, vocab_limit=vocab_limit)
+        self.followers, self._group = followers, group
+        self._commands: list[Command] = []
+        self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
+        self._failure: str | None = None  # why no step can follow; never taken back
+        self._closed = threading.Event()
+        group.broadcast(
+            Setup(
+                model=model.config,
+                fp8=quantized_parts(model),
+                engine=config,
+                vocab_limit=vocab_limit,
+                num_threads=torch.get_num_threads(),
+            )
+        )
+        group.barrier()
+        self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
+        self._heartbeat.start()
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._commands.append(Add(request))
+
+    def abort(self, request_id: str) -> Output | None:
+        output = super().abort(request_id)
+        if output is not None:
+            self._commands.append(Abort(request_id))
+        return output
+
+    def preempt(self) -> str | None:
+        self._commands.append(Preempt())  # also where nothing runs: `preempt` collects the step under way
+        return super().preempt()
+
+    def step(self) -> list[StepOutput]:
+        """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
+        if not self.has_work:
+            return []
+        orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
+        with self._together(orders):
+            return super().step()
+
+    def prepare(self, decoding: DecodingConfig) -> int:
+        self._check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
+        with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
+            return super().prepare(decoding)
+
+    @contextmanager
+    def _together(self, orders: Orders) -> Iterator[None]:
+        """The followers carry out `orders` while the body runs here; if either fails, no later call succeeds."""
+        with self._lock:
+            if self._failure is not None:
+                raise RankLost(self._failure)
+            try:
+                self._group.broadcast(orders)
+                self._commands.clear()
+                yield
+            except BaseException as error:
+                self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
+                if isinstance(error, RankLost) and self.followers is not None:
+                    reason = self.followers.failure()
+                    if reason is not None:
+                        error.add_note(reason)
+                raise
+
+    def check_health(self) -> None:
+        """Raise `RankLost` if a step or a sign of life failed, or if a follower's process has ended.
+
+        Never waits, and may be called from any thread.
+        """
+        if self._failure is not None:
+            raise RankLost(self._failure)
+        if self.followers is not None and not self.followers.alive:
+            raise RankLost("a tensor-parallel follower's process has ended; start the group anew")
+
+    def close(self) -> None:
+        """Stop the followers, kill those that do not end, and leave the group; the second call does nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._heartbeat.join()
+        wait = self._group.rank.timeout if self._stop_followers() else 0.0
+        self._failure = self._failure or "the engine was closed"
+        if self.followers is not None:
+            self.followers.end(wait)
+        self._group.close()
+
+    def _stop_followers(self) -> bool:
+        """Order them to stop; whether they received it. Followers within a step, or lost ones, cannot."""
+        if self._failure is not None or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._group.broadcast(Orders(action="stop"))
+        except RankLost:
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def _beat(self) -> None:
+        """The heartbeat's thread."""
+        while not self._closed.wait(self._group.rank.timeout / 4):
+            with self._lock:
+                if self._failure is not None:
+                    return
+                try:
+                    self._group.broadcast(Orders(action="wait"))
+                except RankLost as error:
+                    self._failure = str(error)
