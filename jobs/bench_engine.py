@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 from mbd_core.bench.roofline import Machine, floor_seconds, measure_machine, step_cost
 from mbd_core.bench.step_timing import WARM_UP, StepCase, filled_engine, measure_host, measure_step
-from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, check_writable, host_growth, markdown, write_json
+from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, host_growth, markdown
 from mbd_core.checkpoint.loading import load_config, load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine import EngineConfig
+from mbd_core.files import check_new_file, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
@@ -151,7 +152,7 @@ def check_cases(
     resolve(device, dtype, config.head_dim, page_size, args.attention, num_heads=heads, num_kv_heads=kv_heads)
     check_fits(args.model, config, cases, dtype, device)
     if args.json is not None:
-        check_writable(args.json)
+        check_new_file(args.json)
 
 
 def check_fits(

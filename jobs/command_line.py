@@ -4,12 +4,14 @@ A job is a function with annotated options (Typer) and its `main = command(funct
 2 bad input, in one sentence on stderr and before any work begins.
 """
 
+import inspect
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from typer.exceptions import TyperException
@@ -46,14 +48,20 @@ TensorParallel = Annotated[
 ]
 
 
-def command(run: Callable[..., Any]) -> Callable[[Sequence[str] | None], int]:
+class Main(Protocol):
+    """A job's entry: the command line, by default the process's own, to the exit code."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def command(run: Callable[..., Any]) -> Main:
     """The job's `main(argv=None) -> exit code`.
 
     A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
     defects of ours and keep their traceback. `run` returns `None` or an exit code.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command()(run)
+    app.command(help=_help(run))(run)
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
 
@@ -76,6 +84,11 @@ def command(run: Callable[..., Any]) -> Callable[[Sequence[str] | None], int]:
         return int(code or 0)
 
     return main
+
+
+def _help(run: Callable[..., Any]) -> str:
+    """The docstring, each paragraph on one line, so that the terminal breaks it."""
+    return re.sub(r"(?<!\n)\n(?=\w)", " ", inspect.cleandoc(run.__doc__ or ""))
 
 
 def command_text(context: typer.Context) -> str:

@@ -1,53 +1,16 @@
 """The least time a decode step can take on a machine: bytes and FLOPs counted from the model, speeds measured.
 
-Counted are what no implementation can avoid: every touched weight read once, the keys and values of the prefix read
-once a sequence and those of the buffer written and read once, and the multiplications. Activations and logits are not
-counted: a perfect kernel keeps them on the chip.
+Only what no implementation can avoid is counted: every touched weight read once, the keys and values of the prefix
+read once a sequence and those of the buffer written and read once, and the multiplications. Activations and logits are
+not counted: a perfect kernel keeps them on the chip.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from mbd_core.ops.timing import best_seconds
-
-
-class ExpertSizes(Protocol):
-    """What is counted of a mixture's layers: `models.config.MoEConfig` has it."""
-
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def experts_per_token(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def shared_size(self) -> int: ...
-
-
-class ModelSizes(Protocol):
-    """What is counted of a model: `models.config.ModelConfig` has it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def moe(self) -> ExpertSizes | None: ...
-    def is_sparse(self, layer: int) -> bool: ...
+from mbd_core.bench.call_timing import best_seconds
+from mbd_core.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +40,7 @@ def distinct_experts(num_experts: int, per_token: int, tokens: int) -> float:
 
 
 def step_cost(
-    config: ModelSizes,
+    config: ModelConfig,
     *,
     rows: int,
     buffer_size: int,
@@ -125,9 +88,9 @@ def step_cost(
     head = config.vocab_size * d
     weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
 
-    # Slot i of a sequence sees the prefix and slots 0..i.
-    seen = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
-    attention_flops = 4.0 * config.num_layers * config.num_heads * c * seen
+    # Slot i of a sequence attends to the prefix and slots 0..i.
+    num_scores = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
+    attention_flops = 4.0 * config.num_layers * config.num_heads * c * num_scores
     kv_token = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
     return StepCost(
         weight_bytes=weight_bytes,

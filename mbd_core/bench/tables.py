@@ -1,10 +1,7 @@
-"""What benchmarks share: interleaved timing that a busy machine does not decide, the paper's row, tables and files."""
+"""What benchmarks share: runs timed in turn, so that a busy machine slows them alike, the paper's rows, and tables."""
 
-import json
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 # Table 3 of the MBD-LMs paper: LLaDA2-Mini at batch 1 on two H100 (TP=2), by N_buf. Step latency in seconds.
@@ -18,27 +15,27 @@ PAPER_STEP_RATIO = 1.24
 def interleaved(
     runs: Mapping[str, Callable[[], float]], *, repeats: int, after: Callable[[], object] | None = None
 ) -> dict[str, list[float]]:
-    """What each run returned, `repeats` times, the runs taking turns; `after` is called behind every run.
+    """What each run returned, `repeats` times, the runs taking turns; `after` is called after every run.
 
-    A slow spell of the machine then meets all runs alike. Every round begins with another run, so that none always
+    A slow spell of the machine then slows all runs alike. Every round begins with another run, so that none always
     follows the same one. Raises `ValueError` for `repeats` under 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
     names = list(runs)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            taken[name].append(runs[name]())
+            results[name].append(runs[name]())
             if after is not None:
                 after()
-    return taken
+    return results
 
 
-def medians(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each run's values."""
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return {name: statistics.median(of_run) for name, of_run in values.items()}
 
 
 def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -59,17 +56,17 @@ def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A step's host work at the most rows over that at the fewest, for every (model, buffer, prefix) with several;
-    and the same of all that a step does beside its forward."""
+    """How a step's host work grows from the fewest rows to the most, for every (model, buffer, prefix) with several;
+    beside it the same ratio of all that a step does beside its forward."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["buffer_size"], row["prefix"]), []).append(row)
-    found = []
+    growths = []
     for (model, buffer_size, prefix), group in groups.items():
         few, many = (pick(group, key=lambda r: r["rows"]) for pick in (min, max))
         if few["rows"] == many["rows"]:
             continue
-        found.append(
+        growths.append(
             {
                 "model": model,
                 "buffer_size": buffer_size,
@@ -81,13 +78,13 @@ def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 / (few["step_seconds"] - few["forward_seconds"]),
             }
         )
-    return found
+    return growths
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """A table of `rows`; `columns` maps a key to a heading, with a format after a bar (`"step (ms)|.2f"`).
 
-    A heading that ends in "(ms)" shows seconds as milliseconds; what a row lacks, or has as `None`, is a dash.
+    A heading that ends in "(ms)" shows seconds as milliseconds; a missing value, or `None`, is a dash.
     """
     split = {key: (*text.split("|"), "")[:2] for key, text in columns.items()}
     lines = ["| " + " | ".join(title for title, _ in split.values()) + " |", "|" + "---|" * len(split)]
@@ -104,26 +101,3 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> s
 
 def _truth(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def check_writable(path: Path) -> None:
-    """Raise `ValueError` if a file cannot be written there: before the work that it is to hold."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file beside its place, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        beside.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
