@@ -151,7 +151,7 @@ def multi_bd(
     keys are written where they belong, so that those of a final block are stored. A D2F prompt is stored in full, and
     the algorithm does not see it.
     """
-    if config.canvas is not None or config.fallback in ("margin", "neg_entropy"):
+    if config.canvas is not None or config.ranks_by_score:
         raise ValueError("a plain block loop has no canvas (run_canvas has), and no fallback by margin or entropy")
     if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(

@@ -5,14 +5,16 @@ Shape legend: R rows, N slots, B block size, P positions asked for, V vocabulary
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.decoding_config import Fallback
 from mbd_core.decoding.sampling import Draw, Vocab, choose, margin, neg_entropy
 
-CONFIDENCE, LEFTMOST, MARGIN, NEG_ENTROPY = range(4)
-FALLBACKS = {"confidence": CONFIDENCE, "leftmost": LEFTMOST, "margin": MARGIN, "neg_entropy": NEG_ENTROPY}
+FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
+LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ Shape legend: R rows (sequences), N slots, B block size, A positions asked for.
 
 import copy
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -22,13 +21,7 @@ from torch import Tensor
 from mbd_core.decoding.acceptance import FALLBACKS, LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
 from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Draw
-
-
-class SlotState(IntEnum):
-    DUMMY = 0
-    ACTIVE = 1
-    TO_CACHE = 2
-    IN_CACHE = 3
+from mbd_core.decoding.slot_state import SlotState
 
 
 @dataclass(frozen=True)

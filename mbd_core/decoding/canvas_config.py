@@ -4,40 +4,12 @@ The methods differ in four things: which positions may be filled now (`block_len
 which score (`score`), and what of the canvas a forward computes anew (`cache`, `refresh`).
 """
 
-import json
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-MOST = 2**31 - 1  # counts stand in integer tensors
+from mbd_core.decoding.checks import check_choice, check_count, check_share, check_weight
+
 LEAST_TAU_MERGE = 0.01  # bounds how many of a position's likeliest tokens a branch must remember
-
-
-def check_count(owner: str, name: str, value: object, *, least: int = 1) -> None:
-    """Raise `ValueError` unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{owner}{name}={value!r} must be a whole number of at least {least}")
-    if value > MOST:
-        raise ValueError(f"{owner}{name}={value!r} must be at most {MOST}")
-
-
-def check_share(owner: str, name: str, value: object) -> None:
-    """Raise `ValueError` unless `value` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"{owner}{name}={value!r} must be a number from 0 to 1")
-
-
-def check_weight(owner: str, name: str, value: object) -> None:
-    """Raise `ValueError` unless `value` is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{owner}{name}={value!r} must be a number of at least 0")
-
-
-def check_choice(owner: str, name: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise `ValueError`, in JSON's words, unless `value` is one of `known`, and of its type: 1 is not True."""
-    if not any(type(value) is type(k) and value == k for k in known):
-        given, *allowed = (json.dumps(v, default=repr) for v in (value, *known))
-        raise ValueError(f"{owner}{name}={given} must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True)

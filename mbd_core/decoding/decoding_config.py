@@ -4,9 +4,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from mbd_core.decoding.canvas_config import Canvas, check_choice, check_count, check_share
+from mbd_core.decoding.canvas_config import Canvas
+from mbd_core.decoding.checks import check_choice, check_count, check_share
+
+Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
+PromptAttention = Literal["block_causal", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,8 @@ class DecodingConfig:
     tau_semi: float = 0.9
     tau_m2t: float = 0.95
     tokens_per_step: int = 1
-    fallback: Literal["confidence", "leftmost", "margin", "neg_entropy"] = "confidence"
-    prompt_attention: Literal["block_causal", "full"] = "block_causal"
+    fallback: Fallback = "confidence"
+    prompt_attention: PromptAttention = "block_causal"
     prefix_cache: bool | None = None
     t2t: T2T | None = None
     soft: Soft | None = None
@@ -94,8 +98,8 @@ class DecodingConfig:
         if self.tokens_per_step > self.block_size:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} exceeds block_size={self.block_size}")
         for name, known in (
-            ("fallback", ("confidence", "leftmost", "margin", "neg_entropy")),
-            ("prompt_attention", ("block_causal", "full")),
+            ("fallback", get_args(Fallback)),
+            ("prompt_attention", get_args(PromptAttention)),
             ("prefix_cache", (None, True, False)),
         ):
             check_choice("", name, getattr(self, name), known)
@@ -127,6 +131,11 @@ class DecodingConfig:
     def revises(self) -> bool:
         """Whether a filled position may still change."""
         return self.t2t is not None or self.soft is not None
+
+    @property
+    def ranks_by_score(self) -> bool:
+        """Whether the fallback ranks positions by a score of its own, which is neither confidence nor position."""
+        return self.fallback in ("margin", "neg_entropy")
 
 
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")

@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Vocab:
-    """The ids that may be predicted: those below `size`, where the padding of the vocabulary begins, without the mask's."""
+    """The ids that may be predicted: all below `size`, where padding begins, except the mask's."""
 
     mask_token_id: int
     size: int
@@ -160,7 +160,7 @@ def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
 
 
 def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
-    """A token (P,) of each position, drawn among its likeliest ones: `top_k` of them, then those that reach `top_p`."""
+    """A token (P,) of each position, among its likeliest: `top_k` of them, then those that reach `top_p`."""
     order_PV = scaled_PV.argsort(dim=-1, descending=True, stable=True)
     ranked_PV = scaled_PV.gather(-1, order_PV).softmax(dim=-1)
     rank_V = torch.arange(ranked_PV.shape[-1], device=ranked_PV.device)

@@ -13,9 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from mbd_core.decoding.slot_state import CANVAS_STATE, SlotState
 from mbd_core.trace.recorder import STATES, read_trace_table, trace_block_size
 
-DUMMY, ACTIVE, TO_CACHE = (STATES.index(s) for s in ("DUMMY", "ACTIVE", "TO_CACHE"))
+DUMMY, ACTIVE, TO_CACHE = SlotState.DUMMY, SlotState.ACTIVE, SlotState.TO_CACHE
 NUM_BINS = 10
 
 
@@ -247,7 +248,7 @@ def block_lives(request: RequestTrace) -> list[BlockLife]:
 
 def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
     """The requests that a Block Buffer decoded, and how many others there are."""
-    canvas = pc.equal(table["state"], "CANVAS")
+    canvas = pc.equal(table["state"], CANVAS_STATE)
     num_other = pc.count_distinct(table["request_id"].filter(canvas)).as_py()
     table = table.filter(pc.invert(canvas))
     if not len(table):

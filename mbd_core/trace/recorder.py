@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mbd_core.decoding.request import StepTrace
+from mbd_core.decoding.slot_state import CANVAS_STATE, SlotState
 
-STATES = ("DUMMY", "ACTIVE", "TO_CACHE", "IN_CACHE", "CANVAS")  # CANVAS: a block of a full-attention request
+STATES = (*(state.name for state in SlotState), CANVAS_STATE)
 SCHEMA = pa.schema(
     [
         ("request_id", pa.string()),

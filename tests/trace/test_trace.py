@@ -11,9 +11,9 @@ import pytest
 from simulated_trace import EOS, SIZE, simulate
 
 from jobs import trace_report
-from mbd_core.decoding.block_buffer import SlotState
 from mbd_core.decoding.decoding_config import T2T
 from mbd_core.decoding.request import StepTrace
+from mbd_core.decoding.slot_state import SlotState
 from mbd_core.trace.measures import Run, block_lives, make_run, measure, ratios_by_rank
 from mbd_core.trace.recorder import STATES, TraceRecorder, read_trace, read_trace_table
 from mbd_core.trace.replay import make_side, write_replay
