@@ -18,9 +18,13 @@ from torch import Tensor
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
+from mbd_core.engine.ahead import StepPlan
 from mbd_core.engine.batch import Batch
-from mbd_core.engine.engine import Engine, EngineConfig, Plan
-from mbd_core.engine.runner import EagerRunner
+from mbd_core.engine.collector import record_step
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.graphs import capture
+from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
@@ -187,7 +191,7 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
             taken[name].append(_seconds(run, wait=gpu))
         if recorder is not None:
             report = engine.last_report
-            taken["recorder"].append(_seconds(partial(engine.record, recorder, begun.step, begun.decoding, report)))
+            taken["recorder"].append(_seconds(partial(record_step, recorder, begun.number, begun.decoding, report)))
             bare()  # a step always follows a forward: none finds emptier caches
         tick()
     of = {name: statistics.median(values[WARM_UP:]) for name, values in taken.items() if values}
@@ -221,7 +225,7 @@ def measure_host(engine: Engine, case: StepCase) -> float:
     return statistics.median(taken[WARM_UP:])
 
 
-def _step_apart(engine: Engine, plan: Plan) -> tuple[Plan, float, float]:
+def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]:
     """A scheduled step as the engine takes it, up to where the next is scheduled: that plan, the seconds of all of it,
     and of what came behind the device's part."""
     started = time.perf_counter()
@@ -236,7 +240,7 @@ def _step_apart(engine: Engine, plan: Plan) -> tuple[Plan, float, float]:
 
 
 @contextmanager
-def _without_forward(runner: EagerRunner) -> Iterator[None]:
+def _without_forward(runner: ModelRunner) -> Iterator[None]:
     """Every forward gives the same hidden states, every position the same logits."""
     forward, logits = runner.forward, runner.logits
     assert runner.last_batch is not None
@@ -258,14 +262,7 @@ def _without_forward(runner: EagerRunner) -> Iterator[None]:
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
     """The same as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = capture(run, warm_up=1)
     return graph.replay
 
 

@@ -100,9 +100,7 @@ class Admission:
 
     def _check_canvas(self, request: Request) -> None:
         if self._model.attention != "full":
-            raise ValueError(
-                f"canvas needs a model with full attention; {self._model.architecture} attends in blocks"
-            )
+            raise ValueError(f"canvas needs a model with full attention; {self._model.architecture} attends in blocks")
         assert request.decoding.canvas is not None
         check_canvas(
             request.decoding.canvas,

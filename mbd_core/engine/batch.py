@@ -6,7 +6,7 @@ length. That is all the methods have in common, and all the kernels need.
 Shape legend: K rows, T packed tokens, P pages a row, A positions whose logits are asked for.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,12 +58,12 @@ class Batch:
     split: list[int] | None = None
 
 
-def to_device(values: Seq[object], device: torch.device) -> Tensor:
+def to_device(values: Sequence[object], device: torch.device) -> Tensor:
     """Whole numbers of the host, as int64 on `device`, by a copy that the host does not wait for."""
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def pack(groups: Seq[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
+def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = False) -> Batch:
     """Put groups of rows behind one another; at least one row in all."""
     groups = [g for g in groups if len(g.kv_lens_K)]
     device = groups[0].tokens_T.device
@@ -103,14 +103,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _lengths(groups: Seq[Rows]) -> list[int]:
+def _lengths(groups: Sequence[Rows]) -> list[int]:
     out: list[int] = []
     for g in groups:
         out += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
     return out
 
 
-def _weights(groups: Seq[Rows]) -> Tensor | None:
+def _weights(groups: Sequence[Rows]) -> Tensor | None:
     if all(g.weight_T is None for g in groups):
         return None
     hard = [torch.ones(len(g.tokens_T), device=g.tokens_T.device) for g in groups]

@@ -3,7 +3,7 @@
 Shape legend: K rows, T packed tokens, P pages a row, A positions asked for, V vocabulary.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from mbd_core.canvas.single_lane import CanvasDecoder, CanvasPlan, CanvasUpdate,
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Rows
 from mbd_core.engine.kv_cache import PagedKVCache
-from mbd_core.engine.sequence import Sequence
+from mbd_core.engine.sequence import SequenceState
 from mbd_core.models.model_config import ModelConfig
 
 
@@ -21,7 +21,7 @@ from mbd_core.models.model_config import ModelConfig
 class CanvasRun:
     """One running canvas: its decoder and the pages of each lane (lanes, P)."""
 
-    sequence: Sequence
+    sequence: SequenceState
     decoder: CanvasDecoder
     lanes_LP: Tensor
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
@@ -30,12 +30,12 @@ class CanvasRun:
 class CanvasRuns:
     """All canvases that hold a row of the engine."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
-        self._config, self._cache = config, cache
+    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab, *, block_size: int) -> None:
+        self._config, self._cache, self.block_size = config, cache, block_size
         self._vocab = vocab
         self._runs: dict[int, CanvasRun] = {}
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: SequenceState) -> None:
         """Begin a canvas in the row its sequence has been given; a preempted one begins anew, its keys being gone."""
         request, config = sequence.request, self._config
         assert request.decoding.canvas is not None
@@ -55,8 +55,8 @@ class CanvasRuns:
     def leave(self, row: int) -> None:
         self._runs.pop(row, None)
 
-    def rows(self, *, before: int) -> Rows | None:
-        """The next forward of every canvas, behind `before` packed tokens of others; copies between lanes that it
+    def rows(self, *, num_before: int) -> Rows | None:
+        """The next forward of every canvas, behind `num_before` packed tokens of others; copies between lanes that it
         needs are made at once. `None` without canvases."""
         if not self._runs:
             return None
@@ -72,8 +72,8 @@ class CanvasRuns:
                 lengths.append(q.stop - q.start)
                 kv_lens.append(run.decoder.length)
                 pages.append(run.lanes_LP[q.lane])
-                at.append(q.logits_at - q.start + before)
-                before += lengths[-1]
+                at.append(q.logits_at - q.start + num_before)
+                num_before += lengths[-1]
         width = max(len(p) for p in pages)
         return Rows(
             tokens_T=torch.cat(tokens).to(device),
@@ -96,5 +96,5 @@ class CanvasRuns:
         return [len(q.logits_at) for run in self._runs.values() for q in run.plan.queries]
 
     @property
-    def running(self) -> Seq[CanvasRun]:
+    def running(self) -> Sequence[CanvasRun]:
         return list(self._runs.values())

@@ -1,161 +1,132 @@
-"""The device's part of a decode step as one repeatable call: forward, acceptance, slot transitions, report.
+"""Static steps as CUDA graphs: captured when the server starts, replayed afterwards, never captured under traffic.
 
-It reads and writes buffers that are never reallocated, and looks at nothing on the host; so on a GPU it is captured
-once per `ProgramKind` as a CUDA graph and replayed. Elsewhere the same call is made again.
-
-Shape legend: R rows (sequences), N slots, B block size, X numbers of a report.
+A step of a kind that has no graph, and that no captured kind covers, runs kernel by kernel and is counted.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.acceptance import predict
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.engine.batch import pack
-from mbd_core.engine.rows import all_slots
-from mbd_core.engine.runner import EagerRunner
-from mbd_core.engine.step_report import before, pack_report
+from mbd_core.engine.rows import static_rows
+from mbd_core.engine.step import StepState, decode_step
+from mbd_core.engine.step_kind import StepKind
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ProgramKind:
-    """What a step's program depends on beside its buffers: the number of rows, at how many positions there are logits
-    (`None`: all), and which work some row asks for."""
+def capture(
+    run: Callable[[], T], *, restore: Callable[[], object] = lambda: None, pool: Any = None, warm_up: int = 2
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`run` as a CUDA graph, and what it returned while it was captured: memory that each replay overwrites.
 
-    num_rows: int
-    num_asked: int | None
-    draws: bool
-    scores: bool
-    softens: bool
-    revises: bool
-    quotas: bool
-
-
-class DecodePrograms:
-    """Programs for the first `num_rows` rows of a buffer (powers of two, so that few are made), made when needed."""
-
-    def __init__(
-        self,
-        runner: EagerRunner,
-        buffer: BlockBuffer,
-        tables_RP: Tensor,
-        vocab: Vocab,
-        *,
-        page_size: int,
-        batch_invariant: bool,
-        graphs: bool | None,
-        logits_chunk: int,
-    ) -> None:
-        self._runner, self._buffer, self._tables_RP, self._vocab = runner, buffer, tables_RP, vocab
-        self._page_size, self._batch_invariant, self._logits_chunk = page_size, batch_invariant, logits_chunk
-        self.records = graphs is not False and self._obstacle is None
-        if graphs and self._obstacle is not None:
-            raise ValueError(f"graphs=True cannot be honoured: {self._obstacle}")
-        self._recorded: dict[ProgramKind, Recording] = {}
-        # all graphs share their temporary memory: one runs at a time, and a report is read before the next replay
-        self._pool = torch.cuda.graph_pool_handle() if self.records else None
-
-    @property
-    def _obstacle(self) -> str | None:
-        """Why a step cannot be recorded."""
-        if self._tables_RP.device.type != "cuda":
-            return f"CUDA graphs need a GPU, this is {self._tables_RP.device.type}"
-        if self._batch_invariant:
-            return "with batch_invariant=True rows' lengths are read on the host"
-        if self._runner.attention.name == "reference":
-            return "the reference attention reads rows' lengths on the host"
-        return None
-
-    def run(self, kind: ProgramKind, *, num_pages: int) -> Tensor:
-        """One step; its report (X,), on the device, good until the next. No row has more than `num_pages` pages."""
-        if not self.records:
-            return self._program(kind, num_pages)()
-        self.record(kind)
-        return self._recorded[kind].replay()
-
-    def record(self, kind: ProgramKind) -> None:
-        """Capture a step as a graph, if it is not yet."""
-        if kind not in self._recorded:
-            program = self._program(kind, self._tables_RP.shape[1])
-            self._recorded[kind] = Recording(program, self._buffer, self._runner, self._pool)
-
-    def kinds(self, num_slots: int, work: Mapping[str, bool]) -> list[ProgramKind]:
-        """The kinds of all steps whose rows have up to `num_slots` slots and ask for `work`."""
-        found = []
-        for rows in sorted({self.bucket(rows) for rows in range(1, len(self._tables_RP) + 1)}):
-            most = rows * num_slots * self._buffer.block_size
-            asked = {self.portion(rows, 1 + at) for at in range(0, most, self._quarter(rows))}
-            found += [ProgramKind(num_rows=rows, num_asked=n, **work) for n in asked]
-        return found
-
-    def bucket(self, num_rows: int) -> int:
-        """The least power of two that holds `num_rows` rows, at most all."""
-        return min(1 << (num_rows - 1).bit_length(), len(self._tables_RP))
-
-    def portion(self, num_rows: int, num_asked: int) -> int | None:
-        """The least quarter of the buffer's positions that holds `num_asked`; `None` for all of them."""
-        quarters = max(1, -(-num_asked // self._quarter(num_rows)))
-        return None if quarters > 3 or self._batch_invariant else quarters * self._quarter(num_rows)
-
-    def _quarter(self, num_rows: int) -> int:
-        return -(-num_rows * self._buffer.num_slots * self._buffer.block_size // 4)
-
-    def _program(self, kind: ProgramKind, num_pages: int) -> Callable[[], Tensor]:
-        buffer = self._buffer.head(kind.num_rows)
-        tables_RP = self._tables_RP[: kind.num_rows, :num_pages]
-        shift = self._runner.model.config.shift_logits
-
-        def step() -> Tensor:
-            buffer.activate()
-            seen = before(buffer)
-            slots = all_slots(buffer, tables_RP, shift=shift, softens=kind.softens, num_asked=kind.num_asked)
-            batch = pack(
-                [slots.rows],
-                page_size=self._page_size,
-                batch_invariant=self._batch_invariant,
-            )
-            hidden_AD = self._runner.forward(batch)
-            prediction = predict(
-                self._runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
-                len(hidden_AD),
-                slots.at_A,
-                self._vocab,
-                shape=buffer.masked_RNB.shape,
-                chunk=self._logits_chunk,
-                draw=buffer.draw(slots.at_A) if kind.draws else None,
-                fallback_P=buffer.fallback_at(slots.at_A) if kind.scores else None,
-            )
-            commit = buffer.commit(prediction, revises=kind.revises, quotas=kind.quotas)
-            if shift:
-                self._runner.remember_committed(slots.slot_end_RN, commit.num_blocks_R)
-            return pack_report(seen, commit, buffer)
-
-        return step
+    It runs `warm_up` times before, on a stream of its own; `restore` undoes what that changed.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            run()
+            restore()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": what other threads ask of the device meanwhile does not concern this capture
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph, result
 
 
-class Recording:
-    """A step captured as a CUDA graph. Warming up runs it, so what it moved on is put back afterwards; the keys it
-    wrote are those that the step itself will write."""
+def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
+    """One static step kernel by kernel; its report (X,). No batch row has more than `num_pages` pages."""
+    tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
+    report_X, _ = decode_step(
+        state,
+        kind,
+        lambda buffer: static_rows(
+            buffer,
+            tables_RP,
+            shift=state.runner.model.config.shift_logits,
+            softens=kind.work.softens,
+            num_asked=kind.num_asked,
+        ),
+    )
+    return report_X
 
-    def __init__(self, step: Callable[[], Tensor], buffer: BlockBuffer, runner: EagerRunner, pool: Any) -> None:
+
+@dataclass
+class StepGraphs:
+    """The captured steps of one engine. Without `enabled` every step runs kernel by kernel.
+
+    num_replayed, num_eager  static steps so far, by how they ran
+    memory_bytes             device memory that the graphs took
+    """
+
+    state: StepState
+    enabled: bool
+    num_replayed: int = 0
+    num_eager: int = 0
+    memory_bytes: int = 0
+    _captured: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
+    _serving: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
+    _pool: Any = None
+
+    def capture(self, kinds: Iterable[StepKind]) -> int:
+        """Capture the kinds that are not yet; how many graphs there are then."""
+        if self.enabled:
+            self._serving.clear()
+            free, _ = torch.cuda.mem_get_info()
+            # graphs share their temporary memory: one runs at a time, its report is read before the next replay
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            for kind in kinds:
+                if kind not in self._captured:
+                    self._captured[kind] = CapturedStep(self.state, kind, self._pool)
+            self.memory_bytes += free - torch.cuda.mem_get_info()[0]
+        return len(self._captured)
+
+    def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
+        """One static step; its report (X,), on the device, good until the next step."""
+        captured = self._graph_for(kind)
+        if captured is not None:
+            self.num_replayed += 1
+            return captured.replay()
+        self.num_eager += 1
+        return static_step(self.state, kind, num_pages=num_pages)
+
+    def report(self) -> dict[str, int]:
+        """For whoever watches a server: graphs, their memory, and steps by how they ran."""
+        return {
+            "captured": len(self._captured),
+            "memory_bytes": self.memory_bytes,
+            "steps_replayed": self.num_replayed,
+            "steps_eager": self.num_eager,
+        }
+
+    def _graph_for(self, kind: StepKind) -> "CapturedStep | None":
+        """The graph of the least captured kind that does all that `kind` does."""
+        if kind not in self._serving:
+            able = [(k, step) for k, step in self._captured.items() if k.covers(kind)]
+            cost = [(k.num_asked is None, k.num_asked or 0, sum(vars(k.work).values())) for k, _ in able]
+            self._serving[kind] = able[cost.index(min(cost))][1] if able else None
+        return self._serving[kind]
+
+
+class CapturedStep:
+    """A static step as a CUDA graph. Warming up runs it, so what it moved on is put back; the keys it wrote are those
+    that the step itself will write."""
+
+    def __init__(self, state: StepState, kind: StepKind, pool: Any) -> None:
+        runner, buffer = state.runner, state.buffer
         saved, remembered = buffer.save_all(), runner.last_RD.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-                buffer.restore_all(saved)
-                runner.last_RD.copy_(remembered)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads ask of the device meanwhile does not concern this capture
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._report_X = step()
+
+        def restore() -> None:
+            buffer.restore_all(saved)
+            runner.last_RD.copy_(remembered)
+
+        self._graph, self._report_X = capture(
+            lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]), restore=restore, pool=pool
+        )
         self._runner, self._batch = runner, runner.last_batch
 
     def replay(self) -> Tensor:
@@ -163,3 +134,23 @@ class Recording:
         self._graph.replay()
         self._runner.last_batch = self._batch
         return self._report_X
+
+
+def graphs_enabled(state: StepState, asked: bool | None, *, static_shapes: bool) -> bool:
+    """Whether static steps become graphs; `None` means wherever they can. `ValueError` if they cannot and must."""
+    obstacle = _obstacle(state, static_shapes=static_shapes)
+    if asked and obstacle is not None:
+        raise ValueError(f"graphs=True cannot be honoured: {obstacle}")
+    return asked is not False and obstacle is None
+
+
+def _obstacle(state: StepState, *, static_shapes: bool) -> str | None:
+    if not static_shapes:
+        return "without static_shapes=True no step has a shape that repeats"
+    if state.tables_RP.device.type != "cuda":
+        return f"CUDA graphs need a GPU, this is {state.tables_RP.device.type}"
+    if state.batch_invariant:
+        return "with batch_invariant=True rows' lengths are read on the host"
+    if state.runner.attention.name == "reference":
+        return "the reference attention reads rows' lengths on the host"
+    return None

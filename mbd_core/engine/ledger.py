@@ -1,30 +1,15 @@
 """What the host keeps of each buffer row, in arrays: a step's own work is then the same for one row and for many.
 
-Shape legend: R rows (sequences), K kinds of work.
+Shape legend: R rows (sequences), K parts of the optional work.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from mbd_core.decoding.request import Request
-from mbd_core.engine.sequence import Sequence
+from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.step_report import Report
-
-WORK = ("draws", "scores", "softens", "revises", "quotas")
-
-
-def work_of(request: Request) -> dict[str, bool]:
-    """Which `WORK` a request asks of a step."""
-    decoding = request.decoding
-    asked = (
-        request.sampling.temperature > 0,
-        decoding.fallback not in ("confidence", "leftmost"),
-        decoding.soft is not None,
-        decoding.revises,
-        decoding.tokens_per_step > 1,
-    )
-    return dict(zip(WORK, asked, strict=True))
 
 
 class Ledger:
@@ -43,30 +28,30 @@ class Ledger:
         self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
         self._num_forwards_R, self._num_store_forwards_R = whole[5:]
         self._seconds_R = np.zeros(num_rows)
-        self._work_RK = np.zeros((num_rows, len(WORK)), dtype=bool)
+        self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
         self._columns = (*whole, self._seconds_R, self._work_RK)
         self._hold({})
 
-    def seat(self, sequence: Sequence) -> None:
+    def seat(self, sequence: SequenceState) -> None:
         """A sequence takes its row of the buffer."""
         row = sequence.row
-        self._work_RK[row] = list(work_of(sequence.request).values())
+        self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
         self._span_R[row] = sequence.span
         self._hold({**self.sequences, row: sequence})
-        self.moved(sequence)
+        self.update(sequence)
 
-    def _hold(self, sequences: dict[int, Sequence]) -> None:
+    def _hold(self, sequences: dict[int, SequenceState]) -> None:
         self.sequences = sequences
         self._rows = np.fromiter(sequences, dtype=np.int64)
         self.num_rows = max(sequences, default=-1) + 1
 
-    def moved(self, sequence: Sequence) -> None:
+    def update(self, sequence: SequenceState) -> None:
         """A sequence has committed more, or has other pages."""
         self._committed_R[sequence.row] = sequence.committed
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
-    def count(self, decoding: Mapping[int, Sequence], report: Report, seconds: float) -> None:
+    def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> None:
         """A step of `seconds` in which these rows took part."""
         at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
         self._num_forwards_R[at] += 1
@@ -74,7 +59,7 @@ class Ledger:
         self._seconds_R[at] += seconds
         self._num_asked_R[at] = report.num_asked_R[at]
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceState) -> None:
         """A sequence leaves its row and takes its counts along."""
         row = sequence.row
         sequence.num_forwards += int(self._num_forwards_R[row])
@@ -84,10 +69,9 @@ class Ledger:
         for column in self._columns:
             column[row] = 0
 
-    def work(self) -> dict[str, bool]:
-        """Which work some row asks for."""
-        asked = np.logical_or.reduce(self._work_RK).tolist()
-        return dict(zip(WORK, asked, strict=True))
+    def work(self) -> Work:
+        """The work that some row asks for."""
+        return Work(*np.logical_or.reduce(self._work_RK).tolist())
 
     def upto_R(self, *, unread: int) -> np.ndarray:
         """Positions for which each row needs pages in its next step, `unread` steps being under way: each may commit a

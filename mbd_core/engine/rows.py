@@ -1,34 +1,74 @@
-"""How prompt chunks and slots become rows of a forward.
+"""Which rows a forward has: prompt chunks, slots of the Block Buffer, canvases.
 
 Shape legend: R rows (sequences), N slots, B block size, K rows of a forward, P pages a row, A positions asked for.
 """
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.engine.batch import Rows, to_device
+from mbd_core.engine.canvas_rows import CanvasRuns
 from mbd_core.engine.scheduler import PrefillChunk
 
 
-@dataclass(frozen=True)
-class Slots:
-    """The slots of a forward.
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The rows of one forward, group behind group: prompt chunks, slots, canvases.
 
-    at_A         places of the flattened buffer that get logits, in the order of `rows.logits_at_A`; `None`: all. One
-                 behind the last stands for nothing
-    slot_end_RN  the packed token at which each slot ends
+    num_asked     positions of slots that get logits: the first of the forward's hidden states
+    at_A          places of the flattened buffer that they belong to, `None`: all in order. A place past the last one
+                  is padding
+    slot_end_RN   the packed token at which each slot ends
+    prompt_ends   (batch row, packed token) at which a sequence's prefix ends in this forward
+    canvas_asked  positions with logits in each row of a canvas, behind those of slots
     """
 
-    rows: Rows
-    at_A: Tensor | None
-    slot_end_RN: Tensor
+    groups: list[Rows]
+    num_asked: int = 0
+    at_A: Tensor | None = None
+    slot_end_RN: Tensor | None = None
+    prompt_ends: list[tuple[int, int]] = field(default_factory=list)
+    canvas_asked: list[int] = field(default_factory=list)
 
 
-def prompt_rows(chunks: Seq[PrefillChunk], tables_RP: Tensor, *, block_size: int) -> Rows:
+def packed_rows(
+    buffer: BlockBuffer | None,
+    tables_RP: Tensor,
+    chunks: Sequence[PrefillChunk],
+    canvases: CanvasRuns,
+    *,
+    shift: bool,
+    softens: bool,
+    whole: bool,
+) -> StepRows:
+    """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and canvases.
+
+    shift    logits predict the next position (predicted from the hidden state before it)
+    softens  embed filled positions as DMax's mixtures
+    whole    logits at every position of a slot, so that a row's product has the same shape whatever is open in it
+    """
+    prompts = [prompt_rows(chunks, tables_RP, block_size=canvases.block_size)] if chunks else []
+    num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
+    slots = StepRows(groups=[])
+    if buffer is not None:
+        slots = resident_slots(
+            buffer, tables_RP, num_before=num_tokens, prompt_ends=ends, shift=shift, softens=softens, whole=whole
+        )
+    num_tokens += sum(len(g.tokens_T) for g in slots.groups)
+    canvas_rows = canvases.rows(num_before=num_tokens)
+    return replace(
+        slots,
+        groups=[*prompts, *slots.groups, *([] if canvas_rows is None else [canvas_rows])],
+        prompt_ends=ends,
+        canvas_asked=[] if canvas_rows is None else canvases.num_asked,
+    )
+
+
+def prompt_rows(chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int) -> Rows:
     """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row."""
     device = tables_RP.device
     tokens: list[int] = []
@@ -56,8 +96,8 @@ def prompt_rows(chunks: Seq[PrefillChunk], tables_RP: Tensor, *, block_size: int
     )
 
 
-def completing(chunks: Seq[PrefillChunk]) -> list[tuple[int, int]]:
-    """Of the chunks that complete their sequence's prefix: its row, and the packed token at which it ends."""
+def _prompt_ends(chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
+    """Of the chunks that complete their sequence's prefix: its batch row, and the packed token at which it ends."""
     out, stop = [], 0
     for chunk in chunks:
         stop += chunk.stop - chunk.start
@@ -69,34 +109,32 @@ def completing(chunks: Seq[PrefillChunk]) -> list[tuple[int, int]]:
 def resident_slots(
     buffer: BlockBuffer,
     tables_RP: Tensor,
-    chunks: Seq[PrefillChunk],
     *,
+    num_before: int,
+    prompt_ends: list[tuple[int, int]],
     shift: bool,
     softens: bool,
     whole: bool,
-) -> Slots:
-    """Resident slots behind the chunks' rows (Alg. 4). Logits are asked where a position can change, or in `whole`
-    slots, so that a row's product has the same shape whatever is open in it."""
+) -> StepRows:
+    """Resident slots (Alg. 4) behind `num_before` packed tokens; logits where a position can change, or in `whole`
+    slots."""
     size, resident_RN = buffer.block_size, buffer.resident_RN
     row, slot = resident_RN.nonzero(as_tuple=True)
-    before = sum(c.stop - c.start for c in chunks)
     positions_KB = buffer.positions_RNB[row, slot]
-    num_slots = resident_RN.shape[1]
     asked_KB = torch.ones_like(positions_KB, dtype=torch.bool) if whole else buffer.asked_RNB[row, slot]
-    logits_at = asked_KB.flatten().nonzero()[:, 0]
-    slot_A = (row * num_slots + slot)[logits_at // size]
+    asked_at_A = asked_KB.flatten().nonzero()[:, 0]
+    slot_A = (row * resident_RN.shape[1] + slot)[asked_at_A // size]
     slot_end_RN = torch.zeros_like(resident_RN, dtype=torch.int64)
-    slot_end_RN[row, slot] = torch.arange(len(row), device=row.device) * size + size - 1 + before
+    slot_end_RN[row, slot] = torch.arange(len(row), device=row.device) * size + size - 1 + num_before
+    hidden_at_A = asked_at_A + num_before
     if shift:
         # in front of slot 0 stands the last committed position: in this forward if its chunk is, else remembered
         last = [-1 - r for r in range(len(resident_RN))]
-        for at_row, at in completing(chunks):
-            last[at_row] = at
-        of = logits_at // size
-        opens = (slot[of] == 0) & (logits_at % size == 0)
-        hidden_at = torch.where(opens, to_device(last, row.device)[row[of]], logits_at + before - 1)
-    else:
-        hidden_at = logits_at + before
+        for end_row, end in prompt_ends:
+            last[end_row] = end
+        of = asked_at_A // size
+        opens = (slot[of] == 0) & (asked_at_A % size == 0)
+        hidden_at_A = torch.where(opens, to_device(last, row.device)[row[of]], hidden_at_A - 1)
     rows = Rows(
         tokens_T=buffer.tokens_RNB[row, slot].flatten(),
         positions_T=positions_KB.flatten(),
@@ -104,19 +142,21 @@ def resident_slots(
         kv_lens_K=positions_KB[:, -1] + 1,
         pages_KP=tables_RP[row],
         stored_K=torch.ones_like(row, dtype=torch.bool),
-        logits_at_A=hidden_at,
+        logits_at_A=hidden_at_A,
         weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
     )
-    return Slots(rows, slot_A * size + logits_at % size, slot_end_RN)
+    at_A = slot_A * size + asked_at_A % size
+    return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
 
 
-def all_slots(
+def static_rows(
     buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: bool, num_asked: int | None = None
-) -> Slots:
-    """Every slot of every row, used or not (Alg. 5): shapes and steps that depend on nothing but the buffer's size.
+) -> StepRows:
+    """Every slot of every batch row, resident or not (Alg. 5): shapes that depend on nothing but the buffer's size.
 
-    An unused slot attends to one key and stores into the null page; what comes of it is not read. Logits are asked at
-    the `num_asked` first positions that can change, which must be as many as there are, or (`None`) everywhere.
+    A slot that is not resident attends to one key and stores into the null page; what comes of it is not read. Logits
+    are asked at the `num_asked` first positions that can change, which must be as many as there are, or (`None`)
+    everywhere.
     """
     size, resident_RN = buffer.block_size, buffer.resident_RN
     num_rows, num_slots = resident_RN.shape
@@ -127,11 +167,11 @@ def all_slots(
     if shift:
         remembered = -1 - torch.arange(num_rows, device=device)[:, None]
         at = torch.cat((remembered, at.flatten(1)[:, :-1]), dim=1)
-    hidden_at, at_A = at.flatten(), None
+    hidden_at_A, at_A = at.flatten(), None
     if num_asked is not None:
-        total = hidden_at.numel()
+        total = hidden_at_A.numel()
         at_A = torch.nonzero_static(buffer.asked_RNB.flatten(), size=num_asked, fill_value=total)[:, 0]
-        hidden_at = hidden_at[at_A.clamp(max=total - 1)]
+        hidden_at_A = hidden_at_A[at_A.clamp(max=total - 1)]
     rows = Rows(
         tokens_T=buffer.tokens_RNB.flatten(),
         positions_T=positions_RNB.flatten(),
@@ -139,7 +179,7 @@ def all_slots(
         kv_lens_K=torch.where(resident_RN, positions_RNB[..., -1] + 1, 1).flatten(),
         pages_KP=tables_RP.repeat_interleave(num_slots, dim=0, output_size=num_rows * num_slots),
         stored_K=resident_RN.flatten(),
-        logits_at_A=hidden_at,
+        logits_at_A=hidden_at_A,
         weight_T=buffer.weight_RNB.flatten() if softens else None,
     )
-    return Slots(rows, at_A, slot_end_RN)
+    return StepRows(groups=[rows], num_asked=len(hidden_at_A), at_A=at_A, slot_end_RN=slot_end_RN)

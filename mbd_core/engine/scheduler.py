@@ -16,13 +16,12 @@ One step of the engine:
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mbd_core.decoding.request import Request
 from mbd_core.engine.page_pool import PagePool, chain_root, page_hash
-from mbd_core.engine.sequence import Sequence
+from mbd_core.engine.sequence import SequenceState
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class PrefillChunk:
     Where the prompt attends in full (D2F) its chunk is all of it, and blocks behind it are chunks of their own.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     stop: int
 
@@ -60,34 +59,34 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens // block_size * block_size
         self.prefix_caching = prefix_caching
         self.compute_last_block = compute_last_block
-        self.waiting: deque[Sequence] = deque()
-        self.running: dict[int, Sequence] = {}
-        self._by_id: dict[str, Sequence] = {}
+        self.waiting: deque[SequenceState] = deque()
+        self.running: dict[int, SequenceState] = {}
+        self._by_id: dict[str, SequenceState] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
         self._root = chain_root(namespace)
         self._num_arrivals = 0
-        self._blocked: Sequence | None = None
+        self._blocked: SequenceState | None = None
         self._awaited: bytes | None = None
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> SequenceState:
         """Queue a request that fits the pool; it is the youngest."""
         assert request.request_id not in self._by_id, f"request_id '{request.request_id}' is already being served"
-        sequence = Sequence(request, self.block_size, arrival=self._num_arrivals)
+        sequence = SequenceState(request, self.block_size, arrival=self._num_arrivals)
         self._num_arrivals += 1
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
         return sequence
 
-    def find(self, request_id: str) -> Sequence | None:
+    def find(self, request_id: str) -> SequenceState | None:
         """The waiting or running sequence of a request."""
         return self._by_id.get(request_id)
 
-    def is_running(self, sequence: Sequence) -> bool:
+    def is_running(self, sequence: SequenceState) -> bool:
         return self.running.get(sequence.row) is sequence
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """Let a sequence go, at its end or before it, running or waiting; what it published stays to be found."""
         del self._by_id[sequence.request.request_id]
         if self.is_running(sequence):
@@ -98,7 +97,9 @@ class Scheduler:
 
     # -- before a forward ---------------------------------------------------------------------------------------
 
-    def grow(self, upto: Callable[[Sequence], int], among: Seq[Sequence] | None = None) -> list[Sequence]:
+    def grow(
+        self, upto: Callable[[SequenceState], int], among: Sequence[SequenceState] | None = None
+    ) -> list[SequenceState]:
         """Give every running sequence, oldest first, pages for its tokens [0, upto(sequence)).
 
         `among` names those of them, oldest first, that may lack any.
@@ -106,7 +107,7 @@ class Scheduler:
         When they run out the youngest is preempted, be it the asking one itself. Returns the preempted ones, youngest
         first: their pages are gone and they wait again; `row` still tells whose buffer row is to be saved.
         """
-        preempted: list[Sequence] = []
+        preempted: list[SequenceState] = []
         for sequence in list(self.running.values()) if among is None else among:
             if not self.is_running(sequence):
                 continue  # preempted meanwhile
@@ -124,7 +125,7 @@ class Scheduler:
                 sequence.pages += pages
         return preempted
 
-    def preempt_youngest(self) -> Sequence | None:
+    def preempt_youngest(self) -> SequenceState | None:
         """Take the pages of the youngest running sequence; `None` if none runs."""
         if not self.running:
             return None
@@ -132,7 +133,7 @@ class Scheduler:
         self._preempt(youngest)
         return youngest
 
-    def admit(self) -> list[Sequence]:
+    def admit(self) -> list[SequenceState]:
         """Move waiting sequences, oldest first, to free rows while their pages can be had; those now running."""
         admitted = []
         while self.waiting and self._free_rows:
@@ -172,13 +173,13 @@ class Scheduler:
 
     # -- after a forward ----------------------------------------------------------------------------------------
 
-    def stored(self, chunks: Seq[PrefillChunk]) -> None:
+    def stored(self, chunks: Sequence[PrefillChunk]) -> None:
         """The forward has stored `chunks`: publish the pages they completed."""
         for chunk in chunks:
             if self.is_running(chunk.sequence):
                 self._publish(chunk.sequence, chunk.stop)
 
-    def commit(self, sequence: Sequence, tokens: list[int]) -> None:
+    def commit(self, sequence: SequenceState, tokens: list[int]) -> None:
         """The forward has stored the blocks `tokens`, final hard tokens from `sequence.committed` on.
 
         They are whole blocks as they leave the buffer: the boundary block repeats the prompt's remainder. Publishes
@@ -189,7 +190,7 @@ class Scheduler:
 
     # -- pages --------------------------------------------------------------------------------------------------
 
-    def _take_pages(self, sequence: Sequence) -> bool:
+    def _take_pages(self, sequence: SequenceState) -> bool:
         """Pages for a waiting sequence, the leading ones shared if they are known; false, and none, if too few.
 
         A page is left for each running sequence that will still grow: else it would be taken back at once.
@@ -217,7 +218,7 @@ class Scheduler:
             self.pool.hits += sequence.prefilled
         return True
 
-    def _publish(self, sequence: Sequence, upto: int) -> None:
+    def _publish(self, sequence: SequenceState, upto: int) -> None:
         """Its tokens [0, upto) are stored for good: publish the pages that are newly complete."""
         if not (self.prefix_caching and sequence.shares_prefix):
             return
@@ -229,21 +230,21 @@ class Scheduler:
                 self._blocked = None
         sequence.num_shareable = max(sequence.num_shareable, num_whole)
 
-    def _extend_chain(self, sequence: Sequence, num_pages: int) -> None:
+    def _extend_chain(self, sequence: SequenceState, num_pages: int) -> None:
         """Hash its first `num_pages` pages, those that are not hashed yet."""
         chain, size = sequence.chain, self.page_size
         for index in range(len(chain), num_pages):
             parent = chain[-1] if chain else self._root
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: SequenceState) -> None:
         del self.running[sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
         sequence.pages, sequence.num_tabled = [], 0
         self._blocked = None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._vacate(sequence)
         sequence.rewind()
         self.waiting.appendleft(sequence)

@@ -9,7 +9,7 @@ from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """Its lengths, in tokens, kept apart: `prefilled` (of its prefix, stored or being stored), `committed` (stored or
     being stored, never to change again; 0 until the prefix is), `emitted` (the useful ones that have been given out).
     What is filled but not final yet stands in the Block Buffer; what is allocated is its pages.

@@ -33,17 +33,28 @@ class Report:
     confidence_RNB: np.ndarray
 
 
-def before(buffer: BlockBuffer) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward will see, kept from what it does: storing only (R,), states (R, N), mask ratios (R, N)."""
-    return ~buffer.active_RN.any(-1), buffer.state_RN.clone(), 1.0 - buffer.progress_RN
+@dataclass(frozen=True)
+class StepView:
+    """What a forward sees of the buffer, kept from what the step changes: storing only (R,), states and mask ratios
+    (R, N)."""
+
+    storing_only_R: Tensor
+    states_RN: Tensor
+    mask_ratio_RN: Tensor
 
 
-def pack_report(seen: tuple[Tensor, Tensor, Tensor], commit: Commit, buffer: BlockBuffer) -> Tensor:
+def view_of(buffer: BlockBuffer) -> StepView:
+    return StepView(~buffer.active_RN.any(-1), buffer.state_RN.clone(), 1.0 - buffer.progress_RN)
+
+
+def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
     """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
     parts = (
         commit.num_blocks_R,
         buffer.next_asked_R,
-        *seen,
+        view.storing_only_R,
+        view.states_RN,
+        view.mask_ratio_RN,
         commit.accepted_RN,
         commit.edited_RN,
         commit.tokens_RNB,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.sampling import Vocab
-from mbd_core.engine.batch import Batch
+from mbd_core.engine.batch import Batch, to_device
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
-from mbd_core.ops.attention import BoundAttention, Choice
+from mbd_core.ops.attention import AttentionKernel, BoundAttention
 from mbd_core.ops.confidence import confidence
 from mbd_core.ops.row_layout import RowLayout
 
@@ -39,7 +39,7 @@ class FusedVocab(Vocab):
         return confidence(logits_PV, mask_token_id=self.mask_token_id, size=self.size)
 
 
-class EagerRunner:
+class ModelRunner:
     """Kernel by kernel. Rows computed apart go through the decoder, all others through its fused form.
 
     Positions must lie below `num_positions`.
@@ -49,7 +49,7 @@ class EagerRunner:
     """
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCache, attention: Choice, *, num_rows: int, num_positions: int
+        self, model: Decoder, cache: PagedKVCache, attention: AttentionKernel, *, num_rows: int, num_positions: int
     ) -> None:
         self.model, self.cache, self.attention = model, cache, attention
         self._fused = fuse(model, num_positions=num_positions)
@@ -99,14 +99,17 @@ class EagerRunner:
 
         return of
 
-    @torch.inference_mode()
-    def remember(self, rows: Tensor, at: Tensor) -> None:
-        """Keep the last forward's hidden states of packed tokens `at` for sequences `rows`."""
-        self.last_RD[rows] = self._hidden_TD[at]
+    def remember_prompts(self, ends: Sequence[tuple[int, int]]) -> None:
+        """Keep the last forward's hidden states at (batch row, packed token), where prefixes end."""
+        if ends and self.model.config.shift_logits:
+            rows, at = to_device(ends, self._hidden_TD.device).T
+            self.last_RD[rows] = self._hidden_TD[at]
 
-    @torch.inference_mode()
-    def remember_committed(self, slot_end_RN: Tensor, num_blocks_R: Tensor) -> None:
-        """`remember` for every row that committed blocks, at the last token of the last of them; static shapes."""
+    def remember_committed(self, slot_end_RN: Tensor | None, num_blocks_R: Tensor) -> None:
+        """Keep the last forward's hidden state of every batch row that committed blocks, at the last token of the last
+        of them; static shapes."""
+        if slot_end_RN is None or not self.model.config.shift_logits:
+            return
         last = (num_blocks_R - 1).clamp(min=0)
         at_R = slot_end_RN.gather(1, last[:, None])[:, 0]
         kept = self.last_RD[: len(at_R)]

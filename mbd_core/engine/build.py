@@ -1,0 +1,162 @@
+"""An engine's parts, made of a model and a configuration."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mbd_core.decoding.block_buffer import BlockBuffer
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.engine.admission import Admission
+from mbd_core.engine.canvas_rows import CanvasRuns
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.graphs import StepGraphs, graphs_enabled
+from mbd_core.engine.kv_cache import PagedKVCache
+from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cache
+from mbd_core.engine.ledger import Ledger
+from mbd_core.engine.model_runner import FusedVocab, ModelRunner
+from mbd_core.engine.page_pool import PagePool
+from mbd_core.engine.scheduler import Scheduler
+from mbd_core.engine.seating import Seating
+from mbd_core.engine.step import StepState
+from mbd_core.engine.step_kind import StepKinds
+from mbd_core.models.decoder import Decoder
+from mbd_core.ops.attention import resolve
+
+LOGITS_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What `Engine` works with."""
+
+    block_size: int
+    page_size: int
+    num_pages: int
+    static_shapes: bool
+    overlap: bool
+    admission: Admission
+    seating: Seating
+    state: StepState
+    kinds: StepKinds
+    graphs: StepGraphs
+
+
+def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None) -> EngineParts:
+    """Raises `ValueError` for a setting that cannot be honoured, saying which and why."""
+    c, weights = model.config, model.model.norm.weight
+    block_size = _check(model, config, vocab_limit)
+    page_size = config.resolve_page_size(block_size)
+    on_gpu = weights.device.type == "cuda"
+    # whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte
+    logits_chunk = max(1, LOGITS_AT_ONCE // c.vocab_size // block_size) * block_size
+    runner = _runner(model, config, page_size)
+    num_pages = config.num_pages or fit_num_pages(
+        runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_chunk
+    )
+    runner.cache = PagedKVCache(
+        c, num_pages=num_pages, page_size=page_size, dtype=weights.dtype, device=weights.device
+    )
+    buffer = BlockBuffer(
+        num_rows=config.max_rows,
+        num_slots=config.buffer_size,
+        block_size=block_size,
+        mask_token_id=c.mask_token_id,
+        eos_token_ids=c.eos_token_ids,
+        device=weights.device,
+    )
+    width = min(num_pages, longest_in_pages(c, config, page_size))
+    tables_RP = torch.zeros((config.max_rows, width), dtype=torch.int64, device=weights.device)
+    vocab = (FusedVocab if on_gpu else Vocab)(c.mask_token_id, vocab_limit or c.vocab_size)
+    state = StepState(
+        runner=runner,
+        buffer=buffer,
+        tables_RP=tables_RP,
+        vocab=vocab,
+        page_size=page_size,
+        batch_invariant=config.batch_invariant,
+        logits_chunk=logits_chunk,
+    )
+    static_shapes = on_gpu if config.static_shapes is None else config.static_shapes
+    if config.overlap and not static_shapes:
+        raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
+    pool = PagePool(num_pages)
+    return EngineParts(
+        block_size=block_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        static_shapes=static_shapes,
+        overlap=on_gpu if config.overlap is None else config.overlap,
+        admission=Admission(
+            c,
+            block_size=block_size,
+            buffer_size=config.buffer_size,
+            page_size=page_size,
+            num_pages=pool.capacity,
+            prefix_caching=config.prefix_caching,
+        ),
+        seating=Seating(
+            _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
+            buffer,
+            Ledger(config.max_rows, block_size=block_size, page_size=page_size),
+            CanvasRuns(c, runner.cache, vocab, block_size=block_size),
+            tables_RP,
+        ),
+        state=state,
+        kinds=StepKinds(
+            max_rows=config.max_rows,
+            num_slots=config.buffer_size,
+            block_size=block_size,
+            batch_invariant=config.batch_invariant,
+        ),
+        graphs=StepGraphs(state, graphs_enabled(state, config.graphs, static_shapes=static_shapes)),
+    )
+
+
+def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int:
+    """The engine's block size; `ValueError` for settings that contradict the model."""
+    c = model.config
+    if vocab_limit is not None and not 1 <= vocab_limit <= c.vocab_size:
+        raise ValueError(f"vocab_limit={vocab_limit} must lie in 1..{c.vocab_size}")
+    if config.block_size not in (None, c.block_size) and c.attention == "block_causal":
+        raise ValueError(f"block_size={config.block_size} cannot be honoured: the model has {c.block_size}")
+    block_size = config.block_size or c.block_size
+    if config.max_prefill_tokens < block_size:
+        raise ValueError(f"max_prefill_tokens={config.max_prefill_tokens} is less than a block ({block_size})")
+    return block_size
+
+
+def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner:
+    c, weights = model.config, model.model.norm.weight
+    attention = resolve(
+        weights.device,
+        weights.dtype,
+        c.head_dim,
+        page_size,
+        config.attention,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+    )
+    longest = longest_in_pages(c, config, page_size)
+    if config.num_pages is not None:
+        longest = min(config.num_pages, longest)
+    return ModelRunner(
+        model.eval(),
+        probe_cache(c, page_size, weights),
+        attention,
+        num_rows=config.max_rows,
+        # slots that are not resident stand behind the longest sequence
+        num_positions=(longest + config.buffer_size + 1) * page_size,
+    )
+
+
+def _scheduler(model: Decoder, config: EngineConfig, pool: PagePool, *, block_size: int, page_size: int) -> Scheduler:
+    return Scheduler(
+        max_rows=config.max_rows,
+        block_size=block_size,
+        page_size=page_size,
+        pool=pool,
+        max_prefill_tokens=config.max_prefill_tokens,
+        prefix_caching=config.prefix_caching,
+        # what follows a prefix is predicted from its last hidden state, which pages do not hold
+        compute_last_block=model.config.shift_logits,
+    )

@@ -1,0 +1,170 @@
+"""A step's last part, on the host: count it, hand out what was committed, let finished sequences go."""
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.request import FinishReason, StepOutput, StepTrace
+from mbd_core.decoding.sampling import log_probability
+from mbd_core.engine.ahead import LaunchedStep, StepPlan
+from mbd_core.engine.canvas_rows import CanvasRun
+from mbd_core.engine.seating import Seating
+from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.step_report import HostCopy, Report, unpack_report
+
+if TYPE_CHECKING:
+    from mbd_core.canvas.plan import CanvasUpdate
+    from mbd_core.trace.recorder import TraceRecorder
+
+
+class Collector:
+    """Turns steps into outputs.
+
+    last_report_X  the report (X,) of the last step that was read
+    """
+
+    def __init__(
+        self, seating: Seating, *, eos_token_ids: tuple[int, ...], trace: "TraceRecorder | None" = None
+    ) -> None:
+        self._seating, self._eos, self._trace = seating, eos_token_ids, trace
+        self.last_report_X = np.zeros(0)
+        self._last_read = 0.0
+
+    @property
+    def last_report(self) -> Report:
+        """What the last step that was read reported of the sequences that decode in blocks."""
+        buffer = self._seating.buffer
+        return unpack_report(self.last_report_X, num_slots=buffer.num_slots, block_size=buffer.block_size)
+
+    def collect(self, step: LaunchedStep) -> list[StepOutput]:
+        """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
+        outputs = self._collect_blocks(step.plan, step.report)
+        if step.canvas_logits_AV is not None:
+            outputs += self._collect_canvases(step.plan, step.canvas_logits_AV)
+        return outputs
+
+    def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> list[StepOutput]:
+        scheduler, ledger = self._seating.scheduler, self._seating.ledger
+        scheduler.stored(plan.chunks)
+        for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
+            if not sequence.prompt_stored:
+                sequence.num_prefill_forwards += 1
+        if report_copy is None:
+            return []
+        self.last_report_X = report_copy.read()
+        report = self.last_report
+        seconds = self._seconds(plan)
+        decoding = plan.decoding
+        if decoding is not ledger.sequences:
+            decoding = {row: s for row, s in decoding.items() if scheduler.is_running(s)}
+        if self._trace is not None and decoding:
+            record_step(self._trace, plan.number, decoding, report)
+        ledger.count(decoding, report, seconds)
+        outputs = []
+        for row in report.num_blocks_R.nonzero()[0].tolist():
+            if row in decoding:
+                sequence = decoding[row]
+                stored = slice(int(report.num_blocks_R[row]))
+                tokens = report.tokens_RNB[row, stored].astype(np.int64).ravel().tolist()
+                outputs.append(self._commit(sequence, tokens, report.confidence_RNB[row, stored].ravel()))
+                if sequence.seated:
+                    ledger.update(sequence)
+        return outputs
+
+    def _seconds(self, plan: StepPlan) -> float:
+        """Wall time of a step: since it was planned, or since the one before it was read."""
+        now = time.perf_counter()
+        since, self._last_read = max(plan.started, self._last_read), now
+        return now - since
+
+    def _commit(self, sequence: SequenceState, committed: list[int], confidence: np.ndarray) -> StepOutput:
+        """Hand out the useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
+        request, start = sequence.request, sequence.committed
+        useful = slice(max(0, len(request.prompt) - start), max(0, sequence.end - start))
+        self._seating.scheduler.commit(sequence, committed)
+        ended = start + len(committed) >= sequence.end
+        logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist() if request.logprobs else None
+        return self._emit(sequence, committed[useful], logprobs, ended=ended)
+
+    def _emit(
+        self, sequence: SequenceState, tokens: list[int], logprobs: list[float] | None, *, ended: bool
+    ) -> StepOutput:
+        """Give out new tokens, up to an EOS among them; with that, or when `ended`, the request is done."""
+        request = sequence.request
+        stops = () if request.ignore_eos else self._eos
+        cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
+        reason: FinishReason | None = "length" if ended else None
+        if cut is not None:
+            tokens, reason = tokens[:cut], "stop"
+        if logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+            sequence.logprobs += logprobs
+        sequence.emitted += tokens
+        if reason is not None:
+            self._seating.finish(sequence)
+        return StepOutput(
+            request_id=request.request_id,
+            new_tokens=tuple(tokens),
+            output=sequence.output(reason) if reason is not None else None,
+            logprobs=None if logprobs is None else tuple(logprobs),
+        )
+
+    def _collect_canvases(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:
+        """The canvases' part of a step: tokens decided without a gap are handed out."""
+        outputs = []
+        updates = self._seating.canvases.update(logits_AV)
+        seconds = time.perf_counter() - plan.started
+        for run, update in updates:
+            sequence, decoder = run.sequence, run.decoder
+            sequence.num_forwards += 1
+            sequence.decode_seconds += seconds
+            if self._trace is not None:
+                self._trace.extend(_canvas_traces(plan.number, run, update))
+            known = len(sequence.emitted)
+            tokens = decoder.tokens[known:]
+            if not decoder.done and not sequence.request.ignore_eos:
+                # an EOS counts when the blocks up to its own are complete
+                tokens = list(itertools.takewhile(lambda t: t not in self._eos, tokens))
+            if tokens or decoder.done:
+                logprobs = decoder.log_probs[known:] if sequence.request.logprobs else None
+                outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done))
+        return outputs
+
+
+def record_step(trace: "TraceRecorder", number: int, decoding: Mapping[int, SequenceState], report: Report) -> None:
+    """Tell `trace` of a step in which `decoding` took part, by batch row."""
+    rows = list(decoding)
+    masked = report.masked_RNB[rows] > 0
+    block_size = report.tokens_RNB.shape[-1]
+    trace.add(
+        number,
+        [s.request.request_id for s in decoding.values()],
+        [(s.committed - s.origin) // block_size for s in decoding.values()],
+        report.states_RN[rows],
+        report.mask_ratio_RN[rows],
+        report.accepted_RN[rows],
+        report.edited_RN[rows],
+        np.where(masked, -1, report.tokens_RNB[rows]) if trace.detail else None,
+        np.where(masked, 0.0, report.confidence_RNB[rows]) if trace.detail else None,
+    )
+
+
+def _canvas_traces(number: int, run: CanvasRun, update: "CanvasUpdate") -> list[StepTrace]:
+    return [
+        StepTrace(
+            request_id=run.sequence.request.request_id,
+            step=number,
+            slot=lane,
+            block=block,
+            state="CANVAS",
+            mask_ratio=update.mask_ratio[lane, block],
+            accepted=accepted,
+            edited=update.edited.get((lane, block), 0),
+        )
+        for (lane, block), accepted in update.accepted.items()
+    ]

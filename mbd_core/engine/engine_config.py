@@ -1,0 +1,58 @@
+"""The engine's sizes and switches."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's sizes and switches. `None` leaves a choice to the engine.
+
+    max_rows            sequences decoded at once
+    buffer_size         physical slots a batch row; a request may ask for fewer
+    block_size          for a model that was trained without blocks (LLaDA, Dream): the block size D2F decodes it in
+    page_size           tokens a page, a multiple of the block size (default: the least such of at least 16)
+    num_pages           pages of KV memory (default: as many as fit, see `engine/kv_memory.py`)
+    kv_memory_fraction  share of the device's memory that the engine may use where `num_pages` is not given
+    max_prefill_tokens  prompt tokens stored a step, at most
+    prefix_caching      keep stored blocks, prompt and generated, for requests that begin alike
+    static_shapes       in steps that only decode, send every slot of the batch rows in use through the model, resident
+                        or not (Alg. 5), so that a CUDA graph can be replayed; otherwise only resident slots (Alg. 4).
+                        Default: on a GPU
+    graphs              replay static steps as CUDA graphs, with kernels that allow it. Default: on a GPU
+    overlap             launch a static step before the results of the one before are read, where that is safe.
+                        Default: on a GPU
+    batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
+                        for bit
+    attention           the attention kernel by name (default: the best there is)
+    """
+
+    max_rows: int = 16
+    buffer_size: int = 4
+    block_size: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_memory_fraction: float = 0.9
+    max_prefill_tokens: int = 2048
+    prefix_caching: bool = True
+    static_shapes: bool | None = None
+    graphs: bool | None = None
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "buffer_size", "num_pages", "max_prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ValueError(
+                f"kv_memory_fraction={self.kv_memory_fraction} must be a share of the memory, above 0 and at most 1"
+            )
+
+    def resolve_page_size(self, block_size: int) -> int:
+        """Tokens a page; `ValueError` if `page_size` is not a multiple of the model's block size."""
+        page_size = -(-16 // block_size) * block_size if self.page_size is None else self.page_size
+        if page_size < 1 or page_size % block_size:
+            raise ValueError(f"page_size={page_size} is not a multiple of the model's block_size={block_size}")
+        return page_size

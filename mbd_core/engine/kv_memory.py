@@ -1,0 +1,94 @@
+"""How many KV pages fit: from the device's free memory after the weights, less what the largest forward takes.
+
+On a GPU the forward is run once and its peak is read from the allocator, as vLLM and nano-vllm do; the pages then take
+all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose memory belongs
+to others too, the pages take at most `kv_memory_fraction` of what is free and no more than the sequences of all batch
+rows can fill at the model's full length; the forward is not measured there.
+"""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from mbd_core.engine.batch import Rows, pack
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.kv_cache import PagedKVCache
+from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.models.model_config import ModelConfig
+
+
+def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of all layers for a page of tokens."""
+    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def longest_in_pages(model: ModelConfig, config: EngineConfig, page_size: int) -> int:
+    """Pages that the longest possible sequence fills, with a full buffer behind it."""
+    return -(-model.max_positions // page_size) + config.buffer_size
+
+
+def fit_num_pages(
+    runner: ModelRunner, config: EngineConfig, *, block_size: int, page_size: int, logits_at_once: int
+) -> int:
+    """The number of pages, the null page included; `ValueError` where not even one sequence's block fits."""
+    model, weights = runner.model.config, runner.model.model.norm.weight
+    each = bytes_per_page(model, page_size, weights.dtype)
+    if weights.device.type == "cuda":
+        _profile(runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_at_once)
+        activations = torch.cuda.max_memory_allocated(weights.device) - torch.cuda.memory_allocated(weights.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(weights.device)
+        budget = free - activations - int((1 - config.kv_memory_fraction) * total)
+        most = budget // each
+    else:
+        budget = int(config.kv_memory_fraction * _free_host_memory())
+        most = min(budget // each, config.max_rows * longest_in_pages(model, config, page_size) + 1)
+    if most < 2:
+        raise ValueError(
+            f"no KV page of {each:,} bytes fits into the {max(0, budget):,} bytes that are left beside the weights; "
+            "raise kv_memory_fraction, lower max_prefill_tokens, or use a larger device"
+        )
+    return int(most)
+
+
+def _profile(
+    runner: ModelRunner, config: EngineConfig, *, block_size: int, page_size: int, logits_at_once: int
+) -> None:
+    """The largest forward: a full prefill budget, every batch row's whole buffer, and the logits of one chunk.
+
+    All rows write to and attend to the same page of a cache of two, so that the values mean nothing and the shapes
+    are right.
+    """
+    device = runner.model.model.norm.weight.device
+    decoding = config.max_rows * config.buffer_size
+    num_rows = max(1, config.max_prefill_tokens // block_size) + decoding
+    positions = torch.arange(block_size, device=device).repeat(num_rows)
+    num_asked = min(logits_at_once, decoding * block_size)
+    rows = Rows(
+        tokens_T=torch.zeros(num_rows * block_size, dtype=torch.int64, device=device),
+        positions_T=positions,
+        lengths_K=block_size,
+        kv_lens_K=torch.full((num_rows,), block_size, device=device),
+        pages_KP=torch.ones((num_rows, 1), dtype=torch.int64, device=device),
+        stored_K=torch.zeros(num_rows, dtype=torch.bool, device=device),
+        logits_at_A=torch.arange(num_asked, device=device),
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    logits_AV = runner.logits(runner.forward(pack([rows], page_size=page_size)))
+    logits_AV.float().softmax(-1)
+
+
+def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> PagedKVCache:
+    """The least cache that a forward can run on."""
+    return PagedKVCache(model, num_pages=2, page_size=page_size, dtype=weights.dtype, device=weights.device)
+
+
+def _free_host_memory() -> int:
+    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(available, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return available

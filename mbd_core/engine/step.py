@@ -1,0 +1,90 @@
+"""The one decode step: activate, lay out rows, forward, predict, commit, report.
+
+It is called in three ways. Packed: prompt chunks, resident slots and canvases in one forward (Alg. 4). Static: every
+slot of the batch rows in use, resident or not (Alg. 5). Captured: the static call as a CUDA graph (`graphs.py`). They
+differ in the rows that are laid out and in who calls; what a step does stands here once.
+
+Shape legend: R batch rows, N slots, B block size, A positions with logits, D hidden, V vocabulary, P pages of a row,
+X numbers of a report.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mbd_core.decoding.acceptance import predict
+from mbd_core.decoding.block_buffer import BlockBuffer
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.engine.batch import Batch, pack
+from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.engine.rows import StepRows
+from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.step_report import pack_report, view_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What steps read and write; none of its tensors is ever reallocated.
+
+    tables_RP     the page table of every batch row
+    logits_chunk  positions whose logits are held at once
+    """
+
+    runner: ModelRunner
+    buffer: BlockBuffer
+    tables_RP: Tensor
+    vocab: Vocab
+    page_size: int
+    batch_invariant: bool
+    logits_chunk: int
+
+    def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
+        """The packed rows and the hidden states (A, D) of the positions that they ask for."""
+        batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
+        return batch, self.runner.forward(batch)
+
+    def canvas_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
+        """The logits (A, V) of the canvases' rows, which stand last; `None` without canvases."""
+        if not rows.canvas_asked:
+            return None
+        return self.runner.logits(
+            hidden_AD[rows.num_asked :], split=None if batch.split is None else rows.canvas_asked
+        )
+
+
+def decode_step(
+    state: StepState, kind: StepKind, lay_out: Callable[[BlockBuffer], StepRows]
+) -> tuple[Tensor, Tensor | None]:
+    """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), the canvases'
+    logits (A, V).
+
+    With static rows it reads nothing on the host, so that a CUDA graph can hold it.
+    """
+    runner, work = state.runner, kind.work
+    buffer = state.buffer.head(kind.num_rows)
+    buffer.activate()
+    view = view_of(buffer)
+    rows = lay_out(buffer)
+    batch, hidden_AD = state.forward(rows)
+    prediction = predict(
+        runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
+        rows.num_asked,
+        rows.at_A,
+        state.vocab,
+        shape=buffer.masked_RNB.shape,
+        chunk=state.logits_chunk,
+        draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
+        fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
+    )
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas)
+    runner.remember_prompts(rows.prompt_ends)
+    runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
+    return pack_report(view, commit, buffer), state.canvas_logits(rows, batch, hidden_AD)
+
+
+def store_step(state: StepState, rows: StepRows) -> Tensor | None:
+    """A forward in which no block is decoded: prompt chunks are stored, and canvases get their logits (A, V)."""
+    batch, hidden_AD = state.forward(rows)
+    state.runner.remember_prompts(rows.prompt_ends)
+    return state.canvas_logits(rows, batch, hidden_AD)
