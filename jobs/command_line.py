@@ -38,6 +38,18 @@ Overwrite = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows there.", rich_help_panel=OUTPUT)
 ]
+MaxRows = Annotated[int, typer.Option(help="Sequences decoded at once.", min=1, rich_help_panel=ENGINE)]
+NumPages = Annotated[
+    int | None,
+    typer.Option(help="Pages of KV memory, each engine's (default: as many as fit).", min=1, rich_help_panel=ENGINE),
+]
+KvMemoryFraction = Annotated[
+    float,
+    typer.Option(
+        help="Share of a device's memory for an engine, where --num-pages is not given. Engines on CPUs divide it.",
+        rich_help_panel=ENGINE,
+    ),
+]
 TensorParallel = Annotated[
     int,
     typer.Option(
