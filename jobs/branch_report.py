@@ -26,8 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.bench.plain_loops import PlainRun, run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.single_lane import CanvasDecoder, canvas_decoder
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.loading import load_config, load_model
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import decoding_config

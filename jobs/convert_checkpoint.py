@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from cluster.signals import interrupt_on
 from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.loading import save_random
+from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.tensor_names import ExpertLayout
 from mbd_core.models.shapes import SHAPES
 

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.loading import load_config, load_tokenizer
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.request import Request
 from mbd_core.tasks import gsm_mini
 from mbd_core.trace.measures import RequestTrace, Run, read_run

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with random weights: 2 layers, hidden size 64, block size 4, the tasks' own tokenizer."""
-    from mbd_core.checkpoint.loading import save_model
+    from mbd_core.checkpoint.saving import save_model
     from mbd_core.models.decoder import Decoder, init_weights
     from mbd_core.models.model_config import ModelConfig
     from mbd_core.multitf.data import TinyData, conversations

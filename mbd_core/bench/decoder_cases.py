@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mbd_core.checkpoint.chat import chat_prompts, question
-from mbd_core.checkpoint.loading import load_model, load_tokenizer
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.decoding.methods import METHODS
 from mbd_core.models.decoder import Decoder
@@ -56,7 +57,7 @@ def block_methods(block_size: int) -> list[MethodCase]:
         return _method_case(name, label, {"tau_m2t": 0.9, **fields}, block_size=block_size, static=static)
 
     return [
-        case("single-bd", "SingleBD"),
+        case("single", "SingleBD"),
         case("multi-bd", "MultiBD, dynamic (Alg. 4)"),
         case("multi-bd", "MultiBD, Block Buffer (Alg. 5)", static=True),
         case("t2t", "T2T, single", t2t={"tau": 0.9}),

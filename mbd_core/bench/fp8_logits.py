@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import question_prompt
-from mbd_core.checkpoint.loading import TOKENIZER_FILES, load_config, load_model, load_tokenizer
+from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer_files import TOKENIZER_FILES, load_tokenizer
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights, weight_bytes

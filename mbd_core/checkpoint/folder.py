@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.loading import (
-    load_config,
-    load_generation_defaults,
-    load_tokenizer,
-    match_tensors,
-    refuse_dcp,
-)
+from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
+from mbd_core.checkpoint.loading import refuse_dcp
 from mbd_core.checkpoint.safetensor_files import list_tensors
+from mbd_core.checkpoint.tensor_matching import match_tensors
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.models.model_config import ModelConfig
 

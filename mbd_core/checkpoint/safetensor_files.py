@@ -1,8 +1,8 @@
-"""A checkpoint's safetensors files: what lies where, checked before anything is read; and writing them in shards."""
+"""A checkpoint's safetensors files: listing their tensors from the headers, reading them, writing them in shards."""
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mbd_core.files import write_json
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-METADATA = ".metadata"  # of a distributed checkpoint, where there are none
+METADATA = ".metadata"  # in a distributed checkpoint, which has no safetensors
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -35,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies and what it is, from its file's header."""
+    """A tensor's file, shape and dtype, from the file's header."""
 
     path: Path
     shape: tuple[int, ...]
@@ -52,14 +54,14 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     Raises `ValueError` naming the file and the tensor where a shard is missing, cut short or damaged, where two
     shards hold one tensor, or where the index promises a tensor that its file lacks.
     """
-    promised = _promised(folder)
+    indexed = _index(folder)
     found: dict[str, TensorInfo] = {}
-    for file in sorted(set(promised.values())) or [WEIGHTS]:
+    for file in sorted(set(indexed.values())) or [WEIGHTS]:
         path = folder / file
         if not path.exists():
-            inside = sorted(name for name, where in promised.items() if where == file)
+            inside = sorted(name for name, where in indexed.items() if where == file)
             holds = f", which holds '{inside[0]}' and {len(inside) - 1} more tensors" if inside else ""
-            if not promised and any(folder.glob("*.safetensors")):
+            if not indexed and any(folder.glob("*.safetensors")):
                 holds = f", and {INDEX}, which would say what its other weights files hold"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
         with open_file(path) as opened:
@@ -72,15 +74,31 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
                         f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
                     )
                 found[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
-    for name, file in promised.items():
+    for name, file in indexed.items():
         if name not in found:
             raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
     return found
 
 
+class HfFolder:
+    """The safetensors of a Hugging Face folder, one file open at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors = list_tensors(folder)
+        self._open: tuple[Path, Any] | None = None
+        self._files = ExitStack()
+
+    def read(self, name: str) -> Tensor:
+        path = self.tensors[name].path
+        if self._open is None or self._open[0] != path:
+            self._files.close()
+            self._open = path, self._files.enter_context(open_file(path))
+        return self._open[1].get_tensor(name)
+
+
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor it cuts off."""
+    """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor that is cut off."""
     try:
         path.open("rb").close()  # its error says why a file cannot be read, safe_open's does not
         with safe_open(path, framework="pt") as file:
@@ -91,7 +109,7 @@ def open_file(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} is damaged or cut short{_first_cut(path)}: {error}") from None
 
 
-def _promised(folder: Path) -> dict[str, str]:
+def _index(folder: Path) -> dict[str, str]:
     """The index's tensor -> file map, empty where there is none."""
     index = folder / INDEX
     if not index.exists():
@@ -150,7 +168,7 @@ class ShardWriter:
             self._part(number).rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(self.folder / INDEX, index)
 
     def _part(self, number: int) -> Path:
         return self.folder / f"part-{number}.safetensors"

@@ -9,6 +9,7 @@ from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.models.model_config import ModelConfig
 
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
+FLOAT32_ALWAYS = ("expert_bias",)  # tensors whose names end so are float32 whatever the checkpoint's dtype
 Shape = tuple[int, ...]
 
 

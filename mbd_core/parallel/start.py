@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from mbd_core.checkpoint.loading import load_config
-from mbd_core.engine.engine import EngineConfig
+from mbd_core.checkpoint.config_files import load_config
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.parallel.follower import run_follower

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from mbd_core.checkpoint.loading import load_model, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.models.quantize import Parts, quantize_weights
@@ -527,7 +529,7 @@ def test_followers_end_with_a_killed_leader(folders: dict[str, Path], followers:
     script = f"""
 import sys, time
 from pathlib import Path
-from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.start import start_parallel
 followers = {followers}

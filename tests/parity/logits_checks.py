@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mbd_core.checkpoint.loading import load_model, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.moe import Router
 from mbd_core.ops.attention_dense import DenseAttention
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mbd_core.checkpoint.loading import checkpoint_tensors, load_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import checkpoint_tensors
 from mbd_core.multitf.layout import GroupLayout, systematic_layouts
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from actors.training import LOSSES, RUN, TrainingResult, TrainingRun, begin, fit, shortened
-from mbd_core.checkpoint.loading import load_model, load_tokenizer
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.run import prepare
 from mbd_core.multitf.trainer import Trainer

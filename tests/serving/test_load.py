@@ -14,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.folder import edit_note, read_folder
-from mbd_core.checkpoint.loading import load_config, load_model, load_tokenizer, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.request import Output, Request
-from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.serving.load import load_engine
 
@@ -114,7 +117,9 @@ def test_a_distributed_checkpoint_is_sent_to_the_converter(folder: Path, read: C
 
 def test_a_cpu_computes_in_float32_and_says_how_weights_are_stored(folder: Path) -> None:
     assert load_engine(folder, SMALL).backend == "torch cpu float32"
-    save_model(folder, load_model(folder), tokenizer=read_folder(folder).tokenizer, dtype=torch.bfloat16)
+    save_model(
+        folder, load_model(folder), tokenizer=read_folder(folder).tokenizer, dtype=torch.bfloat16, overwrite=True
+    )
     loaded = load_engine(folder, SMALL)
     assert loaded.engine.model.model.norm.weight.dtype == torch.float32
     assert loaded.backend == "torch cpu float32 (stored as bfloat16)"

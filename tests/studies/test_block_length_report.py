@@ -15,7 +15,9 @@ from mbd_core.bench.plain_loops import ContiguousCache, run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.plan import CanvasPlan
 from mbd_core.canvas.single_lane import canvas_decoder
-from mbd_core.checkpoint.loading import load_model, load_tokenizer, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.models.decoder import Decoder

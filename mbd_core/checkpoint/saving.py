@@ -1,0 +1,141 @@
+"""Writing model folders: config.json, safetensors, tokenizer, generation_config.json, and the project's manifest.
+
+A folder is written beside its place and renamed, so that it is whole or not there. A target that exists is refused.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mbd_core.checkpoint.families import write_config
+from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
+from mbd_core.checkpoint.tensor_matching import decoder_shapes
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, stored_tensors
+from mbd_core.files import check_target_folder, folder_beside, write_json
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.quantize import quantized_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL_KIND = "model"  # in the manifest of a model folder and of a distributed checkpoint
+
+
+def save_model(
+    folder: Path,
+    model: Decoder,
+    *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    generation: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    extra: dict[str, str] | None = None,
+    experts: ExpertLayout = "per_expert",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write a complete model folder; `extra` adds small text files (name -> content).
+
+    Weights are cast to `dtype` (None: they stay as they are), except the router's `expert_bias`. Raises `ValueError`
+    for a folder that is there already and not empty, unless `overwrite` is given and the project wrote it
+    (`files.check_target_folder`).
+    """
+    check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
+    if model.shard.size > 1:
+        raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
+    if quantized_parts(model) is not None:
+        raise ValueError("the model's weights were rounded to FP8; save the one that it was made from")
+    kept = dtype or model.model.embed_tokens.weight.dtype
+    tensors = (
+        (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
+        for name, tensor in checkpoint_tensors(model, experts)
+    )
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        _write(beside, model.config, tensors, kept, experts, max_shard_bytes, generation)
+        for name, text in (extra or {}).items():
+            (beside / name).write_text(text)
+
+
+def save_random(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write a folder of random weights in a real model's layout, tensor by tensor: about a shard is in memory.
+
+    It has no tokenizer. `progress` is called with the bytes written so far and in all. Raises `ValueError`, before
+    anything is written, for a target that `save_model` refuses and for a disk without room.
+    """
+    check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
+    generator = torch.Generator().manual_seed(seed)
+    stored = stored_tensors(config, decoder_shapes(config), "per_expert")
+    dtypes = {name: torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype for name in stored}
+    total, done = sum(math.prod(s.shape) * dtypes[name].itemsize for name, s in stored.items()), 0
+    check_room(folder, total)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal done
+        for name, wanted in stored.items():
+            tensor = torch.empty(wanted.shape, dtype=dtypes[name])
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, 0.02, generator=generator)
+            else:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            done += tensor.nbytes
+            progress(done, total)
+            yield name, tensor
+
+    with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+        _write(beside, config, tensors(), dtype, "per_expert", max_shard_bytes)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise `ValueError` if the disk where `folder` is to be made has less than `num_bytes` free."""
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise ValueError(f"{folder} needs {num_bytes:,} bytes and {existing} has {free:,} free; choose another disk")
+
+
+def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors one by one, with the names and shapes of its family's checkpoints."""
+    state = model.state_dict()
+    shapes = {name: tuple(t.shape) for name, t in state.items()}
+    for name, stored in stored_tensors(model.config, shapes, experts).items():
+        parts = [state[p.target] if p.expert is None else state[p.target][p.expert] for p in stored.parts]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _write(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    experts: ExpertLayout,
+    max_shard_bytes: int,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Write safetensors, config.json, and generation_config.json (ids, block size, recommended decoding)."""
+    writer = ShardWriter(folder, max_bytes=max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.close()
+    ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    files = {
+        "config.json": {**write_config(config, fused=experts == "fused"), "dtype": str(dtype).removeprefix("torch.")},
+        "generation_config.json": {**ids, "block_size": config.block_size, **(generation or {})},
+    }
+    for name, content in files.items():
+        write_json(folder / name, content)

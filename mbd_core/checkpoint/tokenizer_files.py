@@ -1,0 +1,49 @@
+"""Loading a model folder's tokenizer, and checking that it fits the model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mbd_core.checkpoint.safetensor_files import read_json
+from mbd_core.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary.
+
+    Tokenizers that name no mask token (LLaDA's) must have a special token at the model's mask id.
+    """
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    kind = _tokenizer_kind(folder)
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {' '.join(str(error).split())}") from None
+    added = tokenizer.added_tokens_decoder.get(config.mask_token_id)
+    unnamed = tokenizer.mask_token is None and added is not None and added.special
+    if tokenizer.mask_token_id != config.mask_token_id and not unnamed:
+        raise ValueError(
+            f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
+            f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}"
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
+    return tokenizer
+
+
+def _tokenizer_kind(folder: Path) -> Any:
+    """The class to load a tokenizer with: no checkpoint's own code is run."""
+    # importing transformers takes as long as importing torch, and tensor-parallel followers need no tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast  # the file is the whole tokenizer
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and read_json(settings).get("tokenizer_class") == "DreamTokenizer":
+        return Qwen2Tokenizer  # Dream's is Qwen2's, under a name of its own
+    return AutoTokenizer
