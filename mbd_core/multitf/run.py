@@ -15,8 +15,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.loading import load_model, load_tokenizer, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.shipped import SHIPPED
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.multitf.data import conversations, encode_conversations
 from mbd_core.multitf.recipes import RECIPES, TrainingRecipe
