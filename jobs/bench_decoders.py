@@ -10,48 +10,59 @@ import torch
 import typer
 from tqdm import tqdm
 
-from jobs.command_line import DATA, DECODING, ENGINE, MODEL, JsonFile, command, command_text, names
+from jobs.command_line import (
+    DATA,
+    DECODING,
+    ENGINE,
+    MODEL,
+    JsonFile,
+    MaxTokens,
+    OwnThreads,
+    command,
+    command_text,
+    names,
+)
 from mbd_core.bench.decoder_cases import MethodCase, ModelCase, model_cases
 from mbd_core.bench.decoders import COLUMNS, measure_method
 from mbd_core.bench.tables import markdown
 from mbd_core.files import check_new_file, write_json
 
+ModelNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...", help="Models whose name begins with one of these (default: all)", rich_help_panel=MODEL
+    ),
+]
+Fixtures = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of model folders, for the families' models (default: random weights)",
+        rich_help_panel=MODEL,
+    ),
+]
+MethodNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...", help="Methods whose name contains one of these (default: all)", rich_help_panel=DECODING
+    ),
+]
+Requests = Annotated[
+    int, typer.Option(help="Requests, and how many are decoded at once.", min=1, rich_help_panel=DATA)
+]
+Repeats = Annotated[int, typer.Option(help="Repetitions, whose median counts.", min=1, rich_help_panel=ENGINE)]
+
 
 def run(
     context: typer.Context,
     *,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...", help="Models whose name begins with one of these (default: all)", rich_help_panel=MODEL
-        ),
-    ] = None,
-    fixtures: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of model folders, for the families' models (default: random weights)",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Methods whose name contains one of these (default: all)",
-            rich_help_panel=DECODING,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of an answer, at most.", min=1, rich_help_panel=DECODING)
-    ] = 64,
-    requests: Annotated[
-        int, typer.Option(help="Requests, and how many are decoded at once.", min=1, rich_help_panel=DATA)
-    ] = 8,
-    repeats: Annotated[int, typer.Option(help="Repetitions, whose median counts.", min=1, rich_help_panel=ENGINE)] = 5,
-    threads: Annotated[
-        int | None, typer.Option(help="Torch's threads (default: torch's own)", min=1, rich_help_panel=ENGINE)
-    ] = None,
+    models: ModelNames = None,
+    fixtures: Fixtures = None,
+    methods: MethodNames = None,
+    max_tokens: MaxTokens = 64,
+    requests: Requests = 8,
+    repeats: Repeats = 5,
+    threads: OwnThreads = None,
     json: JsonFile = None,
 ) -> int:
     """Every decoder beside a plain loop of the same method: tokens, forwards, and wall time.

@@ -31,6 +31,10 @@ ModelName = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of whatever is drawn.", min=0, rich_help_panel=DATA)]
 Threads = Annotated[int, typer.Option(help="Torch's threads, each rank's.", min=1, rich_help_panel=ENGINE)]
+OwnThreads = Annotated[
+    int | None, typer.Option("--threads", help="Torch's threads (default: torch's own)", min=1, rich_help_panel=ENGINE)
+]
+MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1, rich_help_panel=DECODING)]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace a folder that this command wrote before.", rich_help_panel=OUTPUT)

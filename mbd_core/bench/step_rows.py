@@ -1,0 +1,228 @@
+"""The engine benchmark: decode steps beside their bare forward and beside the least time the machine allows."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mbd_core.bench.roofline import Machine, floor_seconds, measure_machine, step_cost
+from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
+from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, host_growth
+from mbd_core.checkpoint.loading import load_config, load_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.engine import EngineConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.ops.attention import resolve
+
+COLUMNS = {
+    "model": "model",
+    "rows": "rows",
+    "buffer_size": "N_buf",
+    "prefix": "prefix",
+    "step_seconds": "step (ms)|.2f",
+    "forward_seconds": "forward (ms)|.2f",
+    "step_over_forward": "step / forward|.3f",
+    "host_seconds": "host (ms)|.3f",
+    "beside_seconds": "step - forward (ms)|.2f",
+    "layout_seconds": "layout (ms)|.2f",
+    "floor_seconds": "floor (ms)|.2f",
+    "step_over_floor": "step / floor|.2f",
+    "tpf": "TPF|.2f",
+    "tps": "TPS|.0f",
+    "trace_cost": "recorder / step|.2%",
+}
+RATIO_COLUMNS = {
+    "rows": "rows",
+    "prefix": "prefix",
+    "buffer_size": "N_buf",
+    "step_over_single": "step / step at N_buf=1|.2f",
+    "paper": "paper",
+}
+GROWTH_COLUMNS = {
+    "buffer_size": "N_buf",
+    "prefix": "prefix",
+    "from_rows": "from rows",
+    "to_rows": "to rows",
+    "growth": "host work grows|.2f",
+    "growth_beside_forward": "step - forward grows|.2f",
+}
+PAPER_COLUMNS = {
+    "model": "paper's Table 3",
+    "buffer_size": "N_buf",
+    "step_seconds": "step (ms)|.2f",
+    "tpf": "TPF",
+    "tps": "TPS",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBenchmark:
+    """A model, where and how it runs, and the cases it is measured at; one case is one row of the report.
+
+    model  a shape by name, with random weights, or a model folder
+    fp8    round these weights to FP8
+    tpf    tokens a forward, to state TPS; without it Table 3's
+    """
+
+    model: str
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    cases: list[StepCase]
+    fp8: Parts | None = None
+    tpf: float | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` for what can be known to fail before anything is measured or loaded."""
+        config, size = self.config, self.config.block_size
+        for case in self.cases:
+            if case.prefix % size:
+                raise ValueError(f"--prefix {case.prefix} is not a multiple of the model's block_size={size}")
+            if case.prefix + case.num_tokens(size) > config.max_positions:
+                raise ValueError(
+                    f"--prefix {case.prefix} and the {case.num_tokens(size)} tokens that --steps {case.steps} may "
+                    f"decode exceed the model's {config.max_positions} positions; lower one of them"
+                )
+        if self.fp8 == "experts" and config.moe is None:
+            raise ValueError(
+                f"--fp8 experts cannot be honoured: {self.model} has no experts; --fp8 all rounds its layers"
+            )
+        page_size = EngineConfig().resolve_page_size(size)
+        heads, kv_heads, attention = config.num_heads, config.num_kv_heads, self.cases[0].attention
+        resolve(self.device, self.dtype, config.head_dim, page_size, attention, num_heads=heads, num_kv_heads=kv_heads)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """The weights and the pages of the largest case must fit the memory that is free."""
+        pages = max(case.kv_bytes(self.config, self.dtype) for case in self.cases)
+        needed = self.config.num_parameters * self.dtype.itemsize + pages
+        free = free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"{self.model} needs {needed / 1e9:.1f} GB in {_name(self.dtype)} and {self.device} has "
+                f"{free / 1e9:.1f} GB free; take a smaller shape, fewer rows, or a smaller --dtype"
+            )
+
+    def run(self, *, tick: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Measure the machine, then every case; `tick` is called after each timed step. Returns the whole report."""
+        machine = measure_machine(self.device, self.dtype)
+        model = self._load()
+        rows = [self._row(model, case, machine, tick) for case in self.cases]
+        return {
+            "settings": {
+                "torch": torch.__version__,
+                "machine": platform.machine(),
+                "threads": torch.get_num_threads(),
+                "steps": self.cases[0].steps,
+                "num_parameters": self.config.num_parameters,
+                "bandwidth": machine.bandwidth,
+                "flops": machine.flops,
+            },
+            "rows": rows,
+            "buffer_ratios": buffer_ratios(rows),
+            "host_growth": host_growth(rows),
+            "paper_table_3": [{"buffer_size": n, **row} for n, row in PAPER_TABLE_3.items()],
+        }
+
+    def _load(self) -> Decoder:
+        if self.model in SHAPES:
+            model = random_model(self.config, device=self.device, dtype=self.dtype)
+        else:
+            model = load_model(model_folder(self.model), dtype=self.dtype, device=self.device)
+        return model if self.fp8 is None else quantize_weights(model, self.fp8)
+
+    def _row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
+        engine = filled_engine(model, case)
+        times = measure_step(engine, case, tick=tick)
+        host = measure_host(engine, case)
+        cost = step_cost(
+            model.config,
+            rows=case.rows,
+            buffer_size=case.buffer_size,
+            prefix=case.prefix,
+            dtype_bytes=self.dtype.itemsize,
+            matrix_bytes=1 if self.fp8 == "all" else None,
+            expert_bytes=1 if self.fp8 else None,
+            logit_tokens=round(times.num_logits),
+        )
+        floor = floor_seconds(cost, machine)
+        tpf = self.tpf if self.tpf is not None else PAPER_TABLE_3[min(case.buffer_size, 2)]["tpf"]
+        row = {
+            "model": self.model,
+            "rows": case.rows,
+            "buffer_size": case.buffer_size,
+            "prefix": case.prefix,
+            "step_seconds": times.step,
+            "forward_seconds": times.forward,
+            "step_over_forward": times.step / times.forward,
+            "floor_seconds": floor,
+            "step_over_floor": times.step / floor,
+            "backend": times.backend,
+            "device": device_name(self.device),
+            "host_seconds": host,
+            "beside_seconds": times.step - times.forward,
+            "layout_seconds": times.layout,
+            "forward_tokens": times.num_tokens,
+            "logit_tokens": times.num_logits,
+            "floor_bytes": cost.bytes,
+            "floor_flops": cost.flops,
+            "dtype": _name(self.dtype),
+            "static_shapes": engine.static_shapes,
+            "graphs": engine.graphs,
+            "fp8": self.fp8,
+            "tpf": tpf,
+            "tpf_assumed": True,
+            "tps": case.rows * tpf / times.step,
+        }
+        return row if times.recorder is None else {**row, "trace_cost": times.recorder / times.step}
+
+
+def shape_or_folder(model: str) -> ModelConfig:
+    """The configuration of a shape by name, or of a model folder; `ValueError` for a name that is neither."""
+    if model in SHAPES:
+        return SHAPES[model]
+    try:
+        folder = model_folder(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; shapes: {', '.join(SHAPES)}") from None
+    return load_config(folder)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name; `ValueError` if it is not there, or is neither a CPU nor a GPU of CUDA."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"--device {name} cannot be used: {reason}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name} cannot be used; take cpu or cuda")
+    return device
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; on a CPU what the kernel says, or the container's limit if that is less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def device_name(device: torch.device) -> str:
+    """The device as a report names it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
