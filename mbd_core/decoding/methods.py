@@ -1,17 +1,21 @@
 """Decoding methods by name: the rows of the papers' tables as fields of `DecodingConfig`, without the block size.
 
-`METHODS` are the methods as such, on any model of the right attention. `TABLE_4` is the MBD-LMs paper's Table 4, one
-entry a (model, task family): the SingleBD row, and the MultiBD row, which the trained MBD-LM shares with the
-training-free baseline. `D2F_TABLE_8` is the D2F paper's.
+`METHODS` is the one list of methods: sweeps and benchmarks refer to it by name and change fields of it. `TABLE_4` is
+the MBD-LMs paper's Table 4, one entry a (model, task family): the SingleBD row, and the MultiBD row, which the trained
+MBD-LM shares with the training-free baseline. `D2F_TABLE_8` is the D2F paper's Table 8.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-Fields = dict[str, Any]
+Fields = Mapping[str, Any]
+
+SINGLE, MULTI = "single", "multi"
 
 METHODS: dict[str, Fields] = {
-    # block by block
-    "single-bd": {"buffer_size": 1},
+    # block by block; the first two leave everything else to the model's own defaults
+    SINGLE: {"buffer_size": 1},
+    MULTI: {},
     "single-bd-riding-store": {"buffer_size": 2, "tau_add": 1.0},
     "multi-bd": {"buffer_size": 4, "tau_add": 0.1, "tau_semi": 0.9},
     "t2t": {"tau_m2t": 0.7, "t2t": {"tau": 0.5}},
@@ -39,6 +43,16 @@ METHODS: dict[str, Fields] = {
 }
 
 Family = Literal["math", "code"]
+
+
+def merge_fields(base: Fields, changes: Fields) -> dict[str, Any]:
+    """`base` with `changes` over it. A part that both give as an object ("t2t", "canvas") is merged field by field."""
+    parts = {
+        name: merge_fields(base[name], part)
+        for name, part in changes.items()
+        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
+    }
+    return {**base, **changes, **parts}
 
 
 def _rows(single: Fields, multi: Fields) -> dict[str, Fields]:

@@ -1,7 +1,7 @@
 """What a sweep runs: decoding configurations per model and method, out of a grid given as text.
 
-A method is a name with decoding fields: `single`, `multi` and the presets are known, others come as JSON. A grid field
-is varied under every method it has a meaning for, in place of the method's own value.
+A method is a name with decoding fields: those of `decoding.methods` are known, others are given as JSON. A grid field
+is varied under every method that it has a meaning for, in place of the method's own value.
 """
 
 import itertools
@@ -11,14 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from mbd_core.decoding import methods as presets
 from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config
+from mbd_core.decoding.methods import METHODS, MULTI, SINGLE, Fields, merge_fields
 
 Grid = dict[str, tuple[Any, ...]]
-Methods = dict[str, Mapping[str, Any]]
+Methods = dict[str, Fields]
 
-SINGLE, MULTI = "single", "multi"
-METHODS: Methods = {SINGLE: {"buffer_size": 1}, MULTI: {}, **presets.METHODS}
 DEFAULT_SLOTS = 4  # of `multi`, where the model's author recommends SingleBD
 # They concern a second resident block, so with one slot they would only repeat the same run.
 MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
@@ -86,20 +84,20 @@ def plan_variants(
 
     `single` is SingleBD; `multi` is Block Buffer MultiBD with the model's own buffer_size (4 if that is 1), labelled
     by how the model was trained (`trained_with` in `defaults`). Raises `ValueError` for an unknown method, a
-    configuration that cannot be, a grid field that concerns none of the methods, and `multi` with one slot.
+    configuration that cannot be honoured, a grid field that concerns none of the methods, and `multi` with one slot.
     """
     variants: dict[Variant, None] = {}
-    idle = set(grid)
+    unused = set(grid)
     for name in names:
         if name not in methods:
             raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
-        base = _with_parts(methods[name], defaults)
+        base = _with_revision(methods[name], defaults)
         if name == MULTI and defaults.get("buffer_size", 1) == 1:
             base["buffer_size"] = DEFAULT_SLOTS
-        fields = {path: values for path, values in grid.items() if _concerns(path, base)}
-        idle -= fields.keys()
-        for values in itertools.product(*fields.values()):
-            overrides = _put(base, dict(zip(fields, values, strict=True)))
+        axes = {path: values for path, values in grid.items() if _concerns(path, base)}
+        unused -= axes.keys()
+        for values in itertools.product(*axes.values()):
+            overrides = _with_values(base, dict(zip(axes, values, strict=True)))
             try:
                 decoding = decoding_config(defaults, overrides, block_size=block_size)
             except ValueError as error:
@@ -107,21 +105,22 @@ def plan_variants(
             if name == MULTI and decoding.buffer_size < 2:
                 raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
             variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
-    for path in sorted(idle - set(MULTI_ONLY)):
+    for path in sorted(unused - set(MULTI_ONLY)):
         part = path.partition(".")[0]
         hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
         raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
     return list(variants)
 
 
-def _with_parts(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's fields and, whole, the revision that the model's defaults have on: a grid may vary a field of it."""
-    if own.get("canvas") is not None:
-        return dict(own)
-    return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(own)
+def _with_revision(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's fields, and the revision (`t2t` or `soft`) that the model's defaults have on, so that a grid may vary
+    a field of it."""
+    if fields.get("canvas") is not None:
+        return dict(fields)
+    return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
 
 
-def _concerns(path: str, base: Mapping[str, Any]) -> bool:
+def _concerns(path: str, base: Fields) -> bool:
     """Whether a grid field has a meaning under a method with these fields."""
     *parts, last = path.split(".")
     holder: Any = base
@@ -136,16 +135,13 @@ def _concerns(path: str, base: Mapping[str, Any]) -> bool:
     return base.get("buffer_size") != 1 or last not in MULTI_ONLY
 
 
-def _put(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_values(base: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with each value at its dotted path."""
-    made = json.loads(json.dumps(base))
     for path, value in values.items():
-        *parts, last = path.split(".")
-        at = made
-        for part in parts:
-            at = at[part]
-        at[last] = value
-    return dict(made)
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        base = merge_fields(base, value)
+    return dict(base)
 
 
 def _label(name: str, defaults: Mapping[str, Any]) -> str:

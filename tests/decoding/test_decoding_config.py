@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.decoding_config import DecodingConfig, Soft, decoding_config, from_fields
-from mbd_core.decoding.methods import D2F_TABLE_8, METHODS, TABLE_4
+from mbd_core.decoding.decoding_config import Soft, decoding_config
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau_m2t": 1.5}, "tau_m2t=1.5"),
@@ -53,16 +52,3 @@ def test_a_request_that_names_a_method_is_not_held_to_the_defaults_of_another() 
     assert decoding_config({"canvas": {}}, {"buffer_size": 2}, block_size=4).canvas is None
     assert decoding_config({"canvas": {"tau": 0.5}}, {}, block_size=4).canvas is not None
     assert decoding_config(blockwise, {"soft": {}}, block_size=4).soft == Soft()
-
-
-def test_every_named_method_and_row_is_a_configuration() -> None:
-    for name, fields in METHODS.items():
-        assert from_fields(DecodingConfig, {"block_size": 32, **fields}), name
-    for fields in D2F_TABLE_8.values():
-        assert from_fields(DecodingConfig, fields).prompt_attention == "full"
-    for model, families in TABLE_4.items():
-        size = 4 if model.endswith("b4") else 32
-        for rows in families.values():
-            single, multi = (from_fields(DecodingConfig, {"block_size": size, **rows[k]}) for k in ("single", "multi"))
-            assert single.buffer_size == 1 < multi.buffer_size
-            assert single.tau_m2t == multi.tau_m2t
