@@ -17,7 +17,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
-from mbd_core.decoding.methods import METHODS
+from mbd_core.decoding.methods import METHODS, merge_fields
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES, random_model
@@ -103,16 +103,8 @@ def canvas_methods(max_tokens: int, *, shifted: bool) -> list[MethodCase]:
 def _method_case(
     name: str, label: str, fields: Mapping[str, Any], *, block_size: int, static: bool = False
 ) -> MethodCase:
-    decoding = decoding_config({}, _merged(METHODS[name], fields), block_size=block_size)
+    decoding = decoding_config({}, merge_fields(METHODS[name], fields), block_size=block_size)
     return MethodCase(name=name, label=label, decoding=decoding, static=static)
-
-
-def _merged(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `fields` over it, parts merged field by field."""
-    parts = {
-        k: _merged(base[k], v) for k, v in fields.items() if isinstance(v, dict) and isinstance(base.get(k), dict)
-    }
-    return {**base, **fields, **parts}
 
 
 def model_cases(fixtures: Path | None, *, num_requests: int, max_tokens: int) -> list[ModelCase]:

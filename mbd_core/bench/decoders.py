@@ -17,7 +17,8 @@ from mbd_core.bench.tables import interleaved, medians
 from mbd_core.canvas.single_lane import canvas_decoder
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Vocab
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 
 COLUMNS = {

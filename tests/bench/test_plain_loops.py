@@ -14,8 +14,10 @@ from mbd_core.decoding.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention_dense import DenseAttention
 
 PROMPT = [5, 9, 14, 33, 21, 8, 77]
@@ -50,7 +52,7 @@ def test_the_plain_block_loop_is_the_engine(model: Decoder, config: DecodingConf
     assert (plain.num_forwards, plain.num_store_forwards) == (counts.num_forwards, counts.num_store_forwards)
 
 
-def test_what_the_plain_loop_has_not_is_refused(model: Decoder) -> None:
+def test_the_plain_block_loop_refuses_what_it_cannot_decode(model: Decoder) -> None:
     base = DecodingConfig(block_size=4)
     for config, named in (
         (DecodingConfig(block_size=4, canvas=Canvas()), "canvas"),
@@ -119,3 +121,36 @@ def test_branches_of_one_length_are_the_dual_cache(model: Decoder) -> None:
     dual = run_canvas(model, make(model, Canvas(block_length=4, tau=0.3, cache="dual")))
     alone = run_canvas(model, make(model, Canvas(tau=0.3, branches=Branches(block_lengths=(4,), refresh=4))))
     assert alone == dual
+
+
+def tiny(name: str) -> Decoder:
+    return random_model(SHAPES[name], device=torch.device("cpu"), dtype=torch.float64, std=0.2)
+
+
+@pytest.mark.parametrize("shape", ["tiny-llada", "tiny-dream"])
+@pytest.mark.parametrize("length", [5, 8, 11])
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.3, prompt_attention="full"),
+        DecodingConfig(block_size=4, tau_m2t=0.3, prompt_attention="full"),
+        DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.3),
+        DecodingConfig(block_size=4, buffer_size=2, tau_m2t=0.3, t2t=T2T(tau=0.5)),
+    ],
+    ids=["pipelined", "cache only", "block-causal", "t2t"],
+)
+def test_the_plain_d2f_loop_is_the_engine(shape: str, length: int, config: DecodingConfig) -> None:
+    model = tiny(shape)
+    prompt = [(7 * i * i + 3 * i + 5) % 250 for i in range(length)]
+    plain = multi_bd(model, prompt, 18, config, ignore_eos=True)
+    request = Request(request_id="a", prompt=tuple(prompt), max_tokens=18, decoding=config, ignore_eos=True)
+    engine = Engine(model, EngineConfig(max_rows=1, buffer_size=3, block_size=4))
+    output = engine.generate([request])[0]
+    assert plain.tokens == list(output.tokens) and len(plain.tokens) == 18
+    assert plain.num_forwards == output.counts.num_forwards
+    assert plain.num_store_forwards == output.counts.num_store_forwards
+
+
+def test_the_plain_block_loop_refuses_a_fallback_by_margin_under_full_attention() -> None:
+    with pytest.raises(ValueError, match="fallback"):
+        multi_bd(tiny("tiny-llada"), [1], 4, DecodingConfig(block_size=4, fallback="margin"))
