@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from jobs.convert_checkpoint import main
-from mbd_core.checkpoint import conversion as convert_module
+from mbd_core.checkpoint import conversion
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.dcp import save_dcp
-from mbd_core.checkpoint.loading import load_model, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
@@ -132,7 +133,7 @@ def test_dcp_makes_a_tensor_when_its_turn_comes(tmp_path: Path, monkeypatch: pyt
 
         save_dcp(folder, planned, noted, **options)
 
-    monkeypatch.setattr(convert_module, "save_dcp", watched)
+    monkeypatch.setattr(conversion, "save_dcp", watched)
     convert(start, tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
     assert seen == sorted(seen)
     assert len(set(seen)) >= len(list((tmp_path / "dcp").glob("*.distcp"))) > 5
@@ -162,12 +163,12 @@ def test_memory_is_about_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     start = saved(tmp_path / "start", replace(LLADA2, num_layers=6))
     held = []
 
-    class Watched(convert_module.ShardWriter):
+    class Watched(conversion.ShardWriter):
         def add(self, name, tensor):
             super().add(name, tensor)
             held.append(sum(t.untyped_storage().nbytes() for t in self._pending.values()))
 
-    monkeypatch.setattr(convert_module, "ShardWriter", Watched)
+    monkeypatch.setattr(conversion, "ShardWriter", Watched)
     convert(start, tmp_path / "there", experts="fused", max_shard_bytes=8000)
     assert max(held) <= 8000
     assert sum(p.stat().st_size for p in (tmp_path / "there").glob("*.safetensors")) > 5 * 8000
@@ -250,13 +251,13 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 SLOWLY = """
 import sys, time
 from jobs import convert_checkpoint
-from mbd_core.checkpoint import conversion as convert
+from mbd_core.checkpoint.tensor_pieces import TensorPieces
 
 def slowly(*args):
     print("writing", flush=True)
     time.sleep(60)
 
-convert._Pieces.make = slowly
+TensorPieces.make = slowly
 sys.exit(convert_checkpoint.main(sys.argv[1:]))
 """
 

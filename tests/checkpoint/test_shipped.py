@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
+from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.request import Request
-from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.data import chat_prompts
-from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.recipes import RECIPES, with_precision
 from mbd_core.serving.load import load_engine
 from mbd_core.tasks import gsm_mini
 
@@ -32,7 +32,8 @@ def test_each_carries_the_recipe_that_made_it(name: str) -> None:
     if recorded["model"] is not None:
         recorded["model"] = asdict(ModelConfig(**recorded["model"]))  # fields that came later have SDAR's defaults
     recorded = json.loads(json.dumps(recorded, default=str))
-    assert recorded == json.loads(json.dumps(asdict(RECIPES[name]), default=str))
+    computed = with_precision(RECIPES[name], "bfloat16")  # what `auto` was where they were trained
+    assert recorded == json.loads(json.dumps(asdict(computed), default=str))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +41,7 @@ def test_each_solves_unseen_problems(name: str) -> None:
     """A smoke test of weights, tokenizer and engine together; docs/findings.md has the measurement."""
     loaded = load_engine(model_folder(name), EngineConfig(max_rows=24))
     rows = list(itertools.islice(gsm_mini.generate(split="valid", seed=11), 24))
-    prompts = chat_prompts(loaded.tokenizer, (row["question"] for row in rows))
+    prompts = chat_prompts(loaded.tokenizer, [question(row["question"]) for row in rows])
     requests = [
         Request(request_id=str(i), prompt=tuple(p), max_tokens=112, decoding=loaded.decoding({}))
         for i, p in enumerate(prompts)

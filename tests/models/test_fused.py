@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_models import FAMILIES, SDAR, random_model
+from family_models import FAMILIES, SDAR, random_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.checkpoint.loading import load_model, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder, RMSNorm
 from mbd_core.models.fused import Norm, fuse
 from mbd_core.models.model_config import ModelConfig

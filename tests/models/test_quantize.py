@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from jobs.fp8_report import main as fp8_report
-from mbd_core.checkpoint.loading import load_model, save_model
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.models.moe import Experts

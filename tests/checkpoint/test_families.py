@@ -1,0 +1,104 @@
+"""config.json of every family: its dialects, and a sentence for every value that it cannot have."""
+
+import math
+from typing import get_type_hints
+
+import pytest
+from family_models import FAMILIES, SDAR
+
+from mbd_core.checkpoint import families
+from mbd_core.checkpoint.families import read_config, write_config
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+
+
+def test_ids_and_block_size_may_stand_in_generation_config() -> None:
+    config = write_config(FAMILIES["llada2"])
+    for key in ("mask_token_id", "eos_token_id", "block_size"):
+        del config[key]
+    with pytest.raises(ValueError, match=r"config.json and generation_config.json have no 'mask_token_id'"):
+        read_config(config)
+    read = read_config(config, {"mask_token_id": 7, "eos_token_id": [8, 9]})
+    assert (read.mask_token_id, read.eos_token_ids, read.block_size) == (7, (8, 9), 32)
+    assert read_config(config | {"mask_token_id": 6}, {"mask_token_id": 7, "eos_token_id": 8}).mask_token_id == 6
+
+
+def test_config_dialects() -> None:
+    config = write_config(FAMILIES["llada2"])
+    assert read_config(config | {"model_type": "llada2_moe_veomni"}) == FAMILIES["llada2"]
+    newer = {k: v for k, v in config.items() if k not in ("rope_theta", "rotary_dim", "partial_rotary_factor")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert read_config(newer) == FAMILIES["llada2"]
+    newer["rope_parameters"]["rope_type"] = "yarn"
+    with pytest.raises(ValueError, match="rope_type='yarn'"):
+        read_config(newer)
+    with pytest.raises(ValueError, match=r"rotary_dim=4 but partial_rotary_factor=0.25"):
+        read_config(config | {"partial_rotary_factor": 0.25})
+    with pytest.raises(ValueError, match="model_type='sdar', which is not LLaDA2MoeModelLM's"):
+        read_config(config | {"model_type": "sdar"})
+    with pytest.raises(ValueError, match="embedding_size=512"):
+        read_config(write_config(FAMILIES["llada"]) | {"embedding_size": 512})
+
+
+BAD_VALUES: dict[object, list[object]] = {
+    int: ["7", 7.0, True, -1, [7], {}, 2**31],
+    int | None: ["7", 7.0, True, -1, 0, [7]],
+    float: ["7", True, 0, -1.0, math.nan, math.inf, [7.0]],
+    bool: [0, 1, "true", [True], {}],
+    tuple[int, ...]: ["7", 7.0, True, -1, [7.5], [[7]], [True], {}],
+}
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_a_value_of_another_type_is_named(config: ModelConfig) -> None:
+    """Every key that is read, with every kind of value that it cannot have."""
+    family, written = families.FAMILIES[config.architecture], write_config(config)
+    for kind, keys in ((ModelConfig, family.keys), (MoEConfig, family.moe_keys or {})):
+        for ours, theirs in keys.items():
+            for value in BAD_VALUES[get_type_hints(kind)[ours]]:
+                with pytest.raises(ValueError, match=rf"^config.json has {theirs}=") as caught:
+                    read_config({**written, theirs: value})
+                assert "\n" not in str(caught.value)
+            if theirs not in (*family.defaults, "rotary_dim"):
+                with pytest.raises(ValueError, match=f"no '{theirs}', which {config.architecture} needs"):
+                    read_config({**written, theirs: None})
+    for key, wanted in family.fixed.items():
+        for value in ("other", 2, int(wanted) if isinstance(wanted, bool) else [wanted]):
+            with pytest.raises(ValueError, match=f"config.json has {key}=.* is supported with {wanted!r} only"):
+                read_config({**written, key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": "SDARForCausalLM"}, "^config.json has architectures='SDARForCausalLM'; supported: "),
+        ({"architectures": ["SDARForCausalLM", "DreamModel"]}, r"architectures=\['SDARForCausalLM', 'DreamModel'\]"),
+        ({"architectures": [{}]}, r"architectures=\[\{\}\]; supported: "),
+        ({"architectures": None}, "architectures=None; supported: "),
+        ({"quantization_config": {"quant_method": "fp8"}}, "^config.json has a quantization_config; take a release"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]; it must be an object"),
+        ({"rotary_dim": "4"}, "rotary_dim='4'; it must be a whole number"),
+        ({"partial_rotary_factor": True}, "partial_rotary_factor=True; it must be a number above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5; it must be at most 1"),
+        ({"eos_token_id": []}, "^config.json: eos_token_id is an empty list"),
+        ({"n_group": 3}, "^config.json: num_experts=8 does not divide into n_group=3"),
+    ],
+)
+def test_config_that_no_decoder_fits_is_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(write_config(FAMILIES["llada2"]) | changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"mask_token_id": "0"}, "^generation_config.json has mask_token_id='0'; it must be a whole number"),
+        ({"mask_token_id": True}, "^generation_config.json has mask_token_id=True"),
+        ({"eos_token_id": [1.0]}, r"^generation_config.json has eos_token_id=\[1.0\]; it must be a list"),
+        ({"block_size": 0}, "^generation_config.json has block_size=0; it must be a whole number from 1"),
+        ({"mask_token_id": 999}, "^config.json with generation_config.json: mask_token_id=999 lies outside"),
+    ],
+)
+def test_a_wrong_value_in_generation_config_names_that_file(value: dict, message: str) -> None:
+    config = {k: v for k, v in write_config(SDAR).items() if k not in value}
+    with pytest.raises(ValueError, match=message):
+        read_config(config, value)

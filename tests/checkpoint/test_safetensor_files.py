@@ -1,0 +1,80 @@
+"""Damaged and contradictory weights files are named in one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import rewrite
+from safetensors.torch import load_file, save_file
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.safetensor_files import INDEX
+from mbd_core.checkpoint.saving import save_model
+
+
+def test_wrong_shards_are_named(folder: Path) -> None:
+    save_model(folder, load_model(folder), max_shard_bytes=20_000, overwrite=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    shard = load_file(folder / file)
+    save_file(shard | {"lm_head.weight": torch.zeros(300, 16)}, folder / file)
+    with pytest.raises(ValueError, match=r"both hold the tensor 'lm_head.weight'"):
+        load_model(folder)
+    save_file({n: t for n, t in shard.items() if n != "model.norm.weight"}, folder / file)
+    with pytest.raises(ValueError, match=f"{file} lacks the tensor 'model.norm.weight'"):
+        load_model(folder)
+    (folder / file).unlink()
+    with pytest.raises(ValueError, match=rf"lacks the weights file {file}, which holds 'model\.\S+' and \d+ more"):
+        load_model(folder)
+
+
+def change_index(folder: Path, **files: object) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    rewrite(folder / INDEX, weight_map=index["weight_map"] | files)
+
+
+def first(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def cast(folder: Path, dtype: torch.dtype) -> None:
+    weights = load_file(first(folder))
+    save_file(weights | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"].to(dtype)}, first(folder))
+
+
+def be_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no index": (lambda f: (f / INDEX).unlink(), "lacks the weights file model.safetensors, and model.safeten"),
+    "index without map": (lambda f: (f / INDEX).write_text("{}"), "index.json has no weight_map"),
+    "index is a list": (lambda f: (f / INDEX).write_text("[]"), "index.json holds a list, not a JSON object"),
+    "index with a number": (lambda f: change_index(f, x=5), "index.json has the tensor 'x' in 5, which is no file"),
+    "index leads away": (lambda f: change_index(f, x="../x"), "has the tensor 'x' in '../x', which is no file"),
+    "index with a lost file": (lambda f: change_index(f, x="y.safetensors"), "lacks the weights file y.safetensors"),
+    "index with a lost tensor": (lambda f: change_index(f, x=first(f).name), "00001-of-.* lacks the tensor 'x'"),
+    "empty file": (lambda f: first(f).write_bytes(b""), "00001-of-.* is damaged or cut short in its header"),
+    "cut header": (lambda f: first(f).write_bytes(first(f).read_bytes()[:40]), "00001-of-.* in its header"),
+    "odd header": (lambda f: first(f).write_bytes(b"\x08" + bytes(7) + b'{"a": 1}'), "00001-of-.* in its header"),
+    "longer file": (lambda f: first(f).write_bytes(first(f).read_bytes() + b"x"), "00001-of-.* is damaged"),
+    "folder for a file": (lambda f: be_a_folder(first(f)), "00001-of-.* cannot be read: Is a directory"),
+    "whole numbers": (lambda f: cast(f, torch.int8), "00001-of-.*: tensor 'model.embed_.*' has dtype I8; known: "),
+    "config is a folder": (lambda f: be_a_folder(f / "config.json"), "config.json cannot be read: Is a directory"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
+    "config is no text": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is not valid JSON"),
+    "generation is no JSON": (lambda f: (f / "generation_config.json").write_text("{"), "^[^:]*/generation_config.j"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_one_sentence(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    save_model(folder, load_model(folder), max_shard_bytes=20_000, overwrite=True)
+    load_model(folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
