@@ -121,6 +121,7 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
         tau_semi=0.0,
         tau_m2t=1.0,
     )
+    engine.prepare(decoding)
     generator = torch.Generator().manual_seed(seed)
     for row in range(case.rows):
         prompt = torch.randint(config.vocab_size, (case.prefix,), generator=generator).tolist()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mbd_core.canvas.single_lane import check_canvas
+from mbd_core.canvas.limits import check_canvas
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig

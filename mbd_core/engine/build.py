@@ -2,10 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.canvas_rows import CanvasRuns
 from mbd_core.engine.engine_config import EngineConfig
@@ -13,7 +9,7 @@ from mbd_core.engine.graphs import StepGraphs, graphs_enabled
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cache
 from mbd_core.engine.ledger import Ledger
-from mbd_core.engine.model_runner import FusedVocab, ModelRunner
+from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.page_pool import PagePool
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Seating
@@ -47,8 +43,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
     block_size = _check(model, config, vocab_limit)
     page_size = config.resolve_page_size(block_size)
     on_gpu = weights.device.type == "cuda"
-    # whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte
-    logits_chunk = max(1, LOGITS_AT_ONCE // c.vocab_size // block_size) * block_size
+    logits_chunk = _logits_chunk(c.vocab_size, block_size)
     runner = _runner(model, config, page_size)
     num_pages = config.num_pages or fit_num_pages(
         runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_chunk
@@ -56,26 +51,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
     runner.cache = PagedKVCache(
         c, num_pages=num_pages, page_size=page_size, dtype=weights.dtype, device=weights.device
     )
-    buffer = BlockBuffer(
-        num_rows=config.max_rows,
-        num_slots=config.buffer_size,
-        block_size=block_size,
-        mask_token_id=c.mask_token_id,
-        eos_token_ids=c.eos_token_ids,
-        device=weights.device,
-    )
-    width = min(num_pages, longest_in_pages(c, config, page_size))
-    tables_RP = torch.zeros((config.max_rows, width), dtype=torch.int64, device=weights.device)
-    vocab = (FusedVocab if on_gpu else Vocab)(c.mask_token_id, vocab_limit or c.vocab_size)
-    state = StepState(
-        runner=runner,
-        buffer=buffer,
-        tables_RP=tables_RP,
-        vocab=vocab,
-        page_size=page_size,
-        batch_invariant=config.batch_invariant,
-        logits_chunk=logits_chunk,
-    )
+    state = _step_state(runner, config, vocab_limit, num_pages=num_pages, logits_chunk=logits_chunk)
     static_shapes = on_gpu if config.static_shapes is None else config.static_shapes
     if config.overlap and not static_shapes:
         raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
@@ -96,10 +72,10 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
         ),
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
-            buffer,
+            state.buffer,
             Ledger(config.max_rows, block_size=block_size, page_size=page_size),
-            CanvasRuns(c, runner.cache, vocab, block_size=block_size),
-            tables_RP,
+            CanvasRuns(c, runner.cache, state.vocab, block_size=block_size),
+            state.tables_RP,
         ),
         state=state,
         kinds=StepKinds(
@@ -110,6 +86,27 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
         ),
         graphs=StepGraphs(state, graphs_enabled(state, config.graphs, static_shapes=static_shapes)),
     )
+
+
+def fitting_pages(model: Decoder, config: EngineConfig) -> int:
+    """How many KV pages fit beside `model` in an engine of `config`, its `num_pages` aside.
+
+    For ranks that must agree on a number before they build their engines. Raises `ValueError` if none fits.
+    """
+    block_size = _check(model, config, None)
+    page_size = config.resolve_page_size(block_size)
+    return fit_num_pages(
+        _runner(model, config, page_size),
+        config,
+        block_size=block_size,
+        page_size=page_size,
+        logits_at_once=_logits_chunk(model.config.vocab_size, block_size),
+    )
+
+
+def _logits_chunk(vocab_size: int, block_size: int) -> int:
+    """Whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte."""
+    return max(1, LOGITS_AT_ONCE // vocab_size // block_size) * block_size
 
 
 def _check(model: Decoder, config: EngineConfig, vocab_limit: int | None) -> int:

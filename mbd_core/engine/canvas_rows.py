@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mbd_core.canvas.single_lane import CanvasDecoder, CanvasPlan, CanvasUpdate, canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
+from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Rows
 from mbd_core.engine.kv_cache import PagedKVCache

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mbd_core.canvas.single_lane import num_lanes
+from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 
 

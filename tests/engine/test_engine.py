@@ -12,7 +12,8 @@ import torch
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.literal_algorithms import Tokens, Weights, naive_multibd
 from mbd_core.decoding.request import Output, Request
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.page_pool import PagePool
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig

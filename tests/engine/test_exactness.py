@@ -15,7 +15,8 @@ from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Draw, Sampling, Vocab, uniform
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
 
@@ -102,7 +103,7 @@ def test_alone_is_in_a_batch_is_static_is_preempted_is_cached(
 
     ahead = engine(model, static_shapes=True, overlap=True)
     assert [gist(o) for o in ahead.generate(requests)] == alone
-    assert ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) for m in (method, *others))
+    assert ahead.ahead.num_ahead > 0 or any("canvas" in FULL.get(m, {}) for m in (method, *others))
     ahead.check_integrity()
     assert ahead.scheduler.pool.num_free == ahead.scheduler.pool.capacity
 

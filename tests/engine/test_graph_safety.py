@@ -21,17 +21,18 @@ from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, me
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.engine import engine as engine_module
-from mbd_core.engine import runner as runner_module
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine import build as build_module
+from mbd_core.engine import model_runner as runner_module
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.quantize import Parts, quantize_weights
-from mbd_core.ops import attention, compare
+from mbd_core.ops import attention
 from mbd_core.ops import attention_flash as flash
 from mbd_core.ops import experts as moe
 from mbd_core.ops import experts_triton as moe_triton
-from mbd_core.ops.merged import MergeRule
 from mbd_core.ops.row_layout import RowLayout
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
 def attend_by(monkeypatch: pytest.MonkeyPatch, kernel: flash.Kernel) -> None:
     """Engines made from now on take this kernel, in any dtype."""
-    monkeypatch.setattr(engine_module, "resolve", lambda *_, **__: attention.flash_attention("stand-in", kernel, {}))
+    monkeypatch.setattr(build_module, "resolve", lambda *_, **__: attention.flash_attention("stand-in", kernel, {}))
 
 
 def requests(family: str) -> list[Request]:
@@ -130,7 +131,7 @@ def requests(family: str) -> list[Request]:
             i,
             "multi",
             decoding=DecodingConfig(block_size=B, **method),
-            sampling=Sampling(temperature=0.8 if i % 2 else 0.0, top_p=0.9, seed=i),
+            sampling=Sampling(temperature=0.8 if i % 2 else 0.0, top_p=1.0 if i == 1 else 0.9, seed=i),
             max_tokens=24 if method in canvases else 6 + 8 * (i % 2 == 0),
             ignore_eos=True,
         )
@@ -139,7 +140,20 @@ def requests(family: str) -> list[Request]:
 
 
 SIZES = EngineConfig(max_rows=2, num_pages=100, page_size=16, max_prefill_tokens=12)
-RULE = MergeRule(merge_from={(1, SIZES.buffer_size): 20}, measured_at="a test")
+
+
+def capture_every_kind(monkeypatch: pytest.MonkeyPatch, served: Engine) -> set[StepKind]:
+    """Every kind of step that comes up gets a graph of its own before it runs; the kinds so far."""
+    kinds: set[StepKind] = set()
+    run = served._graphs.run
+
+    def capturing(kind: StepKind, *, num_pages: int) -> Tensor:
+        served._graphs.capture([kind])
+        kinds.add(kind)
+        return run(kind, num_pages=num_pages)
+
+    monkeypatch.setattr(served._graphs, "run", capturing)
+    return kinds
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,64 +164,85 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     model = build(**FAMILIES[family]).double()
     wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(requests(family))]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
-    served = Engine(device.move(model), SIZES, merge_rule=RULE)
-    assert served.static_shapes and served.overlap and served._tables_RP.device == CUDA
+    served = Engine(device.move(model), SIZES)
+    kinds = capture_every_kind(monkeypatch, served)
+    assert served.static_shapes and served.overlap and served._state.tables_RP.device == CUDA
     assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
-    assert served.num_ahead > 0
-    recorded = served._programs._recorded
-    for flag in ("draws", "scores", "softens", "revises", "quotas", "merges") if family != "dream" else ():
-        assert {getattr(kind, flag) for kind in recorded} == {False, True}
-    assert recorded
+    assert served.ahead.num_ahead > 0
+    for flag in WORK_NAMES if family != "dream" else ():
+        assert {getattr(kind.work, flag) for kind in kinds} == {False, True}
+    report = served.graph_report()
+    assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]
 
 
-@pytest.mark.parametrize("merges", [False, True])
-def test_graphs_made_beforehand_are_all_that_plain_requests_need(
-    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, merges: bool
+@pytest.mark.parametrize("plain", [True, False])
+def test_graphs_captured_at_start_serve_every_request(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, plain: bool
 ) -> None:
+    """None is captured later: plain requests replay small ones, any other the one that does all work."""
     model = build().double()
-    plain = {"sampling": Sampling(), "max_tokens": 20, "ignore_eos": True}
-    batch = [request(f"r{i}", i, ("multi", "single")[i % 2], **plain) for i in range(3)]
+    plain_batch = [
+        request(f"r{i}", i, ("multi", "single")[i % 2], sampling=Sampling(), max_tokens=20, ignore_eos=True)
+        for i in range(3)
+    ]
+    batch = plain_batch if plain else requests("sdar")
     wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
-    served = Engine(device.move(model), SIZES, merge_rule=RULE if merges else replace(RULE, merge_from={}))
-    recorded = served._programs._recorded
-    # for 1 and for 2 rows, for each quarter of the buffer that 3 of its 4 slots may ask
-    assert served.prepare(batch[0].decoding) == len(recorded) == 2 * 3 * (1 + merges)
+    served = Engine(device.move(model), SIZES)
+    # for 1 and for 2 batch rows: each quarter of the buffer that 3 of its 4 slots may ask, and all work at once
+    assert served.prepare(plain_batch[0].decoding) == served.graph_report()["captured"] == 2 * (3 + 1)
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
-    assert len(recorded) == 2 * 3 * (1 + merges)
+    report = served.graph_report()
+    assert report["captured"] == 8 and report["steps_replayed"] > 0 == report["steps_eager"]
+
+
+def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    model = build().double()
+    batch = [request(f"r{i}", i, "multi", max_tokens=20, ignore_eos=True) for i in range(3)]
+    wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(model), SIZES)
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
+    report = served.graph_report()
+    assert report["captured"] == report["steps_replayed"] == 0 < report["steps_eager"]
 
 
 def test_a_step_launched_ahead_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
     """Nor does what it needs of the host, new pages above all: else the device would stand idle meanwhile."""
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     served = Engine(device.move(build()), SIZES)
+    served.prepare(request("", 0, "multi").decoding)
     for i in range(2):
         served.add(request(f"r{i}", i, "multi", max_tokens=60, ignore_eos=True))
     grown = 0
     while served.has_work:
-        before, pages = (device.waits.copy(), device.uploads.copy(), served.num_ahead), served.scheduler.pool.num_free
+        before, pages = (
+            (device.waits.copy(), device.uploads.copy(), served.ahead.num_ahead),
+            served.scheduler.pool.num_free,
+        )
         served.step()
-        if served.num_ahead > before[2] and served.num_running == 2:
+        if served.ahead.num_ahead > before[2] and served.num_running == 2:
             assert (device.waits, device.uploads) == before[:2]
             grown += served.scheduler.pool.num_free < pages
     assert grown > 1
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernels_layout_and_merge_are_captured(device: FakeDevice, kernel: str) -> None:
+def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
     q, k, v, layout = sequences([(50, [8] * 3), (3, [8] * 3)], page_size=16, seed=6)
     layout = replace(layout, max_q=8)
     wanted = attention.resolve(torch.device("cpu"), q.dtype, 8, 16).bind(layout)(q, k, v)
     choice = attention.flash_attention("stand-in", KERNELS[kernel](FakePackages(), device), {})
     on_device = replace(layout, **{name: device.put(t) for name, t in vars(layout).items() if isinstance(t, Tensor)})
     pages = [device.put(t) for t in (q, k, v)]
-    for slots in (None, 3):
-        graph = Graph()
-        with device.capture(graph):
-            out = choice.bind(on_device, merge_slots=slots)(*pages)
-        out.host.fill_(torch.nan)
-        graph.replay()
-        torch.testing.assert_close(out.host, wanted, rtol=1e-5, atol=1e-5)
+    graph = Graph()
+    with device.capture(graph):
+        out = choice.bind(on_device)(*pages)
+    out.host.fill_(torch.nan)
+    graph.replay()
+    torch.testing.assert_close(out.host, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +256,11 @@ def test_bfloat16_and_fp8_are_captured(
     assert isinstance(model, Decoder)
     if parts is not None:
         quantize_weights(model, parts)
-    served = Engine(model, SIZES, merge_rule=RULE)
+    served = Engine(model, SIZES)
+    kinds = capture_every_kind(monkeypatch, served)
     outputs = served.generate([replace(r, max_tokens=5) for r in requests(family) if r.decoding.canvas is None])
     assert all(len(o.tokens) == 5 and MASK not in o.tokens and max(o.tokens) < VOCAB for o in outputs)
-    assert served._programs._recorded
+    assert kinds and served.graph_report()["steps_eager"] == 0
 
 
 def test_experts_by_sorting_and_grouped_products_are_captured(device: FakeDevice) -> None:
@@ -254,21 +290,12 @@ def test_a_replayed_steps_forward_is_measured_on_its_own_batch(
 ) -> None:
     """Programs of several kinds take turns; none reads the batch of another, whose memory is overwritten."""
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
-    monkeypatch.setattr(engine_module, "with_measured_rule", lambda choice, *_, **__: choice)
     case = StepCase(rows=2, buffer_size=4, prefix=16, steps=12)
     with torch.inference_mode():
         served = filled_engine(device.move(build()), case)
         times = measure_step(served, case)
-        assert len(served._programs._recorded) > 1 and times.num_tokens == 2 * 4 * 4 > times.num_logits
+        assert served.graph_report()["steps_replayed"] > 1 and times.num_tokens == 2 * 4 * 4 > times.num_logits
         assert measure_host(served, case) > 0
-
-
-def test_an_engine_measures_its_rule_on_the_device(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
-    attend_by(monkeypatch, KERNELS["torch"](FakePackages(), device))
-    monkeypatch.setattr(compare, "START_PREFIXES", (16, 32))
-    served = Engine(device.move(build()), SIZES)
-    rule = served.attention.merge_rule
-    assert rule is not None and rule.measured_at == "measured at start" and set(rule.merge_from) == {(1, 4), (2, 4)}
 
 
 @pytest.mark.parametrize(

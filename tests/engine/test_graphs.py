@@ -1,7 +1,9 @@
 """The device's part of a decode step: the same memory and the same shapes every time, and the same step as eager."""
 
+import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +12,16 @@ from test_exactness import MASK, B, build, engine, gist, request
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.engine.batch import Batch
-from mbd_core.engine.engine import Engine, EngineConfig
-from mbd_core.engine.rows import all_slots
-from mbd_core.ops.merged import MergeRule
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.rows import static_rows
+from mbd_core.engine.step_kind import WORK_NAMES, StepKinds, Work
 
 
 def static_memory(served: Engine) -> dict[str, int]:
     """Addresses of all that a recorded step reads and writes."""
     buffer, runner = served.buffer, served.runner
     tensors = {n: t for n, t in vars(buffer).items() if isinstance(t, torch.Tensor)}
-    tensors |= {"tables": served._tables_RP, "last": runner.last_RD, "k": runner.cache.k, "v": runner.cache.v}
+    tensors |= {"tables": served._state.tables_RP, "last": runner.last_RD, "k": runner.cache.k, "v": runner.cache.v}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -36,7 +38,7 @@ def test_buffers_are_never_reallocated_and_a_kind_has_one_shape(monkeypatch: pyt
     served = engine(build(), static_shapes=True, batch_invariant=False)
     memory = static_memory(served)
     seen: dict[object, set[object]] = {}
-    run = served._programs.run
+    run = served._graphs.run
 
     def spy(kind, *, num_pages):
         forward = served.runner.forward
@@ -52,7 +54,7 @@ def test_buffers_are_never_reallocated_and_a_kind_has_one_shape(monkeypatch: pyt
         finally:
             monkeypatch.setattr(served.runner, "forward", forward)
 
-    monkeypatch.setattr(served._programs, "run", spy)
+    monkeypatch.setattr(served._graphs, "run", spy)
     served.generate(list(requests()))
     assert static_memory(served) == memory
     assert seen and all(len(found) == 1 for found in seen.values())
@@ -69,27 +71,6 @@ def test_a_program_is_the_eager_step(kind: dict) -> None:
     assert [gist(o) for o in engine(model, static_shapes=True).generate(batch)] == eager
 
 
-def test_a_program_that_reads_prefixes_once_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a rule that merges from 40 tokens on, the programs of both kinds run, and a request does not notice."""
-    model = build().double()
-    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3], ignore_eos=True) for i in range(8)]
-    settings = EngineConfig(max_rows=6, num_pages=200, page_size=8, static_shapes=True)
-    rule = MergeRule(merge_from={(1, settings.buffer_size): 40}, measured_at="a test")
-    served = Engine(model, settings, merge_rule=rule)
-    kinds = set()
-    run = served._programs.run
-
-    def spy(kind, *, num_pages):
-        kinds.add(kind.merges)
-        return run(kind, num_pages=num_pages)
-
-    monkeypatch.setattr(served._programs, "run", spy)
-    wanted = [o.tokens for o in engine(model, static_shapes=False).generate(batch)]
-    assert [o.tokens for o in served.generate(batch)] == wanted
-    assert kinds == {False, True}
-    assert "from prefix 40" in served.attention.describe()
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """As many as the host can promise, in quarters of the buffer, also where a step is launched ahead."""
@@ -99,9 +80,9 @@ def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytes
         total = buffer.masked_RNB.numel()
         assert int(buffer.asked_RNB.sum()) <= (total if num_asked is None else num_asked)
         portions.add(1.0 if num_asked is None else num_asked / total)
-        return all_slots(buffer, *args, num_asked=num_asked, **kwargs)
+        return static_rows(buffer, *args, num_asked=num_asked, **kwargs)
 
-    monkeypatch.setattr("mbd_core.engine.graphs.all_slots", spy)
+    monkeypatch.setattr("mbd_core.engine.graphs.static_rows", spy)
     batch = [request(f"r{i}", i, ("multi", "t2t", "soft", "single")[i % 4]) for i in range(8)]
     served = engine(build(), static_shapes=True, overlap=overlap, batch_invariant=False)
     served.generate(batch)
@@ -123,10 +104,24 @@ def test_logits_in_chunks_are_all_logits(monkeypatch: pytest.MonkeyPatch, static
     batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(6)]
     settings = {"static_shapes": static, "batch_invariant": False}
     whole = engine(model, **settings)
-    monkeypatch.setattr("mbd_core.engine.engine.LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr("mbd_core.engine.build.LOGITS_AT_ONCE", 1)
     chunked = engine(model, **settings)
-    assert chunked.logits_chunk == B < whole.logits_chunk
+    assert chunked._state.logits_chunk == B < whole._state.logits_chunk
     assert [gist(o)[0] for o in chunked.generate(batch)] == [gist(o)[0] for o in whole.generate(batch)]
+
+
+def test_the_kinds_worth_a_graph_are_few_and_one_of_them_serves_any_request() -> None:
+    kinds = StepKinds(max_rows=16, num_slots=4, block_size=32, batch_invariant=False)
+    captured = kinds.to_capture(DecodingConfig(block_size=32, buffer_size=4))
+    assert len(captured) == len(set(captured)) == 5 * (4 + 1)
+    for flags in itertools.product((False, True), repeat=len(WORK_NAMES)):
+        for num_rows, num_asked in itertools.product((1, 3, 16), (1, 100, 128 * 16)):
+            kind = kinds.kind(num_rows=num_rows, num_asked=min(num_asked, 128 * num_rows), work=Work(*flags))
+            assert any(k.covers(kind) for k in captured)
+            assert kind.covers(kind)
+    least = kinds.kind(num_rows=1, num_asked=1, work=Work())
+    assert not least.covers(replace(least, num_asked=None)) and not least.covers(replace(least, work=Work(draws=True)))
+    assert not least.covers(replace(least, num_rows=2))
 
 
 def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:
@@ -146,5 +141,6 @@ def test_a_replayed_graph_is_the_eager_step() -> None:
     eager = engine(model, static_shapes=False, batch_invariant=False)
     replayed = engine(model, static_shapes=True, batch_invariant=False)
     wanted = [o.tokens for o in eager.generate(batch)]
+    replayed.prepare(batch[0].decoding)
     assert [o.tokens for o in replayed.generate(batch)] == wanted
-    assert replayed._programs._recorded
+    assert replayed.graph_report()["steps_replayed"]

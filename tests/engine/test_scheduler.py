@@ -13,7 +13,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.engine import scheduler as scheduler_module
 from mbd_core.engine.page_pool import NULL_PAGE, PagePool
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
-from mbd_core.engine.sequence import Sequence, pages_needed
+from mbd_core.engine.sequence import SequenceState, pages_needed
 
 B, PAGE = 4, 8
 EOS, UNFILLED = 1, 0
@@ -48,16 +48,16 @@ class FakeEngine:
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self.scheduler, self.rng = scheduler, random.Random(seed)
         self.memory = MEMORY.setdefault(scheduler.pool, {})
-        self.done: dict[str, Sequence] = {}
+        self.done: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self.num_steps = 0
 
-    def write(self, s: Sequence, position: int, content: object) -> None:
+    def write(self, s: SequenceState, position: int, content: object) -> None:
         page = s.pages[position // PAGE]
         assert page != NULL_PAGE
         self.memory[page, position % PAGE] = content
 
-    def content(self, s: Sequence, position: int) -> object:
+    def content(self, s: SequenceState, position: int) -> object:
         if s.request.decoding.canvas is not None:
             return "canvas", s.request.request_id
         if position < s.origin:
@@ -65,18 +65,18 @@ class FakeEngine:
         stop = s.origin + ((position - s.origin) // B + 1) * B
         return s.origin, tuple(s.tokens[:stop])
 
-    def check_stored(self, s: Sequence) -> None:
+    def check_stored(self, s: SequenceState) -> None:
         upto = s.committed if s.prompt_stored else s.prefilled
         for position in range(upto):
             cell = self.memory[s.pages[position // PAGE], position % PAGE]
             assert cell == self.content(s, position), f"{s.request.request_id} reads a foreign key at {position}"
 
-    def window(self, s: Sequence) -> int:
+    def window(self, s: SequenceState) -> int:
         if s.request.decoding.canvas is not None:
             return s.span
         return min(s.span, max(s.committed, s.prefix_length) + s.request.decoding.buffer_size * B)
 
-    def grow(self, upto: Callable[[Sequence], int]) -> list[Sequence]:
+    def grow(self, upto: Callable[[SequenceState], int]) -> list[SequenceState]:
         preempted = self.scheduler.grow(upto)
         self.num_preemptions += len(preempted)
         for s in preempted:
@@ -120,7 +120,7 @@ class FakeEngine:
             total += c.stop - c.start
             assert total <= self.scheduler.max_prefill_tokens or (whole_prompt and c is chunks[0])
 
-    def commit(self, s: Sequence) -> None:
+    def commit(self, s: SequenceState) -> None:
         r = s.request
         if r.decoding.canvas is not None:
             for position in range(s.span):
@@ -144,7 +144,7 @@ class FakeEngine:
         if s.committed >= s.end or EOS in fresh:
             self.finish(s)
 
-    def finish(self, s: Sequence) -> None:
+    def finish(self, s: SequenceState) -> None:
         self.check_stored(s)
         wanted = [*s.request.prompt, *(generated(s.request, p) for p in range(len(s.request.prompt), s.end))]
         got = s.tokens[: s.end]
@@ -192,7 +192,7 @@ def test_ten_thousand_operations_lose_nothing_and_everybody_finishes(seed: int) 
     assert s.pool.num_free == s.pool.capacity and not s.waiting
 
 
-def run_to_end(s: Scheduler, *requests: Request, seed: int = 0) -> list[Sequence]:
+def run_to_end(s: Scheduler, *requests: Request, seed: int = 0) -> list[SequenceState]:
     engine = FakeEngine(s, seed)
     for r in requests:
         s.add(r)

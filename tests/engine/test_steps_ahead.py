@@ -21,7 +21,7 @@ def test_steps_ahead_with_few_pages_lose_no_token() -> None:
     served = engine(model, static_shapes=True, overlap=True, num_pages=16, max_rows=4)
     outputs = served.generate(long_requests())
     assert [gist(o) for o in outputs] == alone
-    assert served.num_ahead > 0 and sum(o.counts.num_preemptions for o in outputs) > 0
+    assert served.ahead.num_ahead > 0 and sum(o.counts.num_preemptions for o in outputs) > 0
 
 
 def test_steps_are_launched_ahead_while_others_wait_for_a_row() -> None:
@@ -29,9 +29,9 @@ def test_steps_are_launched_ahead_while_others_wait_for_a_row() -> None:
     for r in long_requests():
         served.add(r)
     while served.has_work:
-        before = served.num_ahead
+        before = served.ahead.num_ahead
         served.step()
-        ahead += bool(served.scheduler.waiting) * (served.num_ahead - before)
+        ahead += bool(served.scheduler.waiting) * (served.ahead.num_ahead - before)
     assert ahead > 0
 
 
@@ -40,7 +40,9 @@ def test_decode_seconds_are_the_clocks_and_none_is_counted_twice(
     monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     ticks = itertools.count(1)
-    monkeypatch.setattr("mbd_core.engine.engine.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    for module in ("engine", "collector"):
+        clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+        monkeypatch.setattr(f"mbd_core.engine.{module}.time", clock)
     served = engine(build(), static_shapes=overlap, overlap=overlap)
     served.add(request("a", 1, "multi", prompt=(5, 6, 7), max_tokens=30, ignore_eos=True))
     outputs, begun = [], next(ticks)
@@ -71,7 +73,7 @@ def test_generate_keeps_what_nobody_has_been_told() -> None:
 def test_generate_after_an_abort_with_a_step_under_way() -> None:
     served = engine(build(), static_shapes=True, overlap=True)
     served.add(request("a", 3, "multi", max_tokens=20, ignore_eos=True))
-    while served._launched is None:
+    while served.ahead.step is None:
         served.step()
     assert served.abort("a") is not None and not served.num_known
     alone = gist(engine(build()).generate([request("b", 4, "multi")])[0])

@@ -32,8 +32,8 @@ from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shard import Shard, split_dim
 from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.fp8 import Fp8Module, dequantize
-from mbd_core.parallel import start
-from mbd_core.parallel.follower import OutOfStep
+from mbd_core.parallel import kv_agreement, start
+from mbd_core.parallel.follower import OutOfStep, run_follower
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Rank, RankLost, init_group, load_shard, open_store
 from mbd_core.parallel.leader import ParallelEngine
@@ -194,6 +194,28 @@ def test_two_ranks_serve_as_one_does(folders: dict[str, Path], name: str) -> Non
     assert not dist.is_initialized()
 
 
+def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower has less room than rank 0: it measures by itself, in a process of its own."""
+    monkeypatch.setattr(start, "run_follower", run_follower_with_little_memory)
+    sizes = replace(SIZES, num_pages=None, kv_memory_fraction=0.5)
+    whole = Engine(load_model(folders["dense"]), sizes)
+    with closing(start_parallel(folders["dense"], sizes, size=2, timeout=20)) as engine:
+        assert engine.num_pages == engine.config.num_pages == 17 < whole.num_pages
+        assert engine.kv_tokens == 16 * 8
+        assert {i: gist(o) for i, o in serve(engine).items()}
+
+
+def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
+    def few_pages(model: Decoder, config: EngineConfig) -> int:
+        assert config.kv_memory_fraction == 0.25, "two ranks share a machine's memory"
+        return 17
+
+    kv_agreement.fitting_pages = few_pages
+    run_follower(folder, rank, dtype)
+
+
 def test_idle_followers_stay(folders: dict[str, Path]) -> None:
     with closing(start_parallel(folders["dense"], SIZES, size=2, timeout=4)) as engine:
         (first_request,) = requests(1)
@@ -218,7 +240,7 @@ def test_a_step_ahead_whose_request_was_aborted_is_taken_by_all(folders: dict[st
     wanted = gist(Engine(load_model(folders["dense"]), SIZES).generate([second])[0])
     with closing(start_parallel(folders["dense"], ahead, size=2, timeout=10)) as engine:
         engine.add(first)
-        while engine._launched is None:
+        while engine.ahead.step is None:
             engine.step()
         assert engine.abort(first.request_id) is not None
         assert gist(engine.generate([second])[0]) == wanted

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
+FREE, TOTAL, PEAK = 6 << 20, 10 << 20, 1 << 20  # the fake device's memory, and what a forward takes of it
 aten = torch.ops.aten
 
 # Their result's shape, or the result itself, depends on values: on a GPU the host waits for them.
@@ -291,6 +292,11 @@ def fake_device() -> Iterator[FakeDevice]:
             "CUDAGraph": Graph,
             "graph": device.capture,
             "synchronize": lambda device=None: None,
+            "mem_get_info": lambda device=None: (FREE, TOTAL),
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: PEAK,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: None,
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))

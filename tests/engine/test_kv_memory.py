@@ -1,0 +1,58 @@
+"""KV pages from free memory: as many as fit beside the weights, never a constant."""
+
+import pytest
+from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
+from test_exactness import build, gist, request
+
+from mbd_core.engine import kv_memory
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.kv_memory import bytes_per_page, longest_in_pages
+
+SIZES = EngineConfig(max_rows=3, page_size=16)
+
+
+def bytes_each(model) -> int:
+    return bytes_per_page(model.config, 16, model.model.norm.weight.dtype)
+
+
+def test_a_cpu_gives_what_all_batch_rows_can_fill_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    monkeypatch.setattr(kv_memory, "_free_host_memory", lambda: 1 << 40)
+    engine = Engine(model, SIZES)
+    assert engine.num_pages == 3 * longest_in_pages(model.config, SIZES, 16) + 1
+    assert engine.kv_tokens == (engine.num_pages - 1) * 16
+    assert engine.runner.cache.k.shape[1] == engine.num_pages
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_cpu_with_little_memory_gives_a_share_of_it(monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
+    model = build()
+    monkeypatch.setattr(kv_memory, "_free_host_memory", lambda: 20 * bytes_each(model))
+    engine = Engine(model, EngineConfig(max_rows=3, page_size=16, kv_memory_fraction=fraction))
+    assert engine.num_pages == int(20 * fraction)
+    alone = gist(Engine(model, EngineConfig(num_pages=100, page_size=16)).generate([request("a", 1, "multi")])[0])
+    assert gist(engine.generate([request("a", 1, "multi")])[0]) == alone
+
+
+def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "_free_host_memory", lambda: 0)
+    with pytest.raises(ValueError, match=r"no KV page of .* fits .* raise kv_memory_fraction"):
+        Engine(build(), SIZES)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_fraction_is_a_share(fraction: float) -> None:
+    with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be a share"):
+        EngineConfig(kv_memory_fraction=fraction)
+
+
+def test_a_gpu_gives_what_a_measured_forward_leaves() -> None:
+    """The forward's own peak and the share of the card that is not ours are left free."""
+    with fake_device() as device:
+        assert isinstance(device, FakeDevice)
+        model = device.move(build().double())
+        engine = Engine(model, SIZES)
+        budget = FREE - PEAK - int((1 - SIZES.kv_memory_fraction) * TOTAL)
+        assert engine.num_pages == budget // bytes_each(model)
+        assert Engine(model, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
