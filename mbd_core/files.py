@@ -54,7 +54,7 @@ def file_beside(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a text file beside its place, then rename it."""
     with file_beside(path) as beside:
-        beside.write_text(text)
+        beside.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
