@@ -17,56 +17,16 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.multitf.recipes import TrainingRecipe
-from mbd_core.multitf.run import export, prepare
+from mbd_core.files import write_text
+from mbd_core.multitf.export import export
+from mbd_core.multitf.precision import Precision, compute_precision
+from mbd_core.multitf.preparation import prepare
+from mbd_core.multitf.recipes import start_line, with_precision
 from mbd_core.multitf.trainer import StepMetrics, Trainer
+from mbd_core.multitf.training_run import LOSSES, TrainingRun, record_recipe, recorded_precision
 
-STATE, RUN, LOSSES = "trainer.pt", "run.json", "losses.jsonl"
-TOKENIZER_PAIRS = 8000
+STATE = "trainer.pt"
 PROGRESS_SECONDS = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRun:
-    """A recipe, and where and how it runs.
-
-    Everything of the run lies in `folder`, which all workers must be able to reach. A checkpoint is written every
-    `checkpoint_every` steps and after the last one; the run survives `max_failures` lost workers.
-    """
-
-    recipe: TrainingRecipe
-    name: str
-    storage: Path
-    out: Path
-    num_workers: int = 2
-    checkpoint_every: int = 100
-    max_failures: int = 3
-
-    def __post_init__(self) -> None:
-        batch_size = self.recipe.train.batch_size
-        if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
-            raise ValueError(
-                f"num_workers={self.num_workers} and checkpoint_every={self.checkpoint_every} must be at least 1, "
-                f"max_failures={self.max_failures} at least 0"
-            )
-        if batch_size % self.num_workers:
-            raise ValueError(
-                f"batch_size={batch_size} of recipe {self.recipe.name} does not divide over {self.num_workers} workers"
-            )
-        if not self.name or Path(self.name).name != self.name:
-            raise ValueError(f"run name {self.name!r} must be one folder name")
-        if not (self.storage.is_absolute() and self.out.is_absolute()):
-            raise ValueError(
-                f"storage={self.storage} and out={self.out} must be absolute: workers have folders of their own"
-            )
-        if self.recipe.base is not None:
-            read_folder(SHIPPED / self.recipe.base)  # a base that is not whole is told before Ray starts
-
-    @property
-    def folder(self) -> Path:
-        return self.storage / self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,33 +35,6 @@ class TrainingResult:
 
     model: Path
     resumed_after: int
-
-
-def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
-    """The recipe with `steps` updates: the schedule in proportion, and no more samples than the updates consume.
-
-    A recipe that also trains its tokenizer keeps the samples the tokenizer is learned from.
-    """
-    warmup = max(1, round(recipe.train.warmup * steps / recipe.train.steps))
-    train = replace(recipe.train, steps=steps, warmup=warmup)
-    consumed = steps * train.batch_size
-    pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
-    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // 2)))
-    return replace(recipe, train=train, data=data)
-
-
-def begin(run: TrainingRun, *, resume: bool) -> None:
-    """Claim the run's folder, or check that the run to be resumed is this one; `ValueError` says what is wrong."""
-    record, settings = run.folder / RUN, json.dumps(asdict(run.recipe), indent=2, default=str) + "\n"
-    if not resume:
-        if run.folder.exists():
-            raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
-        run.folder.mkdir(parents=True)
-        record.write_text(settings)
-    elif not record.exists():
-        raise ValueError(f"--resume: there is no run in {run.folder}")
-    elif record.read_text() != settings:
-        raise ValueError(f"--resume: the run in {run.folder} was started with other settings, see {record}")
 
 
 def fit(run: TrainingRun) -> TrainingResult:
@@ -133,50 +66,78 @@ def fit(run: TrainingRun) -> TrainingResult:
 
 
 def train_worker(config: dict[str, Any]) -> int:
-    """One worker's whole life, the same code on each; the first rank also speaks, hands in checkpoints and writes.
+    """One worker's whole life, the same code on each; the first rank also prints, hands in checkpoints and writes.
 
-    Returns the number of updates it found done.
+    Returns the number of updates that were done before this start.
     """
     run: TrainingRun = config["run"]
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    recipe, speaks = run.recipe, rank == 0
-    if speaks:
-        say(
-            f"recipe {recipe.name}: {recipe.train.steps} steps of {recipe.train.batch_size} samples on "
-            f"{world_size} workers, {recipe.data.per_task} problems of each task"
-        )
+    is_first = rank == 0
+    recipe = with_precision(run.recipe, common_precision(run, world_size=world_size))
+    if is_first:
+        record_recipe(run, recipe)
+        say(start_line(recipe, num_workers=world_size))
     model, tokenizer, examples = prepare(recipe)
     model.to(get_device())
     trainer = Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size)
     trainer.objective = prepare_model(trainer.objective)
-    curve: list[dict[str, float]] = []
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            state = torch.load(Path(folder) / STATE, weights_only=True, map_location=get_device())
-        trainer.load_state_dict(state["trainer"])
-        curve = state["curve"]
-        if speaks:
-            say(f"resumed after step {trainer.step_number}")
-
+    curve = restore(trainer)
     resumed_after = trainer.step_number
-    progress = Progress(recipe.train.steps)
-    while trainer.step_number < recipe.train.steps:
-        curve.append(asdict(mean_over_workers(trainer.step(), world_size=world_size)))
-        last = trainer.step_number == recipe.train.steps
-        if speaks:
-            progress.show(curve, last=last)
-        if last or trainer.step_number % run.checkpoint_every == 0:
-            state = {"trainer": trainer.state_dict(), "curve": curve}
-            with saved(state if speaks else None) as kept:
-                name = f"step_{trainer.step_number:06d}"
-                ray.train.report(curve[-1], checkpoint=kept, checkpoint_dir_name=name)
-    if speaks:
-        export(run.out, recipe, model, tokenizer)
-        (run.folder / LOSSES).write_text("".join(json.dumps(point) + "\n" for point in curve))
+    if is_first and resumed_after:
+        say(f"resumed after step {resumed_after}")
+    train(trainer, run, curve, is_first=is_first, world_size=world_size)
+    if is_first:
+        # All steps done before this start: a start before it may have written the model already.
+        rewrite = resumed_after == recipe.train.steps
+        export(run.out, recipe, model, tokenizer, overwrite=run.overwrite or rewrite)
+        write_text(run.folder / LOSSES, "".join(json.dumps(point) + "\n" for point in curve))
         say(f"wrote {run.out} and {run.folder / LOSSES}")
     return resumed_after
+
+
+def common_precision(run: TrainingRun, *, world_size: int) -> Precision:
+    """The precision of all workers: the recipe's, else the one that the run began in, else what every device computes.
+
+    Every worker calls it: the least of them decides for `auto`, and none goes on before all have read the record.
+    """
+    asked = run.recipe.train.precision
+    if asked == "auto":
+        asked = recorded_precision(run)
+    in_bfloat16 = torch.tensor(compute_precision(asked, get_device()) == "bfloat16", dtype=torch.int32)
+    in_bfloat16 = in_bfloat16.to(get_device())
+    if world_size > 1:
+        distributed.all_reduce(in_bfloat16, op=distributed.ReduceOp.MIN)
+    return "bfloat16" if in_bfloat16.item() else "float32"
+
+
+def restore(trainer: Trainer) -> list[dict[str, float]]:
+    """Take over the newest checkpoint, if there is one; the curve up to it."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return []
+    with checkpoint.as_directory() as folder:
+        state = torch.load(Path(folder) / STATE, weights_only=True, map_location=get_device())
+    trainer.load_state_dict(state["trainer"])
+    return state["curve"]
+
+
+def train(
+    trainer: Trainer, run: TrainingRun, curve: list[dict[str, float]], *, is_first: bool, world_size: int
+) -> None:
+    """The remaining updates; `curve` grows by a point with each, the first rank reports both in checkpoints."""
+    steps = run.recipe.train.steps
+    progress = Progress(steps)
+    while trainer.step_number < steps:
+        curve.append(asdict(mean_over_workers(trainer.step(), world_size=world_size)))
+        is_last = trainer.step_number == steps
+        if is_first:
+            progress.show(curve, last=is_last)
+        if is_last or trainer.step_number % run.checkpoint_every == 0:
+            state = {"trainer": trainer.state_dict(), "curve": curve} if is_first else None
+            with checkpoint_of(state) as checkpoint:
+                name = f"step_{trainer.step_number:06d}"
+                ray.train.report(curve[-1], checkpoint=checkpoint, checkpoint_dir_name=name)
 
 
 def say(line: str) -> None:
@@ -196,8 +157,8 @@ def mean_over_workers(metrics: StepMetrics, *, world_size: int) -> StepMetrics:
 
 
 @contextmanager
-def saved(state: dict[str, Any] | None) -> Iterator[Checkpoint | None]:
-    """The state as a checkpoint for as long as it takes to report it; `None` from the ranks that hand in nothing."""
+def checkpoint_of(state: dict[str, Any] | None) -> Iterator[Checkpoint | None]:
+    """The state as a checkpoint for as long as the block lasts; `None` for a rank that hands in none."""
     if state is None:
         yield None
         return

@@ -3,79 +3,103 @@
 Without a cluster (no RAY_ADDRESS) it starts one for itself. Exit codes: 0 done, 1 the training failed, 2 bad input.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import typer
 
-from mbd_core.multitf.recipes import RECIPES
+from jobs.command_line import CLUSTER, MODEL, OUTPUT, Overwrite, command
+from mbd_core.multitf import precision as precisions
+from mbd_core.multitf.recipes import RECIPES, recipe_named, shortened, with_precision
+from mbd_core.multitf.training_run import TrainingRun, begin, checked_base
+
+RUNS = Path.home() / "mbd-runs"
+
+Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Start from this model instead of the recipe's: a shipped model's name, or a model folder.",
+        rich_help_panel=MODEL,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Updates, if not the recipe's; the schedule shrinks with them.", rich_help_panel=MODEL),
+]
+Precision = Annotated[
+    precisions.Precision,
+    typer.Option(help="auto: bfloat16 where all workers compute it, else float32.", rich_help_panel=MODEL),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]
+MaxFailures = Annotated[int, typer.Option(min=0, help="Lost workers the run survives.", rich_help_panel=CLUSTER)]
+Storage = Annotated[
+    Path,
+    typer.Option(metavar="DIR", help="Where runs lie; every worker must be able to reach it.", rich_help_panel=OUTPUT),
+]
+RunName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The run's folder in --storage.", show_default="the recipe's", rich_help_panel=OUTPUT
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name.", rich_help_panel=OUTPUT)]
+CheckpointEvery = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.", rich_help_panel=OUTPUT)
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Model folder to write.", show_default="STORAGE/NAME/model", rich_help_panel=OUTPUT
+    ),
+]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if args.recipe not in RECIPES:
-        return refuse(f"unknown recipe {args.recipe!r}; known: {', '.join(sorted(RECIPES))}")
-    if args.steps is not None and args.steps < 1:
-        return refuse(f"--steps {args.steps} must be at least 1")
-
-    from actors.training import TrainingRun, begin, fit, shortened  # importing Ray takes seconds: bad input first
+def run(
+    *,
+    recipe: Recipe,
+    base: Base = None,
+    steps: Steps = None,
+    precision: Precision = "auto",
+    workers: Workers = 2,
+    max_failures: MaxFailures = 3,
+    storage: Storage = RUNS,
+    run_name: RunName = None,
+    resume: Resume = False,
+    checkpoint_every: CheckpointEvery = 100,
+    out: Out = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
+    chosen = with_precision(recipe_named(recipe), precision)
+    start = base or chosen.base
+    if start is not None:
+        chosen = replace(chosen, base=checked_base(start))
+    if steps is not None:
+        chosen = shortened(chosen, steps)
+    name, folder = run_name or chosen.name, storage.resolve()
+    training = TrainingRun(
+        recipe=chosen,
+        name=name,
+        storage=folder,
+        out=(out or folder / name / "model").resolve(),
+        overwrite=overwrite,
+        num_workers=workers,
+        checkpoint_every=checkpoint_every,
+        max_failures=max_failures,
+    )
+    begin(training, resume=resume)
+    from actors.training import fit  # Ray takes seconds to import: bad input is refused before that
     from cluster.local import connect
 
-    recipe = RECIPES[args.recipe]
-    if args.base is not None:
-        recipe = replace(recipe, base=str(args.base.resolve()))
-    if args.steps is not None:
-        recipe = shortened(recipe, args.steps)
-    name = args.run_name or recipe.name
-    storage = args.storage.resolve()
-    out = args.out.resolve() if args.out else storage / name / "model"
-    try:
-        run = TrainingRun(
-            recipe=recipe,
-            name=name,
-            storage=storage,
-            out=out,
-            num_workers=args.workers,
-            checkpoint_every=args.checkpoint_every,
-            max_failures=args.max_failures,
-        )
-        begin(run, resume=args.resume)
-        connect(num_cpus=max(4, run.num_workers + 1))
-        result = fit(run)
-    except ValueError as error:
-        return refuse(str(error))
-    print(f"model: {result.model}")
-    return 0
+    connect(num_cpus=max(4, workers + 1))
+    print(f"model: {fit(training).model}")
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--recipe", required=True, help=f"one of {', '.join(sorted(RECIPES))}")
-    p.add_argument("--steps", type=int, help="updates, instead of the recipe's; the schedule shrinks with them")
-    p.add_argument("--base", type=Path, metavar="DIR", help="model folder to start from, instead of the recipe's")
-    p.add_argument("--workers", type=int, default=2, help="training processes (default: %(default)s)")
-    p.add_argument(
-        "--storage",
-        type=Path,
-        default=Path.home() / "mbd-runs",
-        metavar="DIR",
-        help="where runs keep their checkpoints, reachable by every worker (default: %(default)s)",
-    )
-    p.add_argument("--run-name", metavar="NAME", help="the run's folder in --storage (default: the recipe's name)")
-    p.add_argument("--out", type=Path, metavar="DIR", help="model folder to write (default: STORAGE/RUN_NAME/model)")
-    p.add_argument("--resume", action="store_true", help="go on with the run of this name")
-    p.add_argument("--checkpoint-every", type=int, default=100, metavar="N", help="steps (default: %(default)s)")
-    p.add_argument("--max-failures", type=int, default=3, metavar="N", help="lost workers to survive (default: 3)")
-    return p
-
-
-def refuse(reason: str) -> int:
-    print(reason, file=sys.stderr)
-    return 2
-
+main = command(run)
 
 if __name__ == "__main__":
     sys.exit(main())

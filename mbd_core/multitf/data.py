@@ -1,13 +1,17 @@
 """Training samples from the task generators, tokenised in the chat format."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.multitf.sample import Example, encode_example
 from mbd_core.tasks import code_mini, gsm_mini
+
+TOKENIZER_PAIRS = 8000
+"""A fresh model's tokenizer learns its merges from so many conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +32,11 @@ def conversations(data: TinyData) -> list[tuple[str, str]]:
     return pairs
 
 
-def chat_prompts(tokenizer: PreTrainedTokenizerBase, users: Iterable[str]) -> list[list[int]]:
-    """Token ids of one-turn chats up to where the assistant begins."""
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": u}], tokenize=False, add_generation_prompt=True)
-        for u in users
-    ]
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], *, block_size: int, max_length: int
 ) -> list[Example]:
     """Tokenise the pairs; one longer than `max_length` tokens is a `ValueError`, since nothing is cut silently."""
-    prompts = chat_prompts(tokenizer, (user for user, _ in pairs))
+    prompts = chat_prompts(tokenizer, [question(user) for user, _ in pairs])
     answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
     examples = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

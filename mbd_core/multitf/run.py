@@ -1,102 +1,95 @@
-"""A training run in one process: recipe in, model folder out (`python -m mbd_core.multitf.run --recipe tiny-bd`).
+"""Train a recipe in this process, without Ray: `python -m mbd_core.multitf.run --recipe tiny-bd`.
 
-`jobs/train_multitf.py` runs the same recipes on a Ray cluster; this is for a machine without one.
+`jobs/train_multitf.py` trains the same recipes on a Ray cluster. Exit codes: 0 done, 2 bad input.
 """
 
-import argparse
-import itertools
-import json
-import os
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+import typer
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from typer.exceptions import TyperException
+from typer.main import get_command
 
-from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.saving import save_model
-from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.data import conversations, encode_conversations
-from mbd_core.multitf.recipes import RECIPES, TrainingRecipe
-from mbd_core.multitf.sample import Example
+from mbd_core.multitf.export import check_export, export
+from mbd_core.multitf.precision import Precision
+from mbd_core.multitf.preparation import prepare
+from mbd_core.multitf.recipes import RECIPES, TrainingRecipe, recipe_named, shortened, start_line, with_precision
 from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.tasks.tiny_tokenizer import train_tokenizer
+from mbd_core.multitf.trainer_state import read_state, save_state
+
+SHOWN_STEPS = 50
+"""The progress bar shows means over the last so many steps."""
 
 
-def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, list[Example]]:
-    """The model a recipe starts from, its tokenizer and its training samples."""
-    pairs = conversations(recipe.data)
-    if recipe.base is not None:
-        model = load_model(SHIPPED / recipe.base, dtype=torch.float32)
-        tokenizer = load_tokenizer(SHIPPED / recipe.base, model.config)
-        model.config = replace(model.config, block_size=recipe.states.block_size)
-    else:
-        assert recipe.model is not None
-        tokenizer = train_tokenizer(
-            (f"{u}\n{a}" for u, a in itertools.islice(pairs, 8000)), vocab_size=recipe.model.vocab_size
-        )
-        model = Decoder(recipe.model)
-        init_weights(model, seed=recipe.train.seed)
-    examples = encode_conversations(
-        tokenizer, pairs, block_size=recipe.states.block_size, max_length=recipe.max_length
-    )
-    return model, tokenizer, examples
-
-
-def export(folder: Path, recipe: TrainingRecipe, model: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the trained model, in bfloat16 as these families are published, with the recipe that made it."""
-    save_model(
-        folder,
-        model,
-        tokenizer=tokenizer,
-        generation=recipe.generation,
-        dtype=torch.bfloat16,
-        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
-    )
-
-
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a trainer's state beside `path`, then rename over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    torch.save(state, beside)
-    os.replace(beside, path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", required=True, choices=sorted(RECIPES))
-    parser.add_argument("--out", type=Path, help="model folder to write (default: mbd_core/checkpoints/<recipe>)")
-    parser.add_argument("--checkpoint", type=Path, help="file to save the trainer's state in, and to resume from")
-    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
-    args = parser.parse_args()
-    recipe = RECIPES[args.recipe]
-    out = args.out or SHIPPED / recipe.name
-
-    try:
-        model, tokenizer, examples = prepare(recipe)
-    except ValueError as error:
-        parser.error(str(error))
+def run(
+    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.")],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates, instead of the recipe's; the schedule shrinks with them.")
+    ] = None,
+    precision: Annotated[
+        Precision, typer.Option(help="auto: bfloat16 where the device computes it, else float32.")
+    ] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder of this project.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the trainer's state is kept; if it is there, go on.")
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two writings of FILE.")] = 500,
+) -> None:
+    """Train a recipe in this process, without Ray."""
+    chosen = with_precision(recipe_named(recipe), precision)
+    if steps is not None:
+        chosen = shortened(chosen, steps)
+    folder = out or Path("out") / chosen.name
+    check_export(folder, overwrite=overwrite)
+    state = read_state(checkpoint, recipe=recipe) if checkpoint is not None and checkpoint.exists() else None
+    if state is not None:
+        chosen = with_precision(chosen, state["precision"])
+    model, tokenizer, examples = prepare(chosen)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(model, examples, recipe.states, recipe.train)
-    if args.checkpoint and args.checkpoint.exists():
-        trainer.load_state_dict(torch.load(args.checkpoint, weights_only=True))
-    bar = tqdm(range(trainer.step_number, recipe.train.steps), initial=trainer.step_number, total=recipe.train.steps)
+    trainer = Trainer(model, examples, chosen.states, chosen.train)
+    if state is not None:
+        trainer.load_state_dict(state["trainer"])
+    chosen = with_precision(chosen, trainer.precision)
+    print(start_line(chosen))
+    train(trainer, chosen, checkpoint, every=every)
+    export(folder, chosen, model, tokenizer, overwrite=overwrite)
+    print(f"wrote {folder}")
+
+
+def train(trainer: Trainer, recipe: TrainingRecipe, checkpoint: Path | None, *, every: int) -> None:
+    """The remaining updates of the recipe, with a progress bar; every `every` steps the state goes to `checkpoint`."""
+    total = recipe.train.steps
+    bar = tqdm(range(trainer.step_number, total), initial=trainer.step_number, total=total)
     recent: list[StepMetrics] = []
     for _ in bar:
-        recent = [*recent[-49:], trainer.step()]
+        recent = [*recent[1 - SHOWN_STEPS :], trainer.step()]
         loss = sum(m.loss for m in recent) / len(recent)
         accuracy = sum(m.accuracy for m in recent) / len(recent)
         bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}", lr=f"{recent[-1].lr:.2e}")
-        if args.checkpoint and trainer.step_number % args.every == 0:
-            save_checkpoint(args.checkpoint, trainer.state_dict())
-    export(out, recipe, model, tokenizer)
-    print(f"wrote {out}")
+        if checkpoint is not None and trainer.step_number % every == 0:
+            save_state(checkpoint, trainer, recipe=recipe.name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; bad input is one sentence on stderr and exit code 2."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(run)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run", standalone_mode=False)
+    except (TyperException, ValueError) as error:
+        sentence = error.format_message() if isinstance(error, TyperException) else str(error)
+        print(f"multitf.run: {sentence}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

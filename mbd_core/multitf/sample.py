@@ -1,7 +1,8 @@
 """MultiTF training sequences: noisy streams of one sample over its one clean stream, ready for the model.
 
 The paper batches every layout as its own `[x_t; x_0]` (Eq. B.5). Here the n layouts of a sample share its clean
-half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once (tests/test_multitf.py).
+half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once
+(tests/multitf/test_multitf.py).
 
 Shape legend: S samples, L tokens of the longest training sequence.
 """
@@ -78,8 +79,8 @@ class NoisyStream:
     ratio: list[float]
 
 
-Row = dict[str, list]
-"""One training sequence as columns, named as the fields of `MultiTFBatch`."""
+Columns = dict[str, list]
+"""One training sequence as lists, named as the fields of `MultiTFBatch`."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,11 @@ def build_batch(
 
 def lay_out(
     example: Example, streams: Sequence[tuple[GroupLayout, NoisyStream]], config: StateConfig, *, first_block: int
-) -> Row:
+) -> Columns:
     """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one."""
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
-    row: Row = {f.name: [] for f in fields(MultiTFBatch)}
+    row: Columns = {f.name: [] for f in fields(MultiTFBatch)}
     for number, (layout, noisy) in enumerate(streams, start=1):
         weights = _weights(noisy, config, num_blocks=num_blocks - first_block)
         row["input_ids"] += noisy.tokens
@@ -177,7 +178,7 @@ def lay_out(
     return row
 
 
-def collate(rows: Sequence[Row]) -> MultiTFBatch:
+def collate(rows: Sequence[Columns]) -> MultiTFBatch:
     """Pad training sequences to the longest."""
     length = max(len(row["input_ids"]) for row in rows)
     fill = {"input_ids": 0, "positions": 0, "stream": -1, "block": 0, "first": 0, "labels": IGNORE, "weights": 0.0}

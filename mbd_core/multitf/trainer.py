@@ -9,13 +9,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.loss import multitf_loss
+from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.sample import Example, MultiTFBatch, StateConfig, build_batch
 
 
@@ -24,7 +25,8 @@ class TrainConfig:
     """The optimisation of a run. `batch_size` counts samples over all workers.
 
     The learning rate warms up linearly, stays, and decays linearly to 0 over the last `decay` share of the steps.
-    Weight matrices are updated by Muon, the embeddings and norms by AdamW, as PyTorch implements them.
+    Weight matrices are updated by Muon, the embeddings and norms by AdamW, as PyTorch implements them. In bfloat16 the
+    objective runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
     steps: int
@@ -35,7 +37,7 @@ class TrainConfig:
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -70,7 +72,11 @@ class Objective(nn.Module):
 
 
 class Trainer:
-    """Owns the optimizer and the step count; `objective` may be wrapped (DDP) by the caller before the first step."""
+    """Owns the optimizers and the step count.
+
+    The model must be on its device already: `precision` is what the configured one means there. The caller may wrap
+    `objective` (DDP) before the first step.
+    """
 
     def __init__(
         self,
@@ -86,6 +92,8 @@ class Trainer:
             raise ValueError(f"batch_size={config.batch_size} does not divide over {world_size} workers")
         if len(examples) < config.batch_size:
             raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
+        self.device = next(model.parameters()).device
+        self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
         self.objective: nn.Module = Objective(model)
         self.examples, self.states, self.config = examples, states, config
@@ -113,9 +121,8 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One update of the weights."""
         number, c = self.step_number, self.config
-        device = next(self.model.parameters()).device
-        batch = self.batch(number).to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=c.precision == "bfloat16"):
+        batch = self.batch(number).to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
             loss, accuracy = self.objective(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.recipes import TrainingRecipe
-from mbd_core.multitf.run import prepare
 from mbd_core.multitf.sample import IGNORE, MultiTFBatch
 from mbd_core.multitf.trainer import TrainConfig, Trainer
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from actors.training import LOSSES, RUN, TrainingResult, TrainingRun, begin, fit, shortened
+from actors.training import TrainingResult, fit
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.run import prepare
+from mbd_core.multitf.preparation import prepare
+from mbd_core.multitf.recipes import RECIPES, shortened
 from mbd_core.multitf.trainer import Trainer
+from mbd_core.multitf.training_run import LOSSES, RECORD, TrainingRun, begin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -132,7 +133,7 @@ def test_a_run_is_begun_once_and_resumed_as_itself(tiny_recipe, tmp_path):
         begin(run, resume=False)
     begin(run, resume=True)
     other = replace(run, recipe=replace(tiny_recipe, max_length=300))
-    with pytest.raises(ValueError, match=RUN):
+    with pytest.raises(ValueError, match=RECORD):
         begin(other, resume=True)
 
 
