@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.bench.plain_loops import PlainRun, run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
-from mbd_core.canvas.single_lane import CanvasDecoder, canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
+from mbd_core.canvas.plan import CanvasDecoder
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model

@@ -14,7 +14,7 @@ from typing import Any
 from mbd_core.bench.decoder_cases import MethodCase, ModelCase
 from mbd_core.bench.plain_loops import PlainRun, multi_bd, run_canvas
 from mbd_core.bench.tables import interleaved, medians
-from mbd_core.canvas.single_lane import canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""How a block's masks are spread over its steps: LLaDA's quota, Dream's times.
+"""How a block's masks are spread over its steps: LLaDA's even quota, Dream's schedule of times.
 
 Offsets count from the prompt's end.
 """
@@ -12,7 +12,7 @@ def steps_of_block(steps: int, max_tokens: int, start: int, stop: int) -> int:
 
 
 def quota(num_masked: int, num_steps: int, step: int) -> int:
-    """How many of a block's masks step `step` takes: even parts, the first ones one more; none after the last step."""
+    """How many of a block's masks step `step` takes: even parts, the first ones one more; 0 after the last step."""
     if step >= num_steps:
         return 0
     return num_masked // num_steps + (step < num_masked % num_steps)
@@ -21,7 +21,7 @@ def quota(num_masked: int, num_steps: int, step: int) -> int:
 def unmasking_share(num_steps: int, step: int, eps: float) -> float:
     """1 - s / t between two of the `num_steps + 1` times from 1 to `eps`; 1 at the last step (Dream).
 
-    In float32 as released: its rounding decides whether a product is floored to one less.
+    In float32, as in the released code: rounding decides whether a product is floored to one less.
     """
     if step >= num_steps - 1:
         return 1.0
@@ -29,7 +29,7 @@ def unmasking_share(num_steps: int, step: int, eps: float) -> float:
     return float(1 - times[step + 1] / times[step])
 
 
-def scheduled(num_masked: int, num_steps: int, step: int, eps: float) -> int:
+def scheduled_quota(num_masked: int, num_steps: int, step: int, eps: float) -> int:
     """How many of the `num_masked` still masked positions step `step` takes; all at the last step (Dream)."""
     if step >= num_steps - 1:
         return num_masked

@@ -3,8 +3,8 @@
     prompt | block | block | block        the current block is the first with a mask; only it is filled
              ^start  ^stop
 
-Every forward computes a range of positions anew (`cache`, `refresh`) and yields logits at the current block's masks;
-which of them become tokens is `canvas_accept`'s. BlockBatch, with several trajectories, is in `branches.py`.
+Every forward computes a range of positions anew (`cache`, `refresh`) and gives logits at the current block's masks;
+`unmasking.py` decides which of them become tokens. BlockBatch, with several trajectories, is in `branches.py`.
 
 Shape legend: P open positions, V vocabulary.
 """
@@ -12,86 +12,23 @@ Shape legend: P open positions, V vocabulary.
 import torch
 from torch import Tensor
 
-from mbd_core.canvas.branches import BranchedCanvas, distinct_lengths
-from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, Query, query
-from mbd_core.canvas.quota import quota, scheduled, steps_of_block, unmasking_share
-from mbd_core.canvas.unmasking import Guess, best, by_chance, by_factor, drawn_places, guess, over_threshold
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab, log_probability
-
-__all__ = [
-    "CanvasDecoder",
-    "CanvasPlan",
-    "CanvasUpdate",
-    "Query",
-    "SingleCanvas",
-    "canvas_decoder",
-    "check_canvas",
-    "num_lanes",
-]
-
-
-def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
-    """Raise `ValueError` where a request cannot be decoded as `canvas` says."""
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1")
-    if prompt_length < 1:
-        raise ValueError("the prompt is empty; give at least one token")
-    if canvas.forbid_eos and not eos_token_ids:
-        raise ValueError("canvas.forbid_eos=True needs EOS ids; leave it out where EOS is ignored")
-    if canvas.steps is None:
-        return
-    if canvas.accept in ("quota", "threshold") and canvas.steps > max_tokens:
-        raise ValueError(f"canvas.steps={canvas.steps} exceeds max_tokens={max_tokens}: a step fills one at least")
-    num_blocks = -(-max_tokens // (canvas.block_length or max_tokens))
-    for block in range(num_blocks):
-        size = canvas.block_length or max_tokens
-        if not steps_of_block(canvas.steps, max_tokens, block * size, min((block + 1) * size, max_tokens)):
-            raise ValueError(
-                f"canvas.steps={canvas.steps} leaves block {block} of {num_blocks} without a step; "
-                f"raise steps or canvas.block_length={canvas.block_length}"
-            )
-
-
-def num_lanes(canvas: Canvas, max_tokens: int) -> int:
-    """How many lanes, each with keys and values of its own, a request's decoder will have."""
-    if canvas.branches is not None:
-        return len(distinct_lengths(canvas.branches, max_tokens))
-    return 2 if canvas.cfg_scale else 1
-
-
-def canvas_decoder(
-    prompt: tuple[int, ...],
-    max_tokens: int,
-    canvas: Canvas,
-    sampling: Sampling,
-    *,
-    eos_token_ids: tuple[int, ...],
-    vocab: Vocab,
-    shift: bool,
-) -> CanvasDecoder:
-    """The decoder of one request.
-
-    `eos_token_ids` empty means that EOS ends nothing; with `shift` a model's row p - 1 predicts position p. Raises
-    `ValueError` where `check_canvas` does.
-    """
-    check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-    kind = SingleCanvas if canvas.branches is None else BranchedCanvas
-    return kind(
-        CanvasTask(
-            prompt=tuple(prompt),
-            max_tokens=max_tokens,
-            canvas=canvas,
-            sampling=sampling,
-            eos_token_ids=eos_token_ids,
-            vocab=vocab,
-            shift=shift,
-        )
-    )
+from mbd_core.canvas.lane import Lane, num_lanes
+from mbd_core.canvas.plan import CanvasPlan, CanvasTask, CanvasUpdate
+from mbd_core.canvas.quota import quota, scheduled_quota, steps_of_block, unmasking_share
+from mbd_core.canvas.unmasking import (
+    Guesses,
+    accept_best,
+    accept_by_chance,
+    accept_by_factor,
+    accept_over_threshold,
+    guess,
+    noisy_scores,
+)
+from mbd_core.decoding.sampling import log_probability
 
 
 class SingleCanvas:
-    """One trajectory: blocks from left to right on one lane, with guidance on a second that lacks the prompt."""
+    """One trajectory: blocks from left to right on one lane; guidance has a second lane, whose prompt is masked."""
 
     def __init__(self, task: CanvasTask) -> None:
         canvas, prompt, max_tokens = task.canvas, task.prompt, task.max_tokens
@@ -109,21 +46,22 @@ class SingleCanvas:
 
     @property
     def tokens(self) -> list[int]:
-        return self._lane.tokens[self._lane.decided(self.prompt_length, self._eos)].tolist()
+        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._lane.decided(self.prompt_length, self._eos)].tolist()
+        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
 
     def plan(self) -> CanvasPlan:
-        """The next forward: the ranges to compute anew on each lane, and logits at the current block's masks."""
+        """The next forward: the ranges to compute anew on each lane, and logits for the current block's masks."""
         assert not self.done
-        rows = self._rows(self._lane.open(self._start, self._stop))
+        logits_at = self._predictors(self._lane.open_positions(self._start, self._stop))
         queries = []
-        for lane in range(self.num_lanes):
-            canvas = self._lane if lane == 0 else self._without_prompt()
+        for index in range(self.num_lanes):
+            lane = self._lane if index == 0 else self._unconditional_lane()
             for start, stop in self._ranges():
-                queries.append(query(lane, canvas, start, stop, rows[(rows >= start) & (rows < stop)]))
+                inside = (logits_at >= start) & (logits_at < stop)
+                queries.append(lane.query(index, start, stop, logits_at[inside]))
         return CanvasPlan([], queries)
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
@@ -135,12 +73,13 @@ class SingleCanvas:
             logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (conditional_PV - unconditional_PV)
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
-        positions = self._lane.open(self._start, self._stop)
-        g = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
-        accepted = self._accept(g)
+        positions = self._lane.open_positions(self._start, self._stop)
+        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
+        accepted = self._accept(guesses)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
-        self._lane.fill(positions[accepted], g.token_P[accepted], log_probability(g.confidence_P[accepted]))
+        filled = guesses.select(accepted)
+        self._lane.fill(filled.position_P, filled.token_P, log_probability(filled.confidence_P))
         self.num_forwards += 1
         self._step += 1
         if bool(accepted.all()):
@@ -156,14 +95,15 @@ class SingleCanvas:
         self._num_steps = steps_of_block(steps, self.max_tokens, offset, self._stop - self.prompt_length)
 
     def _finish_block(self, block: int) -> None:
-        """The blocks so far are complete: an EOS in this one ends the request, else the next one begins."""
+        """The last block, or one with an EOS, ends the request; behind any other the next block begins."""
         if self._stop == self.length or self._lane.find(self._eos, self._start, self._stop) is not None:
             self.done = True
         else:
             self._begin_block(block + 1)
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Which positions this forward computes; a shifted model's window begins one earlier, where its row is."""
+        """The positions that this forward computes. With `shift` the block's window begins one position earlier,
+        at the one that predicts the block's first position."""
         window = (max(self._start - self._shift, 0), self._stop)
         refresh = self.canvas.refresh
         if refresh is None:
@@ -178,37 +118,45 @@ class SingleCanvas:
             return [(0, window[1])]
         return [(0, self.prompt_length), window]
 
-    def _rows(self, positions: Tensor) -> Tensor:
+    def _predictors(self, positions: Tensor) -> Tensor:
+        """The positions whose logits predict `positions`."""
         return (positions - 1).clamp(min=0) if self._shift else positions
 
-    def _without_prompt(self) -> Lane:
+    def _unconditional_lane(self) -> Lane:
+        """The canvas with its prompt masked (classifier-free guidance)."""
         lane = self._lane.copy()
         lane.tokens[: self.prompt_length] = self._vocab.mask_token_id
         return lane
 
-    def _accept(self, g: Guess) -> Tensor:
+    def _accept(self, guesses: Guesses) -> Tensor:
         """Which open positions become tokens (P,)."""
-        canvas, num_masked = self.canvas, len(g.position_P)
+        canvas, num_masked = self.canvas, len(guesses.position_P)
         match canvas.accept:
             case "quota":
-                count = quota(self._stop - self._start, self._num_steps, self._step)
-                return best(drawn_places(g, canvas, self.sampling, self.num_forwards), count)
+                return self._accept_number(guesses, quota(self._stop - self._start, self._num_steps, self._step))
             case "schedule":
-                count = scheduled(num_masked, self._num_steps, self._step, canvas.eps)
-                return best(drawn_places(g, canvas, self.sampling, self.num_forwards), count)
+                return self._accept_number(
+                    guesses, scheduled_quota(num_masked, self._num_steps, self._step, canvas.eps)
+                )
             case "origin":
                 share = unmasking_share(self._num_steps, self._step, canvas.eps)
-                return by_chance(g, share, self.sampling, self.num_forwards)
+                return accept_by_chance(guesses, share, self.sampling, self.num_forwards)
             case "factor":
-                return by_factor(g, canvas.factor)
+                return accept_by_factor(guesses, canvas.factor)
             case "threshold":
-                return self._over_threshold(g)
+                return self._accept_by_threshold(guesses)
 
-    def _over_threshold(self, g: Guess) -> Tensor:
-        chosen = over_threshold(g, self.canvas.tau, self.canvas.leap) | best(g.score_P, 1)
+    def _accept_number(self, guesses: Guesses, count: int) -> Tensor:
+        """`count` positions: the best, or drawn by their scores with `score_temperature`."""
+        return accept_best(noisy_scores(guesses, self.canvas, self.sampling, self.num_forwards), count)
+
+    def _accept_by_threshold(self, guesses: Guesses) -> Tensor:
+        """The positions over the threshold, at least the best; with `steps` no more than this step's candidates, the
+        step's share and what earlier steps of the block left over."""
+        accepted = accept_over_threshold(guesses, self.canvas.tau, self.canvas.leap) | accept_best(guesses.score_P, 1)
         if self.canvas.steps is None:
-            return chosen
+            return accepted
         room = quota(self._stop - self._start, self._num_steps, self._step) + self._leftover
-        chosen &= best(g.score_P, room)
-        self._leftover = room - int(chosen.sum())
-        return chosen
+        accepted &= accept_best(guesses.score_P, room)
+        self._leftover = room - int(accepted.sum())
+        return accepted

@@ -1,4 +1,6 @@
-"""Acceptance on a canvas: how sure the model is of each open position, and which of them become tokens.
+"""Acceptance on a canvas: the model's guess at each open position, and which become tokens.
+
+Each rule returns a boolean mask (P,) of the positions it accepts.
 
 Shape legend: P open positions, ascending, V vocabulary.
 """
@@ -11,26 +13,26 @@ from torch import Tensor
 from mbd_core.decoding.canvas_config import Canvas, Leap
 from mbd_core.decoding.sampling import Draw, Sampling, Vocab, choose, gumbel, margin, neg_entropy, uniform
 
-# noise that is no token's: the ids under which a position draws its score, its place, and its turn
-RANDOM_SCORE, RANDOM_PLACE, RANDOM_TURN = -1, -2, -3
+# Noise that belongs to a position and to no token is drawn under an id that no token has, one for each purpose.
+RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
 
 
 @dataclass(frozen=True)
-class Guess:
-    """What the model would put at each open position, on the host: token, its probability, and its score (P,)."""
+class Guesses:
+    """What the model predicts at each open position, on the host: the token, its probability, and its score (P,)."""
 
     position_P: Tensor
     token_P: Tensor
     confidence_P: Tensor
     score_P: Tensor
 
-    def at(self, where: Tensor | slice) -> "Guess":
-        """The guess of some of its positions."""
-        return Guess(self.position_P[where], self.token_P[where], self.confidence_P[where], self.score_P[where])
+    def select(self, index: Tensor | slice) -> "Guesses":
+        """The guess at some of the positions."""
+        return Guesses(self.position_P[index], self.token_P[index], self.confidence_P[index], self.score_P[index])
 
 
 def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
-    """The request's own noise at `position_P` in its `forward`-th forward: nothing else of a batch enters."""
+    """The request's own noise at `position_P` in its forward number `forward`; nothing else in a batch enters it."""
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full(position_P.shape, value, dtype=dtype, device=position_P.device)
@@ -48,13 +50,13 @@ def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
 
 def guess(
     logits_PV: Tensor, position_P: Tensor, forward: int, canvas: Canvas, sampling: Sampling, vocab: Vocab
-) -> Guess:
-    """Token, confidence and score of each open position, in one copy to the host.
+) -> Guesses:
+    """The guess at each open position, in one copy to the host.
 
     Margin and negative entropy are those of the model's own distribution, whatever the temperature.
     """
-    where = position_P.to(logits_PV.device)
-    draw = noise_source(where, sampling, forward)
+    device_position_P = position_P.to(logits_PV.device)
+    draw = noise_source(device_position_P, sampling, forward)
     token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None)
     match canvas.score:
         case "confidence":
@@ -64,55 +66,59 @@ def guess(
         case "neg_entropy":
             score_P = neg_entropy(logits_PV)
         case "random":
-            score_P = uniform(draw, torch.full_like(where, RANDOM_SCORE)[:, None])[:, 0]
+            score_P = uniform(draw, torch.full_like(device_position_P, RANDOM_SCORE)[:, None])[:, 0]
     host = torch.stack((token_P.double(), confidence_P.double(), score_P.double())).cpu()
-    return Guess(position_P, host[0].long(), host[1], host[2])
+    return Guesses(position_P, host[0].long(), host[1], host[2])
 
 
-def best(score_P: Tensor, count: int) -> Tensor:
-    """The `count` (or all) positions of highest score as a mask (P,); ties go to the lowest position."""
-    chosen = torch.zeros(score_P.shape, dtype=torch.bool)
-    chosen[score_P.argsort(descending=True, stable=True)[:count]] = True
-    return chosen
+def accept_best(score_P: Tensor, count: int) -> Tensor:
+    """The `count` positions of highest score, or all if there are fewer; ties go to the lowest position."""
+    accepted_P = torch.zeros(score_P.shape, dtype=torch.bool)
+    accepted_P[score_P.argsort(descending=True, stable=True)[:count]] = True
+    return accepted_P
 
 
-def drawn_places(g: Guess, canvas: Canvas, sampling: Sampling, forward: int) -> Tensor:
-    """Scores whose top n is a draw of n positions without replacement, odds exp(score / score_temperature)."""
+def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> Tensor:
+    """Scores (P,) whose n highest are n positions drawn without replacement, with odds exp(score / score_temperature).
+
+    With `score_temperature` 0 they are the scores themselves.
+    """
     if canvas.score_temperature == 0:
-        return g.score_P
-    draw = noise_source(g.position_P, sampling, forward)
-    noise = gumbel(draw, torch.full_like(g.position_P, RANDOM_PLACE)[:, None])[:, 0]
-    return g.score_P / canvas.score_temperature + noise.double()
+        return guesses.score_P
+    draw = noise_source(guesses.position_P, sampling, forward)
+    noise_P = gumbel(draw, torch.full_like(guesses.position_P, RANDOM_RANK)[:, None])[:, 0]
+    return guesses.score_P / canvas.score_temperature + noise_P.double()
 
 
-def over_threshold(g: Guess, tau: float, leap: Leap | None) -> Tensor:
+def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Tensor:
     """Positions with confidence >= tau; with `leap` also those >= tau_relaxed near one of them (LocalLeap).
 
-    Only positions over `tau` are anchors: what was relaxed in this forward relaxes nothing itself.
+    Only positions over `tau` are anchors: a position accepted by the relaxed threshold relaxes no other in this
+    forward.
     """
-    sure = g.confidence_P >= tau
+    sure_P = guesses.confidence_P >= tau
     if leap is None:
-        return sure
-    anchors = g.position_P[sure]
-    near = ((g.position_P[:, None] - anchors).abs() <= leap.radius).any(-1)
-    return sure | (near & (g.confidence_P >= leap.tau_relaxed))
+        return sure_P
+    anchors = guesses.position_P[sure_P]
+    near_P = ((guesses.position_P[:, None] - anchors).abs() <= leap.radius).any(-1)
+    return sure_P | (near_P & (guesses.confidence_P >= leap.tau_relaxed))
 
 
-def by_factor(g: Guess, factor: float) -> Tensor:
-    """The longest run of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM).
+def accept_by_factor(guesses: Guesses, factor: float) -> Tensor:
+    """The longest sequence of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM, Sec. 3).
 
-    The released code takes the last rank too when it is the first to fail; that is no part of the rule.
+    The released code also accepts the last rank where that is the first to fail; the paper's rule does not.
     """
-    confidence, order = g.confidence_P.sort(descending=True, stable=True)
+    confidence, order = guesses.confidence_P.sort(descending=True, stable=True)
     rank = torch.arange(1, len(order) + 1)
     passes = (rank + 1) * (1.0 - confidence) <= factor
     passes[:1] = True
-    chosen = torch.zeros_like(passes)
-    chosen[order[passes.long().cumprod(0).bool()]] = True
-    return chosen
+    accepted_P = torch.zeros_like(passes)
+    accepted_P[order[passes.long().cumprod(0).bool()]] = True
+    return accepted_P
 
 
-def by_chance(g: Guess, share: float, sampling: Sampling, forward: int) -> Tensor:
+def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward: int) -> Tensor:
     """Each position by itself with chance `share` (Dream's `origin`)."""
-    draw = noise_source(g.position_P, sampling, forward)
-    return uniform(draw, torch.full_like(g.position_P, RANDOM_TURN)[:, None])[:, 0] < share
+    draw = noise_source(guesses.position_P, sampling, forward)
+    return uniform(draw, torch.full_like(guesses.position_P, RANDOM_TURN)[:, None])[:, 0] < share

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from mbd_core.canvas.branches import BranchStats
+from mbd_core.canvas.branch import BranchStats
 from mbd_core.decoding.request import FinishReason
 from mbd_core.studies.block_length_tokens import Oracle, SampleRun, per_sample_oracle
 from mbd_core.studies.cache_record import BranchedRun, CacheRun, Event, Sync

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mbd_core.bench.plain_loops import ContiguousCache, forward_canvas
-from mbd_core.canvas.branches import BranchedCanvas, BranchStats
+from mbd_core.canvas.branch import BranchStats
+from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.plan import CanvasPlan, Query
 from mbd_core.models.decoder import Decoder
 from mbd_core.studies.cache_record import BranchedRun, CacheRun, Event, Kind, Sync

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.bench.plain_loops import multi_bd, run_canvas
-from mbd_core.canvas.single_lane import canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft

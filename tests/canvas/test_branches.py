@@ -6,9 +6,10 @@ import pytest
 import torch
 from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
 
-from mbd_core.canvas.branches import BranchedCanvas, Likely, Phase, compatible, distinct_lengths, likeliest
-from mbd_core.canvas.plan import Lane
-from mbd_core.canvas.single_lane import CanvasPlan
+from mbd_core.canvas.branch import Phase, ProbabilityMap, compatible, likeliest_tokens
+from mbd_core.canvas.branches import BranchedCanvas
+from mbd_core.canvas.lane import Lane, distinct_lengths
+from mbd_core.canvas.plan import CanvasPlan
 from mbd_core.decoding.canvas_config import Branches, Canvas
 
 ALONE = Branches(block_lengths=(2, 4, 8), tau_merge=1.0, tau_sync=1000, refresh=1000)
@@ -147,8 +148,8 @@ def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, tak
     middle.lane.fill(torch.tensor([begin + 1]), torch.tensor([8]), torch.zeros(1, dtype=torch.float64))
     row = torch.full((1, VOCAB), -9.0)
     row[0, 6], row[0, 8] = 2.0, 2.0
-    large.likely.see(
-        torch.tensor([0]), *likeliest(row, tau_merge)
+    large.probabilities.replace(
+        torch.tensor([0]), *likeliest_tokens(row, tau_merge)
     )  # position 1 was never seen: nothing is likely there
     large.lane.fill(torch.tensor([begin + 1]), torch.tensor([3]), torch.zeros(1, dtype=torch.float64))
     small.lane.fill(torch.tensor([begin + 1]), torch.tensor([4]), torch.zeros(1, dtype=torch.float64))
@@ -165,11 +166,11 @@ def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, tak
 def test_a_branch_remembers_every_token_over_its_threshold() -> None:
     logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
     for tau in (0.05, 0.2, 0.5, 1.0):
-        likely = Likely(20, tau)
-        likely.see(torch.arange(20), *likeliest(logits, tau))
+        likely = ProbabilityMap(20, tau)
+        likely.replace(torch.arange(20), *likeliest_tokens(logits, tau))
         p = logits.softmax(-1).double()
         for token in range(VOCAB):
-            got = likely.of(torch.full((1, 20), token))[0]
+            got = likely.probability(torch.full((1, 20), token))[0]
             over = p[:, token] > tau
             torch.testing.assert_close(got[over], p[:, token][over], rtol=0, atol=1e-12)
 

@@ -10,9 +10,9 @@ from fake_canvas_model import MASK, PREDICTED, TAIL, FakeModel, drive, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbd_core.canvas.quota import quota, scheduled, steps_of_block
-from mbd_core.canvas.single_lane import num_lanes
-from mbd_core.canvas.unmasking import Guess, by_factor, over_threshold
+from mbd_core.canvas.lane import num_lanes
+from mbd_core.canvas.quota import quota, scheduled_quota, steps_of_block
+from mbd_core.canvas.unmasking import Guesses, accept_by_factor, accept_over_threshold
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.sampling import Sampling
 
@@ -254,7 +254,7 @@ def test_a_seed_decides_what_is_drawn() -> None:
 def test_factor_acceptance_is_its_equation(ticks: list[int], factor: float) -> None:
     confidence = torch.tensor(ticks, dtype=torch.float64) / 20
     places = torch.arange(len(ticks))
-    chosen = by_factor(Guess(places, places, confidence, confidence), factor)
+    chosen = accept_by_factor(Guesses(places, places, confidence, confidence), factor)
     best_first = sorted(range(len(ticks)), key=lambda i: (-ticks[i], i))
     count = 1
     while count < len(ticks) and (count + 2) * (1 - ticks[best_first[count]] / 20) <= factor:
@@ -264,9 +264,16 @@ def test_factor_acceptance_is_its_equation(ticks: list[int], factor: float) -> N
 
 def test_leap_relaxes_only_near_anchors() -> None:
     confidence = torch.tensor([0.8, 0.95, 0.8, 0.7, 0.8, 0.8], dtype=torch.float64)
-    g = Guess(torch.tensor([10, 11, 12, 13, 14, 15]), torch.zeros(6), confidence, confidence)
-    assert over_threshold(g, 0.9, Leap(tau_relaxed=0.75, radius=3)).tolist() == [True, True, True, False, True, False]
-    assert over_threshold(g, 0.96, Leap(tau_relaxed=0.75, radius=3)).sum() == 0
+    g = Guesses(torch.tensor([10, 11, 12, 13, 14, 15]), torch.zeros(6), confidence, confidence)
+    assert accept_over_threshold(g, 0.9, Leap(tau_relaxed=0.75, radius=3)).tolist() == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert accept_over_threshold(g, 0.96, Leap(tau_relaxed=0.75, radius=3)).sum() == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
@@ -284,7 +291,7 @@ def test_steps_are_spread_without_loss(max_tokens: int, size: int, steps: int) -
 def test_the_schedule_floors_in_float32() -> None:
     left, counts = 48, []
     for step in range(48):
-        counts.append(scheduled(left, 48, step, 1e-3))
+        counts.append(scheduled_quota(left, 48, step, 1e-3))
         left -= counts[-1]
     assert left == 0 and counts[0] == 0 and counts[-1] == 2 and set(counts[1:-1]) == {1}
 

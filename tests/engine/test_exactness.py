@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mbd_core.bench.plain_loops import run_canvas
-from mbd_core.canvas.single_lane import canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request

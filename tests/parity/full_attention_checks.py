@@ -8,7 +8,8 @@ from typing import Any
 
 from mbd_core.bench.plain_loops import run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
-from mbd_core.canvas.single_lane import CanvasDecoder, canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
+from mbd_core.canvas.plan import CanvasDecoder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap
 from mbd_core.decoding.sampling import Sampling, Vocab

@@ -13,8 +13,8 @@ import torch
 from jobs.branch_report import main
 from mbd_core.bench.plain_loops import ContiguousCache, run_canvas
 from mbd_core.canvas.branches import BranchedCanvas
+from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasPlan
-from mbd_core.canvas.single_lane import canvas_decoder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer

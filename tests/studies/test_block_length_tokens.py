@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mbd_core.bench.plain_loops import ContiguousCache, forward_canvas, run_canvas
+from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasPlan, Query
-from mbd_core.canvas.single_lane import canvas_decoder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.sampling import Sampling, Vocab

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mbd_core.canvas.single_lane import CanvasDecoder, CanvasPlan, Query, canvas_decoder
+from mbd_core.canvas.canvas_decoder import canvas_decoder
+from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, Query
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.sampling import Sampling, Vocab
 

@@ -1,0 +1,44 @@
+"""What a canvas can be asked for: whether a request fits its settings, and how many tokens it decodes by default."""
+
+from mbd_core.canvas.quota import steps_of_block
+from mbd_core.decoding.canvas_config import Canvas
+
+
+def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
+    """Raise `ValueError` where a request cannot be decoded as `canvas` says."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1")
+    if prompt_length < 1:
+        raise ValueError("the prompt is empty; give at least one token")
+    if canvas.forbid_eos and not eos_token_ids:
+        raise ValueError("canvas.forbid_eos=True needs EOS ids; leave it out where EOS is ignored")
+    if canvas.steps is None:
+        return
+    if _fills_every_step(canvas) and canvas.steps > max_tokens:
+        raise ValueError(f"canvas.steps={canvas.steps} exceeds max_tokens={max_tokens}: a step fills one at least")
+    size = canvas.block_length or max_tokens
+    num_blocks = -(-max_tokens // size)
+    for block in range(num_blocks):
+        if not steps_of_block(canvas.steps, max_tokens, block * size, min((block + 1) * size, max_tokens)):
+            raise ValueError(
+                f"canvas.steps={canvas.steps} leaves block {block} of {num_blocks} without a step; "
+                f"raise steps or canvas.block_length={canvas.block_length}"
+            )
+
+
+def default_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
+    """The number of tokens for a request that gives none: `preferred`, or the nearest number, up to `most`, that
+    `canvas.steps` can be spread over. Where there is no such number, `check_canvas` refuses the result.
+    """
+    number = preferred
+    if canvas.steps is not None:
+        if canvas.block_length is not None:
+            number = min(number, canvas.steps * canvas.block_length)  # each block takes a step at least
+        if _fills_every_step(canvas):
+            number = max(number, canvas.steps)
+    return min(number, most)
+
+
+def _fills_every_step(canvas: Canvas) -> bool:
+    """Whether every step accepts a token at least, so that there are no more steps than tokens."""
+    return canvas.accept in ("quota", "threshold")
