@@ -8,6 +8,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.parallel.group import Group, Rank, init_group, load_shard
+from mbd_core.parallel.kv_agreement import sized_alike
 from mbd_core.parallel.orders import Abort, Add, Command, Preempt, Prepare, Setup, fingerprint
 
 
@@ -42,13 +43,13 @@ def _build(model: Decoder, group: Group) -> Engine:
         quantize_weights(model, setup.fp8)
     if group.rank.kind == "cpu":
         torch.set_num_threads(setup.num_threads)
-    return Engine(model, setup.engine, vocab_limit=setup.vocab_limit)
+    return Engine(model, sized_alike(model, setup.engine, group), vocab_limit=setup.vocab_limit)
 
 
 def _obey(engine: Engine, command: Command) -> None:
     match command:
-        case Add(request):
-            engine.add(request)
+        case Add(admitted):
+            engine.add_admitted(admitted)
         case Abort(request_id):
             engine.abort(request_id)
         case Preempt():

@@ -108,6 +108,15 @@ class Group:
             raise self._lost("hear rank 0") from error
         return pickle.loads(torch.cat((frame, rest))[_LENGTH : _LENGTH + size].numpy().tobytes())
 
+    def least(self, value: int) -> int:
+        """The least of the ranks' values."""
+        values = torch.tensor(value)
+        try:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._messages)
+        except RuntimeError as error:
+            raise self._lost("compare a number with the others") from error
+        return int(values)
+
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
         try:

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.decoding.request import Output, StepOutput
+from mbd_core.engine.admission import Admitted
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Group, RankLost
+from mbd_core.parallel.kv_agreement import sized_alike
 from mbd_core.parallel.orders import Abort, Add, Command, Orders, Preempt, Prepare, Setup, fingerprint
 
 if TYPE_CHECKING:
@@ -52,12 +55,6 @@ class ParallelEngine(Engine):
             raise ValueError(f"rank {rank.rank} cannot lead: rank 0 does, the others call follow()")
         if model.shard != rank.shard:
             raise ValueError(f"the model is part {model.shard} and the rank is to hold {rank.shard}; use load_shard()")
-        super().__init__(model, config, trace=trace, vocab_limit=vocab_limit)
-        self.followers, self._group = followers, group
-        self._commands: list[Command] = []
-        self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
-        self._failure: str | None = None  # why no step can follow; never taken back
-        self._closed = threading.Event()
         group.broadcast(
             Setup(
                 model=model.config,
@@ -67,13 +64,19 @@ class ParallelEngine(Engine):
                 num_threads=torch.get_num_threads(),
             )
         )
+        super().__init__(model, sized_alike(model, config, group), trace=trace, vocab_limit=vocab_limit)
+        self.followers, self._group = followers, group
+        self._commands: list[Command] = []
+        self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
+        self._failure: str | None = None  # why no step can follow; never taken back
+        self._closed = threading.Event()
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
         self._heartbeat.start()
 
-    def add(self, request: Request) -> None:
-        super().add(request)
-        self._commands.append(Add(request))
+    def add_admitted(self, admitted: Admitted) -> None:
+        super().add_admitted(admitted)
+        self._commands.append(Add(admitted))
 
     def abort(self, request_id: str) -> Output | None:
         output = super().abort(request_id)
@@ -94,7 +97,7 @@ class ParallelEngine(Engine):
             return super().step()
 
     def prepare(self, decoding: DecodingConfig) -> int:
-        self._check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
+        self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
         with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
             return super().prepare(decoding)
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.admission import Admitted
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts
 
@@ -29,7 +30,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Add:
-    request: Request
+    admitted: Admitted
 
 
 @dataclass(frozen=True)

@@ -444,7 +444,7 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, Fp8Module):
             held = [n.removesuffix("_values") for n, _ in module.named_buffers() if n.endswith("_values")]
-            found |= {f"{name}.{n}": dequantize(module.held(n), torch.float32) for n in held}
+            found |= {f"{name}.{n}": dequantize(module.weight(n), torch.float32) for n in held}
     return found
 
 
