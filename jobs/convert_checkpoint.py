@@ -1,114 +1,139 @@
-"""Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).
+"""Convert a checkpoint's layout, or write random weights in a real model's: the options, and a progress bar.
 
 python jobs/convert_checkpoint.py --from LLaDA2.0-mini --to mini-fused --experts fused
 python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --experts per-expert --config mini-fused
 python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout
-
-Streams: about one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust:
-a distributed checkpoint's metadata is a pickle.
 """
 
-import argparse
 import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Literal, TypedDict
 
+import typer
 from tqdm import tqdm
 
 from cluster.signals import interrupt_on
-from mbd_core.checkpoint.conversion import convert
+from jobs.command_line import MODEL, OUTPUT, Overwrite, command
+from mbd_core.checkpoint.conversion import Format, convert
 from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.tensor_names import ExpertLayout
 from mbd_core.models.shapes import SHAPES
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
+Progress = Callable[[int, int], None]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from", dest="source", type=Path, metavar="DIR", help="checkpoint to read")
-    source.add_argument(
-        "--random", choices=sorted(SHAPES), metavar="SHAPE", help=f"or random weights: {', '.join(SHAPES)}"
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--experts", choices=sorted(EXPERTS), help="how experts lie (default: as they do)")
-    parser.add_argument("--format", choices=("hf", "dcp"), help="what to write (default: as the source is)")
-    parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="folder with config.json and tokenizer (default: --from)"
-    )
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file to write (default: 5)")
-    args = parser.parse_args(argv)
-    if not 0 < args.max_shard_gb < math.inf:
-        parser.error(f"--max-shard-gb {args.max_shard_gb} must be above 0")
+Source = Annotated[
+    Path | None, typer.Option("--from", metavar="DIR", help="Checkpoint to read.", rich_help_panel=MODEL)
+]
+Random = Annotated[
+    str | None, typer.Option(metavar="SHAPE", help=f"Or random weights: {', '.join(SHAPES)}.", rich_help_panel=MODEL)
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with config.json and tokenizer (default: --from)", rich_help_panel=MODEL),
+]
+Target = Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
+Experts = Annotated[
+    Literal["fused", "per-expert"] | None,
+    typer.Option(help="The experts' layout (default: the source's)", rich_help_panel=OUTPUT),
+]
+ToFormat = Annotated[
+    Format | None,
+    typer.Option("--format", help="Hugging Face or distributed (default: the source's)", rich_help_panel=OUTPUT),
+]
+MaxShardGb = Annotated[float, typer.Option(help="Largest file to write, in GB.", rich_help_panel=OUTPUT)]
+
+
+def run(
+    *,
+    source: Source = None,
+    random: Random = None,
+    config: Config = None,
+    target: Target,
+    experts: Experts = None,
+    to_format: ToFormat = None,
+    max_shard_gb: MaxShardGb = 5.0,
+    overwrite: Overwrite = False,
+) -> int:
+    """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).
+
+    About one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust: a
+    distributed checkpoint's metadata is a pickle.
+    """
+    if not 0 < max_shard_gb < math.inf:
+        raise ValueError(f"--max-shard-gb {max_shard_gb} must be above 0")
+    if (source is None) == (random is None):
+        raise ValueError("give either --from, a checkpoint to read, or --random, a shape by name")
+    if random is not None and random not in SHAPES:
+        raise ValueError(f"--random {random} is unknown; choose one of {', '.join(SHAPES)}")
+    if random is not None and (experts or to_format or config):
+        raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
     try:
-        with any_stop_as_interrupt():
-            write(args)
-    except (ValueError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        return 2
+        with any_stop_as_interrupt(), progress_bar(target.name) as progress:
+            common = Common(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
+            if random is not None:
+                save_random(SHAPES[random], target, **common)
+            elif source is not None:
+                layout = None if experts is None else EXPERTS[experts]
+                convert(source, target, experts=layout, to=to_format, config_from=config, **common)
     except KeyboardInterrupt:
-        print(f"convert_checkpoint: stopped; {args.to} was not written", file=sys.stderr)
+        print(f"convert_checkpoint: stopped; {target} was not written", file=sys.stderr)
         return 130
-    print(f"wrote {args.to}; {memory()}")
+    print(f"wrote {target}; {peak_memory()}")
     return 0
+
+
+class Common(TypedDict):
+    """What both ways of writing a folder take."""
+
+    max_shard_bytes: int
+    overwrite: bool
+    progress: Progress
 
 
 @contextmanager
 def any_stop_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body as Ctrl-C does; a second signal does not disturb what clears away after it."""
-    before = {number: signal.getsignal(number) for number in STOPS}
+    """SIGTERM and SIGHUP end the body as Ctrl-C does; later signals do not disturb the clean-up."""
+    handlers = {number: signal.getsignal(number) for number in STOPS}
     interrupt_on(*STOPS)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def write(args: argparse.Namespace) -> None:
-    """Make the folder, behind a progress bar."""
+@contextmanager
+def progress_bar(name: str) -> Iterator[Progress]:
+    """A function that shows the bytes done, of how many, as a bar; the bar appears with its first call."""
     bar: tqdm | None = None
 
-    def progress(done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
         nonlocal bar
-        bar = bar or tqdm(total=total, unit="B", unit_scale=True, desc=args.to.name)
+        bar = bar or tqdm(total=total, unit="B", unit_scale=True, desc=name)
         bar.update(done - bar.n)
 
     try:
-        if args.random is not None:
-            make_random(args, progress)
-        else:
-            convert(
-                args.source,
-                args.to,
-                experts=EXPERTS.get(args.experts),
-                to=args.format,
-                config_from=args.config,
-                max_shard_bytes=int(args.max_shard_gb * 10**9),
-                progress=progress,
-            )
+        yield show
     finally:
         if bar is not None:
             bar.close()
 
 
-def make_random(args: argparse.Namespace, progress: Callable[[int, int], None]) -> None:
-    if args.experts or args.format or args.config:
-        raise ValueError("--random writes a Hugging Face folder as published; convert it afterwards")
-    save_random(SHAPES[args.random], args.to, max_shard_bytes=int(args.max_shard_gb * 10**9), progress=progress)
-
-
-def memory() -> str:
-    """The most memory this process held: all of it, and how much is mapped files that the system may take back."""
+def peak_memory() -> str:
+    """The most memory this process held, and how much of it is mapped files, which the system can take back."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak, files = (int(status[key].split()[0]) / 1e6 for key in ("VmHWM", "RssFile"))
     return f"at most {peak:.1f} GB of memory, {files:.1f} GB of it mapped files at the end"
 
+
+main = command(run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,8 +22,10 @@ from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.dcp import save_dcp
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
+from mbd_core.files import MANIFEST
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.shapes import SHAPES
 
 LLADA2 = ModelConfig(
     architecture="LLaDA2MoeModelLM", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4,
@@ -214,6 +216,60 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     refused("is damaged or cut short at tensor '")
     (start / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     refused("architectures=['GPT2LMHeadModel']; supported: ")
+
+
+def test_a_folder_that_is_there_is_replaced_only_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only one that the project wrote, and only if it holds nothing else."""
+    start, foreign = saved(tmp_path / "start", SDAR), tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    convert(start, tmp_path / "out", to="dcp")
+    old = contents(tmp_path / "out")
+    for given in (["--from", start], ["--random", "tiny-sdar"]):
+        assert run(*given, "--to", tmp_path / "out") == 2
+        assert "out exists already and holds a model; give another folder, or --overwrite\n" in capsys.readouterr().err
+        for overwrite in ([], ["--overwrite"]):
+            assert run(*given, "--to", foreign, *overwrite) == 2
+            assert "foreign exists already and was not written by this project" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == old and contents(foreign) == {"notes.txt": b"mine"}
+    assert run("--from", start, "--to", tmp_path / "out", "--overwrite") == 0
+    assert contents(tmp_path / "out") == contents(start)
+    assert run("--random", "tiny-sdar", "--to", tmp_path / "out", "--overwrite") == 0
+    assert load_model(tmp_path / "out").config == SHAPES["tiny-sdar"]
+
+
+def test_a_source_is_never_replaced(tmp_path: Path) -> None:
+    start = saved(tmp_path / "start", SDAR)
+    for target in (start, start / "inside"):
+        with pytest.raises(ValueError, match=r"lies inside .*start, which is read"):
+            convert(start, target, overwrite=True)
+    shutil.copytree(start, start / "inside")
+    with pytest.raises(ValueError, match="start cannot be replaced: inside/"):
+        convert(start / "inside", start, overwrite=True)
+    manifest = json.loads((start / MANIFEST).read_text())
+    (start / MANIFEST).write_text(json.dumps(manifest | {"files": ["*"]}))
+    with pytest.raises(ValueError, match=r"inside lies inside .*start, which would be replaced"):
+        convert(start / "inside", start, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([], "give either --from, a checkpoint to read, or --random, a shape by name"),
+        (["--from", "x", "--random", "tiny-sdar"], "give either --from"),
+        (["--random", "tiny-x"], "--random tiny-x is unknown; choose one of sdar-null, "),
+        (["--random", "tiny-sdar", "--experts", "fused"], "--random writes a Hugging Face folder as published"),
+        (["--from", "x", "--max-shard-gb", "0"], "--max-shard-gb 0.0 must be above 0"),
+        (["--from", "x", "--max-shard-gb", "nan"], "--max-shard-gb nan must be above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], sentence: str
+) -> None:
+    assert run(*given, "--to", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"convert_checkpoint: {sentence}") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_formats_weights_are_not_copied_along(tmp_path: Path) -> None:
