@@ -1,9 +1,10 @@
 """Whether an engine can ever serve a request: checked once, and the result is a type."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from mbd_core.canvas.limits import check_canvas
+from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
@@ -55,6 +56,19 @@ class Admission:
     def room(self, prompt_length: int) -> int:
         """Tokens that can follow a prompt of `prompt_length`; a canvas with several lanes may have less."""
         return max(0, self.max_length - prompt_length)
+
+    def default_max_tokens(self, request: Request) -> int:
+        """The number of tokens for a request that names none: its `max_tokens`, or the nearest number that its method
+        can decode and that fits behind its prompt. Where nothing fits, `check` refuses the result."""
+
+        def pages(max_tokens: int) -> int:
+            sized = replace(request, max_tokens=max_tokens)
+            return pages_needed(sized, block_size=self._block_size, page_size=self._page_size)
+
+        canvas, preferred = request.decoding.canvas, request.max_tokens
+        most = bisect_right(range(1, self.room(len(request.prompt)) + 1), self._num_pages, key=pages)
+        number = min(preferred, most) if canvas is None else canvas_max_tokens(canvas, preferred=preferred, most=most)
+        return max(1, number)
 
     def check(self, request: Request) -> Admitted:
         """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""

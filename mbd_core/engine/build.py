@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from mbd_core.decoding.block_buffer import BlockBuffer
+from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.canvas_rows import CanvasRuns
 from mbd_core.engine.engine_config import EngineConfig
@@ -9,7 +13,7 @@ from mbd_core.engine.graphs import StepGraphs, graphs_enabled
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cache
 from mbd_core.engine.ledger import Ledger
-from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.engine.model_runner import FusedVocab, ModelRunner
 from mbd_core.engine.page_pool import PagePool
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Seating
@@ -143,6 +147,29 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner
         num_rows=config.max_rows,
         # slots that are not resident stand behind the longest sequence
         num_positions=(longest + config.buffer_size + 1) * page_size,
+    )
+
+
+def _step_state(
+    runner: ModelRunner, config: EngineConfig, vocab_limit: int | None, *, num_pages: int, logits_chunk: int
+) -> StepState:
+    c, device, page_size = runner.model.config, runner.cache.k.device, runner.cache.page_size
+    width = min(num_pages, longest_in_pages(c, config, page_size))
+    return StepState(
+        runner=runner,
+        buffer=BlockBuffer(
+            num_rows=config.max_rows,
+            num_slots=config.buffer_size,
+            block_size=config.block_size or c.block_size,
+            mask_token_id=c.mask_token_id,
+            eos_token_ids=c.eos_token_ids,
+            device=device,
+        ),
+        tables_RP=torch.zeros((config.max_rows, width), dtype=torch.int64, device=device),
+        vocab=(FusedVocab if device.type == "cuda" else Vocab)(c.mask_token_id, vocab_limit or c.vocab_size),
+        page_size=page_size,
+        batch_invariant=config.batch_invariant,
+        logits_chunk=logits_chunk,
     )
 
 
