@@ -6,10 +6,8 @@ import pytest
 import torch
 from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
 
-from mbd_core.canvas.branch import Phase, ProbabilityMap, compatible, likeliest_tokens
+from mbd_core.canvas.branch import Phase, likeliest_tokens
 from mbd_core.canvas.branches import BranchedCanvas
-from mbd_core.canvas.lane import Lane, distinct_lengths
-from mbd_core.canvas.plan import CanvasPlan
 from mbd_core.decoding.canvas_config import Branches, Canvas
 
 ALONE = Branches(block_lengths=(2, 4, 8), tau_merge=1.0, tau_sync=1000, refresh=1000)
@@ -129,15 +127,6 @@ def test_merged_and_own_tokens_fill_every_branch() -> None:
     assert with_merges > 0
 
 
-def test_incompatible_lanes_do_not_merge() -> None:
-    def lane(*tokens: int) -> Lane:
-        values = torch.tensor(tokens)
-        return Lane(values, values == MASK, torch.zeros(len(tokens), dtype=torch.float64))
-
-    assert compatible(lane(5, 0, 7), lane(5, 6, 0))
-    assert not compatible(lane(5, 0, 7), lane(5, 6, 8))
-
-
 @pytest.mark.parametrize(("tau_merge", "taken"), [(0.2, 6), (0.6, MASK)])
 def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, taken: int) -> None:
     """Three branches by hand: the two small ones propose, the largest decides by its own probabilities."""
@@ -161,18 +150,6 @@ def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, tak
     assert large.lane.tokens[begin : begin + 2].tolist() == [taken, MASK]
     assert (large.num_merged, middle.num_merged, small.num_merged) == (int(taken != MASK), 0, 0)
     assert middle.lane.tokens[begin].item() == MASK, "its own probabilities say nothing"
-
-
-def test_a_branch_remembers_every_token_over_its_threshold() -> None:
-    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
-    for tau in (0.05, 0.2, 0.5, 1.0):
-        likely = ProbabilityMap(20, tau)
-        likely.replace(torch.arange(20), *likeliest_tokens(logits, tau))
-        p = logits.softmax(-1).double()
-        for token in range(VOCAB):
-            got = likely.probability(torch.full((1, 20), token))[0]
-            over = p[:, token] > tau
-            torch.testing.assert_close(got[over], p[:, token][over], rtol=0, atol=1e-12)
 
 
 def test_completed_tokens_ask_for_a_refresh_of_all() -> None:
@@ -224,31 +201,3 @@ def test_the_branch_that_is_surest_of_its_eos_wins() -> None:
     decoder._winner = None
     decoder._end_at_eos([one, two], {0: 0.6, 1: 0.6})
     assert decoder.winner == 0, "ties go to the smaller blocks"
-
-
-def test_lengths_beyond_the_canvas_are_one() -> None:
-    settings = Branches(block_lengths=(4, 8, 16, 32, 64))
-    assert distinct_lengths(settings, 12) == [4, 8, 16]
-    assert distinct_lengths(settings, 16) == [4, 8, 16]
-    assert distinct_lengths(settings, 2) == [4]
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"block_lengths": (8, 4)}, "branches.block_lengths"),
-        ({"block_lengths": ()}, "branches.block_lengths"),
-        ({"block_lengths": (4, 4)}, "branches.block_lengths"),
-        ({"tau_merge": 0.0}, "branches.tau_merge"),
-        ({"tau_sync": -1}, "branches.tau_sync"),
-        ({"refresh": 0}, "branches.refresh"),
-        ({"eos_test": "never"}, "branches.eos_test"),
-    ],
-)
-def test_bad_branch_settings_are_named(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
-        Branches(**fields)  # type: ignore[arg-type]
-
-
-def test_plans_are_values() -> None:
-    assert CanvasPlan([], []).num_positions == 0

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mbd_core.canvas.lane import num_lanes
-from mbd_core.canvas.quota import quota, scheduled_quota, steps_of_block
-from mbd_core.canvas.unmasking import Guesses, accept_by_factor, accept_over_threshold
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.sampling import Sampling
 
@@ -248,96 +246,3 @@ def test_a_seed_decides_what_is_drawn() -> None:
         for s in (1, 1, 2)
     ]
     assert by_chance[0] == by_chance[1] != by_chance[2]
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
-def test_factor_acceptance_is_its_equation(ticks: list[int], factor: float) -> None:
-    confidence = torch.tensor(ticks, dtype=torch.float64) / 20
-    places = torch.arange(len(ticks))
-    chosen = accept_by_factor(Guesses(places, places, confidence, confidence), factor)
-    best_first = sorted(range(len(ticks)), key=lambda i: (-ticks[i], i))
-    count = 1
-    while count < len(ticks) and (count + 2) * (1 - ticks[best_first[count]] / 20) <= factor:
-        count += 1
-    assert chosen.nonzero()[:, 0].tolist() == sorted(best_first[:count])
-
-
-def test_leap_relaxes_only_near_anchors() -> None:
-    confidence = torch.tensor([0.8, 0.95, 0.8, 0.7, 0.8, 0.8], dtype=torch.float64)
-    g = Guesses(torch.tensor([10, 11, 12, 13, 14, 15]), torch.zeros(6), confidence, confidence)
-    assert accept_over_threshold(g, 0.9, Leap(tau_relaxed=0.75, radius=3)).tolist() == [
-        True,
-        True,
-        True,
-        False,
-        True,
-        False,
-    ]
-    assert accept_over_threshold(g, 0.96, Leap(tau_relaxed=0.75, radius=3)).sum() == 0
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
-def test_steps_are_spread_without_loss(max_tokens: int, size: int, steps: int) -> None:
-    starts = range(0, max_tokens, size)
-    shares = [steps_of_block(steps, max_tokens, s, min(s + size, max_tokens)) for s in starts]
-    assert sum(shares) == steps
-    for share, start in zip(shares, starts, strict=True):
-        length = min(size, max_tokens - start)
-        if 1 <= share <= length:
-            counts = [quota(length, share, i) for i in range(share)]
-            assert sum(counts) == length and max(counts) - min(counts) <= 1 and min(counts) >= 1
-
-
-def test_the_schedule_floors_in_float32() -> None:
-    left, counts = 48, []
-    for step in range(48):
-        counts.append(scheduled_quota(left, 48, step, 1e-3))
-        left -= counts[-1]
-    assert left == 0 and counts[0] == 0 and counts[-1] == 2 and set(counts[1:-1]) == {1}
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"block_length": 0}, "canvas.block_length"),
-        ({"accept": "best"}, "canvas.accept"),
-        ({"score": "luck"}, "canvas.score"),
-        ({"cache": "both"}, "canvas.cache"),
-        ({"tau": 1.2}, "canvas.tau"),
-        ({"cfg_scale": -1.0}, "canvas.cfg_scale"),
-        ({"cfg_scale": math.inf}, "canvas.cfg_scale"),
-        ({"accept": "quota", "tau": 0.5}, "canvas.tau"),
-        ({"factor": 2.0}, "canvas.factor"),
-        ({"eps": 0.1}, "canvas.eps"),
-        ({"accept": "factor", "steps": 4}, "canvas.steps"),
-        ({"accept": "factor", "score": "margin"}, "canvas.score"),
-        ({"accept": "quota", "leap": Leap()}, "canvas.leap"),
-        ({"tau": 0.5, "leap": Leap(tau_relaxed=0.6)}, "canvas.leap.tau_relaxed"),
-        ({"score_temperature": 0.5}, "canvas.score_temperature"),
-        ({"accept": "quota", "score": "random", "score_temperature": 0.5}, "canvas.score_temperature"),
-        ({"cache": "dual", "refresh": Refresh()}, "canvas.refresh"),
-        ({"block_length": None, "refresh": Refresh()}, "canvas.refresh.response_interval"),
-        ({"refresh": {"prompt_interval": 3}}, "canvas.refresh"),
-        ({"branches": Branches(), "cache": "dual"}, "canvas.cache"),
-        ({"branches": Branches(), "block_length": 8}, "canvas.block_length"),
-        ({"branches": Branches(), "leap": Leap()}, "canvas.leap"),
-        ({"branches": Branches(), "cfg_scale": 1.0}, "canvas.cfg_scale"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
-        Canvas(**fields)
-
-
-@pytest.mark.parametrize(
-    ("canvas", "max_tokens", "named"),
-    [
-        (Canvas(accept="quota", steps=13), 12, "canvas.steps=13 exceeds max_tokens=12"),
-        (Canvas(steps=13, block_length=None), 12, "canvas.steps=13 exceeds max_tokens=12"),
-        (Canvas(accept="quota", steps=2, block_length=4), 12, "canvas.steps=2 leaves block"),
-        (Canvas(), 0, "max_tokens=0"),
-    ],
-)
-def test_what_a_request_cannot_have_is_refused(canvas: Canvas, max_tokens: int, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        make(canvas, max_tokens=max_tokens)
