@@ -8,6 +8,7 @@ in it are the project's. Only such a folder may be replaced, and only if it hold
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "mbd-manifest.json"
+PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial(\.[^.]+)?")
 
 
 def check_new_file(path: Path) -> None:
@@ -58,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file beside its place, then rename it; `ValueError` for NaN and infinity, which JSON does not have."""
+    """Write a JSON file beside its place, then rename it; `ValueError` for NaN and infinity, which JSON lacks."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -113,9 +115,20 @@ def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
         raise ValueError(f"{folder} exists already and holds a {found}, not a {kind}; give another folder")
     if not overwrite:
         raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
-    foreign = [n for n in _files(folder) if n != MANIFEST and not any(fnmatch(n, p) for p in patterns)]
+    foreign = [n for n in _files(folder) if n != MANIFEST and not any(_is_named(n, p) for p in patterns)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Whether a manifest's pattern, whose `*` does not reach into folders, names this file.
+
+    A file that a killed process left beside its place (`file_beside`) goes by the name it would have had.
+    """
+    path, parts = Path(name), Path(pattern).parts
+    partial = PARTIAL.fullmatch(path.name)
+    own = path if partial is None else path.with_name(partial["name"])
+    return len(own.parts) == len(parts) and all(map(fnmatch, own.parts, parts))
 
 
 def _files(folder: Path) -> list[str]:
