@@ -55,4 +55,5 @@ def test_a_gpu_gives_what_a_measured_forward_leaves() -> None:
         engine = Engine(model, SIZES)
         budget = FREE - PEAK - int((1 - SIZES.kv_memory_fraction) * TOTAL)
         assert engine.num_pages == budget // bytes_each(model)
-        assert Engine(model, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
+        other = device.move(build().double())
+        assert Engine(other, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
