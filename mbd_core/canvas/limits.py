@@ -26,7 +26,7 @@ def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_tok
             )
 
 
-def default_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
+def canvas_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
     """The number of tokens for a request that gives none: `preferred`, or the nearest number, up to `most`, that
     `canvas.steps` can be spread over. Where there is no such number, `check_canvas` refuses the result.
     """

@@ -1,0 +1,69 @@
+"""A request that names no max_tokens gets a number that its method and the engine can honour."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_exactness import build
+
+from mbd_core.decoding.canvas_config import Branches, Canvas
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.engine.admission import Admission, RequestRefused
+
+B, PAGE = 8, 16
+BLOCK_BATCH = DecodingConfig(block_size=B, canvas=Canvas(branches=Branches()))
+METHODS = (
+    BLOCK_BATCH,
+    DecodingConfig(block_size=B, canvas=Canvas(branches=Branches(block_lengths=(2, 4, 64)))),
+    DecodingConfig(block_size=B, canvas=Canvas(cfg_scale=1.0)),
+    DecodingConfig(block_size=B, canvas=Canvas(accept="quota", steps=20, block_length=8)),
+    DecodingConfig(block_size=B, prompt_attention="full"),
+    DecodingConfig(block_size=B),
+)
+
+
+def admission(num_pages: int) -> Admission:
+    config = replace(build(architecture="LLaDAModelLM", attention="full").config, max_positions=4096)
+    return Admission(config, block_size=B, buffer_size=4, page_size=PAGE, num_pages=num_pages, prefix_caching=True)
+
+
+def request(decoding: DecodingConfig, prompt_length: int, max_tokens: int) -> Request:
+    return Request(request_id="a", prompt=(5,) * prompt_length, max_tokens=max_tokens, decoding=decoding)
+
+
+def accepts(limits: Admission, asked: Request) -> bool:
+    try:
+        limits.check(asked)
+    except RequestRefused:
+        return False
+    return True
+
+
+def test_block_batch_behind_a_long_prompt_is_served_with_fewer_tokens() -> None:
+    """Six lanes hold the prompt six times: the usual 256 tokens do not fit, and nobody asked for them."""
+    limits, asked = admission(511), request(BLOCK_BATCH, 1200, 256)
+    with pytest.raises(RequestRefused, match="max_tokens=256 need 546 KV pages"):
+        limits.check(asked)
+    number = limits.default_max_tokens(asked)
+    assert 100 < number < 256
+    assert limits.check(replace(asked, max_tokens=number))
+    assert not accepts(limits, replace(asked, max_tokens=number + 1))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.sampled_from(METHODS), st.integers(1, 90), st.integers(1, 60), st.integers(1, 40))
+def test_the_default_is_the_nearest_number_that_is_accepted(
+    decoding: DecodingConfig, prompt_length: int, preferred: int, num_pages: int
+) -> None:
+    limits, asked = LIMITS[num_pages], request(decoding, prompt_length, preferred)
+    possible = [n for n in range(1, 200) if accepts(limits, replace(asked, max_tokens=n))]
+    number = limits.default_max_tokens(asked)
+    if possible:
+        assert number == min(possible, key=lambda n: abs(n - preferred))
+    else:
+        assert not accepts(limits, replace(asked, max_tokens=number))
+
+
+LIMITS = {num_pages: admission(num_pages) for num_pages in range(1, 41)}
