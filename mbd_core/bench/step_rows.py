@@ -11,7 +11,8 @@ import torch
 from mbd_core.bench.roofline import Machine, floor_seconds, measure_machine, step_cost
 from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, host_growth
-from mbd_core.checkpoint.loading import load_config, load_model
+from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine import EngineConfig
 from mbd_core.models.decoder import Decoder

@@ -11,15 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mbd_core.trace.measures import (
-    DUMMY,
-    TO_CACHE,
-    Measures,
-    RequestTrace,
-    Run,
-    active_by_forward,
-    ratios_by_rank,
-)
+from mbd_core.trace.measures import RunMeasures, active_by_forward, ratios_by_rank
+from mbd_core.trace.traced_run import DUMMY, TO_CACHE, RequestTrace, TracedRun
 
 NUM_TRAJECTORIES = 5
 # Not in the buffer yet, being decoded (by mask ratio, light to dark), being stored, in the cache.
@@ -27,7 +20,7 @@ MAP_COLORS = ("#f2f2f2", "#cfe3f7", "#8fc1ea", "#3f87c9", "#e08a1e", "#b9cdb5")
 MAP_LABELS = ("not begun", "active, mostly masked", "active, half masked", "active, mostly filled", "stored", "cached")
 
 
-def draw_plots(runs: Sequence[Run], measures: Sequence[Measures], folder: Path) -> list[str]:
+def draw_plots(runs: Sequence[TracedRun], measures: Sequence[RunMeasures], folder: Path) -> list[str]:
     """Write all PNG files into `folder`; their names."""
     figures = {
         "active_blocks.png": _active_blocks(runs),
@@ -41,7 +34,7 @@ def draw_plots(runs: Sequence[Run], measures: Sequence[Measures], folder: Path) 
     return list(figures)
 
 
-def sampled(run: Run) -> list[RequestTrace]:
+def sampled(run: TracedRun) -> list[RequestTrace]:
     """A few requests, evenly spaced over the run."""
     count = min(NUM_TRAJECTORIES, len(run.requests))
     return [run.requests[i] for i in np.linspace(0, len(run.requests) - 1, count).round().astype(int)]
@@ -53,7 +46,7 @@ def _figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Fi
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _active_blocks(runs: Sequence[Run]) -> Figure:
+def _active_blocks(runs: Sequence[TracedRun]) -> Figure:
     """Fig. 2 D on the left, E on the right; a row of panels a run."""
     figure, panels = _figure(len(runs), 2, width=5.4, height=2.9)
     for run, (mean_panel, path_panel) in zip(runs, panels, strict=True):
@@ -77,7 +70,7 @@ def _active_blocks(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _mask_ratios(runs: Sequence[Run]) -> Figure:
+def _mask_ratios(runs: Sequence[TracedRun]) -> Figure:
     """Fig. 2 C: one outline a rank among the active slots."""
     figure, panels = _figure(1, len(runs), width=5.0, height=3.6)
     for run, panel in zip(runs, panels[0], strict=True):
@@ -94,7 +87,7 @@ def _mask_ratios(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _block_map(runs: Sequence[Run]) -> Figure:
+def _block_map(runs: Sequence[TracedRun]) -> Figure:
     """Block against forward for the first sampled request of each run: where every block is at every forward."""
     figure, panels = _figure(len(runs), 1, width=8.0, height=2.6)
     longest = max(sampled(run)[0].num_forwards for run in runs)
@@ -134,7 +127,7 @@ def _draw_map(panel: Axes, request: RequestTrace, longest: int) -> None:
     panel.set_ylabel("block")
 
 
-def _lifetimes(measures: Sequence[Measures]) -> Figure:
+def _lifetimes(measures: Sequence[RunMeasures]) -> Figure:
     figure, panels = _figure(1, len(measures), width=4.6, height=3.4)
     for m, panel in zip(measures, panels[0], strict=True):
         panel.set_title(f"{m.name}: block lifetimes", fontsize="medium")
@@ -152,7 +145,7 @@ def _lifetimes(measures: Sequence[Measures]) -> Figure:
     return figure
 
 
-def _efficiency(measures: Sequence[Measures]) -> Figure:
+def _efficiency(measures: Sequence[RunMeasures]) -> Figure:
     figure, panels = _figure(1, 3, width=3.4, height=3.2)
     names = [m.name for m in measures]
     for panel, title, values in (

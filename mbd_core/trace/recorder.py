@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from mbd_core.decoding.request import StepTrace
 from mbd_core.decoding.slot_state import CANVAS_STATE, SlotState
+from mbd_core.files import file_beside
 
 STATES = (*(state.name for state in SlotState), CANVAS_STATE)
 SCHEMA = pa.schema(
@@ -123,7 +124,7 @@ class TraceRecorder:
         self._grow(states.size)
 
     def extend(self, rows: Sequence[StepTrace]) -> None:
-        """Rows already made, after those added so far."""
+        """Append rows of other sequences, in their order."""
         self._steps += rows
         self._grow(len(rows))
 
@@ -140,14 +141,9 @@ class TraceRecorder:
         return table.replace_schema_metadata({BLOCK_SIZE_KEY: str(size)} if size is not None else None)
 
     def write(self, path: Path) -> None:
-        """Write the rows in memory to a Parquet file, beside its place and then renamed."""
-        beside = path.with_name(f".{path.name}.partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        """Write the rows in memory to a Parquet file, beside its place, then rename it."""
+        with file_beside(path) as beside:
             pq.write_table(self.table(), beside, compression="zstd")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     def close(self) -> None:
         """With a folder, write what is left as its last part."""
@@ -204,7 +200,7 @@ def read_trace_table(path: Path) -> pa.Table:
 
 
 def trace_block_size(table: pa.Table) -> int | None:
-    """B of a trace: the length of its tokens, else what its recorder was told, else `None`."""
+    """B of a trace: the length of its tokens, else what its recorder was given, else `None`."""
     tokens = table["tokens"].drop_null()
     if len(tokens):
         return len(tokens[0])
@@ -220,9 +216,9 @@ def _read_file(path: Path) -> pa.Table:
     for field in SCHEMA:
         if field.name not in table.column_names:
             raise ValueError(f"{path}: column '{field.name}' is missing, so this is not a step trace")
-        found = table.schema.field(field.name).type
-        if found != field.type:
-            raise ValueError(f"{path}: column '{field.name}' is {found}; in a step trace it is {field.type}")
+        kind = table.schema.field(field.name).type
+        if kind != field.type:
+            raise ValueError(f"{path}: column '{field.name}' is {kind}; in a step trace it is {field.type}")
     return table.select(SCHEMA.names)
 
 

@@ -1,25 +1,26 @@
 """A self-contained HTML page that replays requests forward by forward, several decodings of one request side by side.
 
-The page is `replay.html` with its data put in: no network, works from file://. Everything a frame shows is
-worked out here, so that the script only draws.
+The page is `replay.html` with its data filled in; it needs no network and works from file://. Everything that a frame
+shows is computed here, so that the script only draws.
 """
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mbd_core.trace.measures import ACTIVE, DUMMY, TO_CACHE, RequestTrace, block_lives
+from mbd_core.files import write_text
 from mbd_core.trace.recorder import STATES
+from mbd_core.trace.traced_run import ACTIVE, DUMMY, TO_CACHE, RequestTrace, TracedRun, block_lives
 
 TEMPLATE = Path(__file__).with_name("replay.html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class ReplaySlot:
     """A slot in one forward: what the forward saw (`state`, `mask_ratio`), and its tokens after it (-1 = masked).
 
     Blocks count from 1 at the request's first. `new` and `edited` are offsets into the block.
@@ -35,19 +36,19 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class ReplayFrame:
     """One forward. `num_tokens` and `num_committed` count useful tokens so far, filled and stored in the cache."""
 
     caption: str
     store_only: bool
-    slots: tuple[Slot, ...]
+    slots: tuple[ReplaySlot, ...]
     num_tokens: int
     num_committed: int
     num_cached_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class ReplaySide:
     """One decoding of the request. The first `num_prompt` cells hold the prompt's remainder.
 
     `end` is the position, from the first block's start, of the EOS that ended the request, if one did.
@@ -60,13 +61,13 @@ class Side:
     num_prompt: int
     prompt_tokens: tuple[int, ...]
     end: int | None
-    frames: tuple[Frame, ...]
+    frames: tuple[ReplayFrame, ...]
 
 
 def write_replay(
-    sides: Sequence[Side], path: Path, *, title: str, note: str = "", texts: Mapping[int, str] | None = None
+    sides: Sequence[ReplaySide], path: Path, *, title: str, note: str = "", texts: Mapping[int, str] | None = None
 ) -> None:
-    """Write the page; `texts` maps token ids to what they read (without it the page shows ids), `note` the prompt."""
+    """Write the page; `texts` maps token ids to their text (without it the page shows ids), `note` is the prompt."""
     data = {
         "title": title,
         "note": note,
@@ -76,20 +77,42 @@ def write_replay(
     # Inside <script> only "<" can end the data or open a comment; the rest of a token's text is JSON's business.
     body = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title)).replace("__DATA__", body)
-    beside = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(page, encoding="utf-8")
-    beside.replace(path)
+    write_text(path, page)
 
 
-def used_tokens(sides: Sequence[Side]) -> set[int]:
+def shared_request(runs: Sequence[TracedRun]) -> str | None:
+    """The first request of a run that all of them have."""
+    first, *others = ([r.request_id for r in run.requests] for run in runs)
+    return next((request_id for request_id in first if all(request_id in ids for ids in others)), None)
+
+
+def replay_runs(
+    runs: Sequence[TracedRun],
+    path: Path,
+    *,
+    request_id: str,
+    note: str = "",
+    eos_token_ids: Sequence[int] = (),
+    decode: Callable[[int], str] | None = None,
+) -> None:
+    """Write the page of one request, each run's decoding of it a side; `decode` is the text of a token.
+
+    Raises `ValueError` for a run without the request, or one recorded without tokens.
+    """
+    sides = [replay_side(run.request(request_id), name=run.name, eos_token_ids=eos_token_ids) for run in runs]
+    texts = None if decode is None else {token: decode(token) for token in sorted(used_tokens(sides))}
+    title = " and ".join(side.name for side in sides) + ": one request, forward by forward"
+    write_replay(sides, path, title=title, note=note, texts=texts)
+
+
+def used_tokens(sides: Sequence[ReplaySide]) -> set[int]:
     """All token ids that the page will show."""
     shown = {t for s in sides for f in s.frames for slot in f.slots for t in slot.tokens if t >= 0}
     return shown | {t for s in sides for t in s.prompt_tokens}
 
 
-def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> Side:
-    """Work out every frame of a request that was recorded in detail; `ValueError` if it was not.
+def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> ReplaySide:
+    """Every frame of a request that was recorded in detail; `ValueError` if it was not.
 
     With `eos_token_ids`, tokens from the first committed EOS on do not count.
     """
@@ -109,8 +132,8 @@ def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] 
     prompt_tokens = tuple(tokens[0, :num_prompt].tolist())
     history, frames = [], []
     for t in range(request.num_forwards):
-        before = tokens.copy()
-        slots = [_slot(request, t, n, before, first) for n in range(len(resident[t]))]
+        previous = tokens.copy()
+        slots = [_slot(request, t, n, previous, first) for n in range(len(resident[t]))]
         for slot in slots:
             if slot.state != STATES[DUMMY]:
                 tokens[slot.block - 1] = slot.tokens
@@ -119,7 +142,7 @@ def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] 
     end = _end(tokens[:stored].ravel(), num_prompt, eos_token_ids)
     useful = np.zeros(tokens.size, dtype=bool)
     useful[num_prompt:end] = True
-    return Side(
+    return ReplaySide(
         name=name,
         block_size=size,
         num_slots=resident.shape[1],
@@ -128,7 +151,7 @@ def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] 
         prompt_tokens=prompt_tokens,
         end=end,
         frames=tuple(
-            Frame(
+            ReplayFrame(
                 caption=_caption(slots),
                 store_only=bool(request.store_only_T[t]),
                 slots=tuple(slots),
@@ -141,18 +164,18 @@ def make_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] 
     )
 
 
-def _slot(request: RequestTrace, t: int, n: int, before: np.ndarray, first: int) -> Slot:
+def _slot(request: RequestTrace, t: int, n: int, previous_tokens: np.ndarray, first: int) -> ReplaySlot:
     assert request.tokens_TNB is not None and request.confidences_TNB is not None
     block, state, now = int(request.block_TN[t, n]) - first, int(request.state_TN[t, n]), request.tokens_TNB[t, n]
-    was = before[block] if state != DUMMY else now
-    return Slot(
+    previous = previous_tokens[block] if state != DUMMY else now
+    return ReplaySlot(
         block=block + 1,
         state=STATES[state],
         mask_ratio=round(float(request.mask_ratio_TN[t, n]), 4),
         tokens=tuple(now.tolist()),
         confidences=tuple(np.round(request.confidences_TNB[t, n].astype(float), 4).tolist()),
-        new=tuple(np.flatnonzero((now >= 0) & (was < 0)).tolist()),
-        edited=tuple(np.flatnonzero((now >= 0) & (was >= 0) & (now != was)).tolist()),
+        new=tuple(np.flatnonzero((now >= 0) & (previous < 0)).tolist()),
+        edited=tuple(np.flatnonzero((now >= 0) & (previous >= 0) & (now != previous)).tolist()),
     )
 
 
@@ -161,7 +184,7 @@ def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -
     return num_prompt + int(at[0]) if len(at) else None
 
 
-def _caption(slots: Sequence[Slot]) -> str:
+def _caption(slots: Sequence[ReplaySlot]) -> str:
     """What a forward does, as on the project page: 'Store B1 + decode B2, B3'."""
     storing = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]

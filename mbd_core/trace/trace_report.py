@@ -1,30 +1,27 @@
 """A report on step traces: its numbers as JSON and Markdown, and the pictures beside them."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mbd_core.trace.measures import Measures, Run, Spread, measure
+from mbd_core.files import write_json, write_text
+from mbd_core.trace.measures import RunMeasures, Spread, measure
 from mbd_core.trace.plots import draw_plots
+from mbd_core.trace.traced_run import TracedRun
 
 
-def write_trace_report(runs: Sequence[Run], folder: Path, *, settings: dict[str, Any]) -> str:
-    """Write the PNG files, report.md and, last, report.json into `folder`; returns the Markdown."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_trace_report(runs: Sequence[TracedRun], folder: Path, *, settings: dict[str, Any]) -> str:
+    """Write the PNG files, report.md and report.json into `folder`; returns the Markdown."""
     measures = [measure(run) for run in runs]
     plots = draw_plots(runs, measures, folder)
     text = render_markdown(measures, plots=plots, settings=settings)
-    content = {"runs": [asdict(m) for m in measures], "plots": plots, "settings": settings}
-    for name, body in (("report.md", text), ("report.json", json.dumps(content, indent=2) + "\n")):
-        beside = folder / f".{name}.partial"
-        beside.write_text(body, encoding="utf-8")
-        beside.replace(folder / name)
+    write_text(folder / "report.md", text)
+    write_json(folder / "report.json", {"runs": [asdict(m) for m in measures], "plots": plots, "settings": settings})
     return text
 
 
-def render_markdown(measures: Sequence[Measures], *, plots: Sequence[str], settings: dict[str, Any]) -> str:
+def render_markdown(measures: Sequence[RunMeasures], *, plots: Sequence[str], settings: dict[str, Any]) -> str:
     """One table with a column a run, the slot-wise ratios, the pictures, and what the words mean."""
     header = ["| | " + " | ".join(_escape(m.name) for m in measures) + " |", "|---|" + "---|" * len(measures)]
     lines = ["# Step traces", "", *header]
@@ -50,26 +47,26 @@ trace) have none.
 """
 
 
-def _rows(measures: Sequence[Measures]) -> list[tuple[str, list[str]]]:
-    def over(value: Any) -> list[str]:
+def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
+    def cells(value: Callable[[RunMeasures], str]) -> list[str]:
         return [value(m) for m in measures]
 
     return [
-        ("requests", over(lambda m: f"{m.num_requests}")),
-        ("full-attention requests, left out", over(lambda m: f"{m.num_other}")),
-        ("slots N_buf", over(lambda m: f"{m.num_slots}")),
-        ("block size B", over(lambda m: "unknown" if m.block_size is None else f"{m.block_size}")),
-        ("forwards (NFE)", over(lambda m: f"{m.num_forwards}")),
-        ("accepted tokens", over(lambda m: f"{m.num_accepted}")),
-        ("edited tokens", over(lambda m: f"{m.num_edited}")),
-        ("accepted tokens per forward", over(lambda m: f"{m.tpf:.3f}")),
-        ("token efficiency η", over(lambda m: _share(m.token_efficiency))),
-        ("token efficiency, resident only", over(lambda m: _share(m.resident_efficiency))),
-        ("store-only forwards", over(lambda m: f"{m.num_store_only} ({100 * m.store_only_share:.1f} %)")),
-        ("active blocks a forward", over(lambda m: _mean(m.active_blocks))),
-        ("block lifetime (forwards)", over(lambda m: _mean(m.lifetimes))),
-        ("of it final, waiting or stored", over(lambda m: _mean(m.waiting))),
-        ("blocks that never left", over(lambda m: f"{m.num_unfinished}")),
+        ("requests", cells(lambda m: f"{m.num_requests}")),
+        ("full-attention requests, left out", cells(lambda m: f"{m.num_other}")),
+        ("slots N_buf", cells(lambda m: f"{m.num_slots}")),
+        ("block size B", cells(lambda m: "unknown" if m.block_size is None else f"{m.block_size}")),
+        ("forwards (NFE)", cells(lambda m: f"{m.num_forwards}")),
+        ("accepted tokens", cells(lambda m: f"{m.num_accepted}")),
+        ("edited tokens", cells(lambda m: f"{m.num_edited}")),
+        ("accepted tokens per forward", cells(lambda m: f"{m.tpf:.3f}")),
+        ("token efficiency η", cells(lambda m: _share(m.token_efficiency))),
+        ("token efficiency, resident only", cells(lambda m: _share(m.resident_efficiency))),
+        ("store-only forwards", cells(lambda m: f"{m.num_store_only} ({100 * m.store_only_share:.1f} %)")),
+        ("active blocks a forward", cells(lambda m: _mean(m.active_blocks))),
+        ("block lifetime (forwards)", cells(lambda m: _mean(m.lifetimes))),
+        ("of it final, waiting or stored", cells(lambda m: _mean(m.waiting))),
+        ("blocks that never left", cells(lambda m: f"{m.num_unfinished}")),
     ]
 
 

@@ -9,9 +9,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from simulated_trace import EOS, SIZE, simulate
 
 from mbd_core.decoding.decoding_config import T2T
-from mbd_core.trace.measures import make_run
 from mbd_core.trace.recorder import TraceRecorder
-from mbd_core.trace.replay import Side, make_side, write_replay
+from mbd_core.trace.replay import ReplaySide, replay_side, write_replay
+from mbd_core.trace.traced_run import traced_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
@@ -19,16 +19,16 @@ EVIL = "</script><b>'\"&"
 TEXTS = {token: f"w{token}" for token in range(2, 40)} | {EOS: "<eos>", 5: EVIL, 6: "\n", 7: " "}
 
 
-def side(trace: TraceRecorder, name: str) -> Side:
-    (request,) = make_run(trace.table(), name=name).requests
-    return make_side(request, name=name, eos_token_ids=(EOS,))
+def side(trace: TraceRecorder, name: str) -> ReplaySide:
+    (request,) = traced_run(trace.table(), name=name).requests
+    return replay_side(request, name=name, eos_token_ids=(EOS,))
 
 
 SIDES = {"SingleBD": 1, "MultiBD": 4}
 
 
 @pytest.fixture(scope="module")
-def sides() -> list[Side]:
+def sides() -> list[ReplaySide]:
     return [side(simulate(buffer_size), name) for name, buffer_size in SIDES.items()]
 
 
@@ -54,7 +54,7 @@ def page(browser: Browser) -> Iterator[Page]:
     assert complaints == []
 
 
-def show(page: Page, sides: list[Side], folder: Path) -> None:
+def show(page: Page, sides: list[ReplaySide], folder: Path) -> None:
     write_replay(sides, folder / "replay.html", title="a & b", note="What is 2 < 3?", texts=TEXTS)
     page.goto((folder / "replay.html").as_uri())
 
@@ -69,7 +69,7 @@ def cells(page: Page, number: int, kind: str) -> list[int]:
     return page.eval_on_selector_all(query, "all => all.map((e) => Number(e.dataset.position))")
 
 
-def test_every_forward_is_drawn_as_the_trace_says(page: Page, sides: list[Side], tmp_path: Path) -> None:
+def test_every_forward_is_drawn_as_the_trace_says(page: Page, sides: list[ReplaySide], tmp_path: Path) -> None:
     show(page, sides, tmp_path)
     assert page.title() == "a & b"
     longest = max(len(s.frames) for s in sides)
@@ -102,7 +102,7 @@ def test_every_forward_is_drawn_as_the_trace_says(page: Page, sides: list[Side],
     assert page.is_disabled("#next") and page.inner_text("#play") == "Replay"
 
 
-def test_the_bubble_is_marked_in_the_timeline(page: Page, sides: list[Side], tmp_path: Path) -> None:
+def test_the_bubble_is_marked_in_the_timeline(page: Page, sides: list[ReplaySide], tmp_path: Path) -> None:
     show(page, sides, tmp_path)
     for number, of in enumerate(sides):
         marked = page.locator(f'[data-side="{number}"] .tick.bubble').count()
@@ -116,7 +116,7 @@ def test_the_bubble_is_marked_in_the_timeline(page: Page, sides: list[Side], tmp
     assert cells(page, 1, "new") != []
 
 
-def test_the_ways_to_move(page: Page, sides: list[Side], tmp_path: Path) -> None:
+def test_the_ways_to_move(page: Page, sides: list[ReplaySide], tmp_path: Path) -> None:
     show(page, sides, tmp_path)
     longest = len(sides[0].frames)
 
@@ -149,8 +149,8 @@ def test_the_ways_to_move(page: Page, sides: list[Side], tmp_path: Path) -> None
 
 def test_texts_are_text(page: Page, tmp_path: Path) -> None:
     texts = dict.fromkeys(range(40), EVIL)
-    (request,) = make_run(simulate(2).table(), name="x").requests
-    write_replay([make_side(request, name=EVIL)], tmp_path / "r.html", title=EVIL, note=EVIL, texts=texts)
+    (request,) = traced_run(simulate(2).table(), name="x").requests
+    write_replay([replay_side(request, name=EVIL)], tmp_path / "r.html", title=EVIL, note=EVIL, texts=texts)
     page.goto((tmp_path / "r.html").as_uri())
     page.keyboard.press("End")
     assert page.inner_text("h1") == page.inner_text("h2") == page.title() == EVIL
@@ -173,7 +173,9 @@ def test_edits_and_what_lies_behind_the_end(page: Page, tmp_path: Path) -> None:
     assert counter(page, 0, "tokens") == str(of.end - of.num_prompt)
 
 
-def test_it_is_readable_in_the_dark_and_on_a_small_screen(browser: Browser, sides: list[Side], tmp_path: Path) -> None:
+def test_it_is_readable_in_the_dark_and_on_a_small_screen(
+    browser: Browser, sides: list[ReplaySide], tmp_path: Path
+) -> None:
     write_replay(sides, tmp_path / "r.html", title="t")
     shades = []
     for scheme in ("light", "dark"):
