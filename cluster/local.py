@@ -15,11 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
+START_SECONDS = 300.0
+GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
+OBJECT_STORE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +36,12 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator[LocalCluster]:
+def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) -> Iterator[LocalCluster]:
     """A one-node cluster of `num_cpus` logical CPUs for as long as the block lasts; other clusters are left alone.
 
     Ray's ports other than the dashboard's listen on every interface, so the cluster asks for a token of its own, which
-    only this user can read. Raises `RuntimeError` with the end of Ray's log if the cluster does not come up in time.
+    only this user can read. Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes
+    no jobs within `start_seconds`. None of its processes outlives the block.
     """
     # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
     folder = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
@@ -54,6 +59,7 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            GCS_SECONDS: f"{start_seconds:.0f}",
             "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
             # A submitted job says `python`: it must be the one that runs here.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -61,10 +67,10 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator
         log=folder / "head.log",
     )
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-color=false"),
         *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
         *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
-        *(f"--num-cpus={num_cpus}", f"--object-store-memory={256 * 2**20}", f"--temp-dir={folder}"),
+        *(f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"),
     ]
     environment = {k: v for k, v in cluster.environment.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
     with cluster.log.open("w") as log:
@@ -79,21 +85,41 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = 90.0) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def connect(*, num_cpus: int = 4, worker_logs: bool = True) -> bool:
+def connect(*, num_cpus: int = 4, worker_logs: bool = True, start_seconds: float = START_SECONDS) -> bool:
     """Join the cluster at `RAY_ADDRESS` (set inside a submitted job); without it, start one that ends with us.
 
     `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
-    which is not so for a caller who was connected before.
+    which is not so for a caller who was connected before. Raises `RuntimeError`, one sentence, if no cluster answers.
     """
     if ray.is_initialized():
         return False
-    shown = {"logging_level": "info" if worker_logs else "warning", "log_to_driver": worker_logs}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**shown)
-    else:
-        os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
-        ray.init("local", num_cpus=num_cpus, object_store_memory=256 * 2**20, **shown)
+    log_settings = {"logging_level": "info" if worker_logs else "warning", "log_to_driver": worker_logs}
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        start_ray(start_seconds=start_seconds, num_cpus=num_cpus, **log_settings)
+        return True
+    try:
+        ray.init(**log_settings)
+    except ConnectionError as error:
+        raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
     return True
+
+
+def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
+    """Start a cluster that ends with this process, by `ray.init` with `settings`, and connect to it.
+
+    Raises `RuntimeError`, one sentence, if it does not start. Ray waits `start_seconds` for its first process, the
+    GCS, and for the node's own process half a minute, which cannot be set.
+    """
+    os.environ[GCS_SECONDS] = f"{start_seconds:.0f}"
+    os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
+    try:
+        ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
+    except ValueError:  # a wrong setting
+        raise
+    except Exception as error:  # Ray has no narrower type for a start that fails
+        ray.shutdown()
+        raise RuntimeError(f"no Ray cluster could be started on this machine: {_one_line(error)}") from error
 
 
 def free_ports(count: int) -> list[int]:
@@ -123,16 +149,20 @@ def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seco
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)
-    why = "did not answer in time" if head.poll() is None else f"ended with exit code {head.returncode}"
-    raise RuntimeError(f"the local Ray cluster {why}; its log ends:\n{cluster.log.read_text()[-2000:]}")
+    reason = f"took no job within {seconds:g} s" if head.poll() is None else f"ended with exit code {head.returncode}"
+    lines = [line.strip() for line in cluster.log.read_text().splitlines() if line.strip()]
+    raise RuntimeError(f"the local Ray cluster {reason}; its log ends: {lines[-1] if lines else '(it is empty)'}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _stop(head: subprocess.Popen[bytes]) -> None:
+    """End the head, and what is left of its process group, which holds nothing that it did not start."""
     head.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         head.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        # The head leads a process group of its own, so this reaches nothing that it did not start.
-        with suppress(ProcessLookupError):
-            os.killpg(head.pid, signal.SIGKILL)
-        head.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(head.pid, signal.SIGKILL)
+    head.wait()

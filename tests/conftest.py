@@ -124,25 +124,38 @@ def ray_cluster() -> Iterator[Any]:
     """The `ray` module, connected to a cluster of 8 logical CPUs with a dashboard, for the whole session."""
     import ray
 
-    from cluster.local import free_ports
-
     # Ray's socket paths must stay under 107 bytes, which pytest's own temporary folders do not leave room for.
     folder = tempfile.mkdtemp(prefix="rt-", dir="/tmp")
-    ray.init(
-        num_cpus=8,
-        num_gpus=0,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=free_ports(1)[0],
-        object_store_memory=256 * 2**20,
-        _temp_dir=folder,
-        log_to_driver=False,
-        logging_level="error",
-        namespace="tests",
-    )
-    yield ray
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        start_test_cluster(folder)
+        yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_test_cluster(folder: str) -> None:
+    """Start Ray, with one retry. A Ray that does not start ends the test run: one error, not one for each test."""
+    from cluster.local import free_ports, start_ray
+
+    for is_last in (False, True):
+        try:
+            start_ray(
+                num_cpus=8,
+                num_gpus=0,
+                include_dashboard=True,
+                dashboard_host="127.0.0.1",
+                dashboard_port=free_ports(1)[0],
+                _temp_dir=folder,
+                log_to_driver=False,
+                logging_level="error",
+                namespace="tests",
+            )
+        except RuntimeError as error:
+            if is_last:
+                pytest.exit(f"the test run's Ray cluster did not start, twice: {error}", returncode=1)
+        else:
+            return
 
 
 @pytest.fixture(scope="session")
