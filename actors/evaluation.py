@@ -1,144 +1,92 @@
-"""Evaluation's two stages over tables of samples: decode with an engine, then grade. Ray Data runs them as they are.
+"""A sweep on Ray Data: a pool of actors that decode, then tasks that grade, over tables of samples."""
 
-Every row keeps what it came with and gains columns; a request that fails keeps its row, with the reason in `error`.
-"""
-
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
+import ray
+import ray.data
 
+from cluster.placement import ClusterTooSmall, gpus_each
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
-from mbd_core.decoding.request import Output, Request
-from mbd_core.engine.engine import EngineConfig
-from mbd_core.evaluation.graders import Grade, grade
-from mbd_core.evaluation.tasks import Problem, find_task
-from mbd_core.multitf.data import chat_prompts
-from mbd_core.serving.load import LoadedModel, load_engine
-
-ASKED = pa.schema(
-    [("sample", pa.int64())]
-    + [(name, pa.string()) for name in ("model", "method", "task", "problem_id", "prompt", "reference")]
-    + [("entry_point", pa.string()), ("config", pa.string()), ("max_tokens", pa.int64()), ("seed", pa.int64())]
-)
-COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
-DECODED = pa.schema(
-    [*ASKED, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
-    + [pa.field(name, pa.int64()) for name in COUNTS]
-    + [pa.field("decode_seconds", pa.float64()), pa.field("error", pa.string())]
-)
-GRADED = pa.schema(
-    [*DECODED, pa.field("correct", pa.bool_())]
-    + [pa.field(name, pa.string()) for name in ("reason", "detail", "strict", "flexible")]
-    + [pa.field("strict_correct", pa.bool_()), pa.field("flexible_correct", pa.bool_())]
-)
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
+from mbd_core.evaluation.grade_stage import grade_table
+from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
+from mbd_core.evaluation.sweep_plan import Sweep
+from mbd_core.serving.load import load_engine
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a request has no output."""
-
-    error: str
-
-
-class Decode:
-    """Answers every row of a table with the engine of its model. An engine is loaded when first asked for and kept.
-
-    `models` maps the names in the rows to what `model_folder` takes. Rows of different configurations run together.
-    With `tensor_parallel` ranks one engine is kept at a time: a process belongs to one group.
-    """
+class DecodeActor:
+    """`DecodeStage` in an actor: `models` maps the names in the rows to what `model_folder` takes."""
 
     def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
-        self._models, self._engine, self._ranks = dict(models), engine, tensor_parallel
-        self._loaded: dict[str, LoadedModel] = {}
+        def load(name: str) -> DecodingModel:
+            loaded = load_engine(model_folder(models[name]), engine, tensor_parallel=tensor_parallel)
+            return DecodingModel(loaded.engine, loaded.tokenizer)
+
+        self._stage = DecodeStage(load)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        rows = table.to_pylist()
-        for name in dict.fromkeys(row["model"] for row in rows):
-            self._answer(name, [row for row in rows if row["model"] == name])
-        return pa.Table.from_pylist(rows, schema=DECODED)
-
-    def _answer(self, name: str, rows: list[dict[str, Any]]) -> None:
-        model = self._load(name)
-        prompts = chat_prompts(model.tokenizer, (row["prompt"] for row in rows))
-        requests = [
-            Request(
-                request_id=str(row["sample"]),
-                prompt=tuple(prompt),
-                max_tokens=row["max_tokens"],
-                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
-            )
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
-        outcomes = self._generate(name, requests)
-        for row in rows:
-            outcome = outcomes[str(row["sample"])]
-            if isinstance(outcome, Failure):
-                row["error"] = outcome.error
-            else:
-                text = model.tokenizer.decode(list(outcome.tokens))
-                row.update(asdict(outcome.counts), text=text, finish_reason=outcome.finish_reason)
-
-    def _load(self, name: str) -> LoadedModel:
-        if name not in self._loaded:
-            if self._ranks > 1:
-                self.close()
-            folder = model_folder(self._models[name])
-            self._loaded[name] = load_engine(folder, self._engine, tensor_parallel=self._ranks)
-        return self._loaded[name]
+        return self._stage(table)
 
     def close(self) -> None:
-        """Let go of all engines; they are loaded again when asked for."""
-        while self._loaded:
-            self._loaded.popitem()[1].close()
-
-    def _generate(self, name: str, requests: list[Request]) -> dict[str, Output | Failure]:
-        outcomes: dict[str, Output | Failure] = {}
-        servable = []
-        for request in requests:
-            try:
-                self._load(name).engine.validate(request)
-                servable.append(request)
-            except ValueError as error:
-                outcomes[request.request_id] = Failure(str(error))
-        return outcomes | self._run(name, servable)
-
-    def _run(self, name: str, requests: list[Request]) -> dict[str, Output | Failure]:
-        """All at once. Should that fail, each alone, so that the one at fault fails alone: any exception of the
-        engine is that request's result, and its engine, whose state is not known any more, is thrown away."""
-        if not requests:
-            return {}
-        try:
-            return {output.request_id: output for output in self._load(name).engine.generate(requests)}
-        except Exception as error:
-            self._loaded.pop(name).close()
-            if len(requests) == 1:
-                return {requests[0].request_id: Failure(f"{type(error).__name__}: {error}")}
-            outcomes: dict[str, Output | Failure] = {}
-            for request in requests:
-                outcomes |= self._run(name, [request])
-            return outcomes
+        self._stage.close()
 
 
-def grade_table(table: pa.Table) -> pa.Table:
-    """Grade every row. Equal texts to one problem are graded once: configurations often agree."""
-    rows = table.to_pylist()
-    known: dict[tuple[str, str, str], Grade] = {}
-    for row in rows:
-        if row["text"] is None:
-            row.update(correct=False, reason="undecoded")
-            continue
-        key = (row["task"], row["problem_id"], row["text"])
-        if key not in known:
-            problem = Problem(
-                problem_id=row["problem_id"],
-                prompt=row["prompt"],
-                reference=row["reference"],
-                entry_point=row["entry_point"],
-            )
-            known[key] = grade(find_task(row["task"]), problem, row["text"])
-        row.update(asdict(known[key]))
-    return pa.Table.from_pylist(rows, schema=GRADED)
+@dataclass(frozen=True, kw_only=True)
+class EnginePool:
+    """The engines that decode a sweep, and what each has of the connected cluster: CPUs (one a rank) and GPUs."""
+
+    engine: EngineConfig
+    num_engines: int
+    ranks: int
+    num_gpus: int
+    cluster_cpus: float
+
+
+def plan_pool(sweep: Sweep, *, num_engines: int) -> EnginePool:
+    """The pool for a sweep on the connected cluster, a GPU a rank if it has GPUs.
+
+    Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. Raises
+    `ClusterTooSmall` if not all engines find room, or if they leave no CPU for grading: Ray would wait forever.
+    """
+    ranks, cluster_cpus = sweep.tensor_parallel, ray.cluster_resources().get("CPU", 0.0)
+    needed = num_engines * ranks + 1
+    if cluster_cpus < needed:
+        each = "" if ranks == 1 else f" of {ranks} tensor-parallel ranks"
+        raise ClusterTooSmall(
+            f"--actors {num_engines}{each} needs a cluster of {needed} CPUs; this one has {cluster_cpus:g}"
+        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    num_gpus = gpus_each(nodes, processes=num_engines, ranks=ranks)
+    engine = sweep.engine
+    if num_gpus == 0:
+        engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / num_engines)
+    return EnginePool(
+        engine=engine, num_engines=num_engines, ranks=ranks, num_gpus=num_gpus, cluster_cpus=cluster_cpus
+    )
+
+
+def run_sweep(sweep: Sweep, pool: EnginePool) -> Iterator[pa.Table]:
+    """Decode and grade on the connected cluster; tables of graded samples as they come, in no particular order."""
+    ray.data.DataContext.get_current().enable_progress_bars = False  # `collect_samples` shows one for the whole sweep
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    samples = pa.Table.from_pylist(list(sweep.rows()), schema=PLANNED_COLUMNS)
+    rows_per_call = min(4 * pool.engine.max_rows, -(-len(samples) // pool.num_engines))
+    parts = [samples.slice(start, rows_per_call) for start in range(0, len(samples), rows_per_call)]
+    graded = (
+        ray.data.from_arrow(parts)
+        .map_batches(
+            DecodeActor,
+            fn_constructor_kwargs={"models": sweep.models, "engine": pool.engine, "tensor_parallel": pool.ranks},
+            batch_size=rows_per_call,
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=pool.num_engines),
+            num_cpus=pool.ranks,
+            num_gpus=pool.num_gpus,
+        )
+        .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
+    )
+    yield from graded.iter_batches(batch_size=None, batch_format="pyarrow")

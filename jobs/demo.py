@@ -1,10 +1,5 @@
-"""All of it on this machine: train a little, sweep the shipped models, serve one and ask it (`make demo`).
+"""All of it on this machine (`make demo`): a short training job, a sweep, the endpoint, and a question to it."""
 
-Starts a local Ray cluster, posts a short MultiTF job and a sweep to it as anybody would (`ray job submit`), starts the
-endpoint on it, asks one question over HTTP, prints the table, and stops all it started.
-"""
-
-import argparse
 import json
 import shlex
 import subprocess
@@ -15,33 +10,82 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import typer
 
 from cluster.local import LocalCluster, free_ports, local_cluster
+from jobs.command_line import DATA, MODEL, OUTPUT, command
+from mbd_core.checkpoint.saving import MODEL_KIND
+from mbd_core.evaluation.sweep_folder import check_sweep_folder
+from mbd_core.files import check_target_folder
 from mbd_core.tasks import gsm_mini
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_SECONDS = 180.0
 
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "demo", help="where results go")
-    parser.add_argument("--steps", type=int, default=30, help="training steps of the short job (default: 30)")
-    parser.add_argument("--limit", type=int, default=100, help="problems a task in the sweep (default: 100)")
-    return parser.parse_args(argv)
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for all results.", rich_help_panel=OUTPUT)]
+Steps = Annotated[int, typer.Option(min=1, help="Updates of the short training job.", rich_help_panel=MODEL)]
+Limit = Annotated[int, typer.Option(min=1, help="Problems a task in the sweep.", rich_help_panel=DATA)]
 
 
-def say(text: str) -> None:
+def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 100) -> None:
+    """All of it on this machine: train a little, sweep the shipped models, serve one and ask it a question.
+
+    It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint
+    on it, asks one question over HTTP, prints the sweep's report, and stops everything that it started. A model and a
+    sweep that an earlier demo left in --out are replaced.
+    """
+    out, started = out.resolve(), time.perf_counter()
+    check_target_folder(out / "trained", MODEL_KIND, overwrite=True)
+    check_sweep_folder(out / "sweep", overwrite=True)
+    print_step("1/4  a local Ray cluster")
+    with local_cluster() as cluster:
+        print(f"dashboard at {cluster.dashboard_url} while this runs")
+        print_step("2/4  a short MultiTF post-training job")
+        train(cluster, out, steps=steps)
+        print_step("3/4  the two shipped models, swept on both tasks")
+        sweep(cluster, out, limit=limit)
+        print_step("4/4  the endpoint, asked one question")
+        question = next(gsm_mini.generate(split="test", seed=0))["question"]
+        with endpoint(cluster, "tiny-mbd") as url:
+            ask(url, "tiny-mbd", question)
+    print_step(f"done in {(time.perf_counter() - started) / 60:.1f} minutes; the cluster is stopped")
+    print((out / "sweep" / "report.md").read_text())
+    print(f"trained model: {out / 'trained'}")
+    print(f"report: {out / 'sweep' / 'report.md'}, with report.json, plot.png and samples/ beside it")
+
+
+def train(cluster: LocalCluster, out: Path, *, steps: int) -> None:
+    """A run of its own in `runs`, whose model replaces the earlier one in `trained`."""
+    submit(
+        cluster,
+        *("python", "jobs/train_multitf.py", "--recipe", "tiny-mbd", "--steps", str(steps)),
+        *("--storage", str(out / "runs"), "--run-name", f"demo-{time.strftime('%Y%m%d-%H%M%S')}"),
+        *("--out", str(out / "trained"), "--overwrite"),
+    )
+
+
+def sweep(cluster: LocalCluster, out: Path, *, limit: int) -> None:
+    submit(
+        cluster,
+        *("python", "jobs/eval_sweep.py", "--models", "tiny-bd,tiny-mbd", "--tasks", "gsm-mini,code-mini"),
+        *("--grid", "tau_m2t=0.7,0.9;buffer_size=4", "--limit", str(limit)),
+        *("--out", str(out / "sweep"), "--overwrite"),
+    )
+
+
+def print_step(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def submit(cluster: LocalCluster, *command: str) -> None:
-    """Run a job on the cluster, its log shown as it comes; raises `CalledProcessError` if it fails."""
-    job = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", *command]
-    print(f"$ ray job submit --working-dir . -- {shlex.join(command)}", flush=True)
-    subprocess.run(job, cwd=ROOT, env=cluster.environment, check=True)
+def submit(cluster: LocalCluster, *arguments: str) -> None:
+    """Run a job on the cluster and show its log as it comes; raises `RuntimeError` if it fails."""
+    print(f"$ ray job submit --working-dir . -- {shlex.join(arguments)}", flush=True)
+    job = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", *arguments]
+    code = subprocess.run(job, cwd=ROOT, env=cluster.environment, check=False).returncode
+    if code:
+        raise RuntimeError(f"{arguments[1]} ended with exit code {code}; its log is above")
 
 
 @contextmanager
@@ -63,6 +107,7 @@ def endpoint(cluster: LocalCluster, model: str) -> Iterator[str]:
 
 
 def wait_until_healthy(child: "subprocess.Popen[bytes]", url: str, *, deadline: float) -> None:
+    """Return once `/health` answers; `RuntimeError` if the endpoint ends or the deadline passes before."""
     while time.monotonic() < deadline:
         if child.poll() is not None:
             raise RuntimeError(f"the endpoint ended with exit code {child.returncode}; its message is above")
@@ -88,30 +133,7 @@ def ask(url: str, model: str, question: str) -> None:
     print(f"usage: {answer['usage']}\nmbd:   {answer['mbd']}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    out, started = args.out.resolve(), time.perf_counter()
-    say("1/4  a local Ray cluster")
-    with local_cluster() as cluster:
-        print(f"dashboard at {cluster.dashboard_url} while this runs")
-        say("2/4  a short MultiTF post-training job")
-        train = ["python", "jobs/train_multitf.py", "--recipe", "tiny-mbd", "--steps", str(args.steps)]
-        run = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-        submit(cluster, *train, "--storage", str(out / "runs"), "--run-name", run, "--out", str(out / "trained"))
-        say("3/4  the two shipped models, swept on both tasks")
-        sweep = ["python", "jobs/eval_sweep.py", "--models", "tiny-bd,tiny-mbd", "--tasks", "gsm-mini,code-mini"]
-        grid = ["--grid", "tau_m2t=0.7,0.9;buffer_size=4", "--limit", str(args.limit), "--overwrite"]
-        submit(cluster, *sweep, *grid, "--out", str(out / "sweep"))
-        say("4/4  the endpoint, asked one question")
-        question = next(gsm_mini.generate(split="test", seed=0))["question"]
-        with endpoint(cluster, "tiny-mbd") as url:
-            ask(url, "tiny-mbd", question)
-    say(f"done in {(time.perf_counter() - started) / 60:.1f} minutes; the cluster is stopped")
-    print((out / "sweep" / "report.md").read_text())
-    print(f"trained model: {out / 'trained'}")
-    print(f"report: {out / 'sweep' / 'report.md'}, with report.json, plot.png and samples/ beside it")
-    return 0
-
+main = command(run)
 
 if __name__ == "__main__":
     sys.exit(main())

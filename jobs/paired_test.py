@@ -1,67 +1,43 @@
-"""Two models on the same problems: how often only one of them is right, and the sign test on that.
+"""Two models on the same problems: how often only one of them is right, and the sign test on that."""
 
-    python jobs/paired_test.py --first tiny-mbd out/seed-0 --second tiny-tf out/tf-0 \\
-        --task gsm-mini --tau 0.9 --buffer 4
-
-Each side is a model's name and the --out folders of sweeps that hold it; the folders are matched by seed and problem.
-"""
-
-import argparse
-import json
-import math
 import sys
 from pathlib import Path
+from typing import Annotated
 
-import pyarrow.parquet as pq
+import typer
 
-Answers = dict[tuple[int, str], bool]
-
-
-def load_answers(side: list[str], *, task: str, tau: float, buffer: int) -> Answers:
-    """Whether each (seed, problem) was right for one model and one configuration."""
-    model, *folders = side
-    answers: Answers = {}
-    for folder in folders:
-        for path in sorted(Path(folder, "samples").glob("*.parquet")):
-            for row in pq.read_table(path).to_pylist():
-                config = json.loads(row["config"])
-                setting = (row["model"], row["task"], config["tau_m2t"], config["buffer_size"])
-                if setting == (model, task, tau, buffer):
-                    answers[row["seed"], row["problem_id"]] = row["correct"]
-    if not answers:
-        raise ValueError(f"no samples of {model} on {task} at tau_m2t={tau}, buffer_size={buffer} in {folders}")
-    return answers
+from jobs.command_line import DATA, DECODING, MODEL, command
+from mbd_core.evaluation.paired_answers import load_answers, pair_answers
 
 
-def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p-value of `wins` against `losses` under a fair coin."""
-    n = wins + losses
-    tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
-    return min(1.0, 2 * tail)
+def run(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="--out folders of the sweeps of both models.", rich_help_panel=DATA),
+    ],
+    first: Annotated[str, typer.Option(help="A model's name in the sweeps.", rich_help_panel=MODEL)],
+    second: Annotated[str, typer.Option(help="The other model's name.", rich_help_panel=MODEL)],
+    task: Annotated[str, typer.Option(help="The task.", rich_help_panel=DATA)],
+    tau_m2t: Annotated[float, typer.Option(help="The configuration's threshold.", rich_help_panel=DECODING)],
+    buffer_size: Annotated[int, typer.Option(help="The configuration's slots.", rich_help_panel=DECODING)],
+) -> None:
+    """Two models on the same problems: how often only one of them is right, and the sign test on that.
+
+    python jobs/paired_test.py --first tiny-mbd --second tiny-tf --task gsm-mini --tau-m2t 0.9 --buffer-size 4
+    out/seed-0 out/seed-1 out/tf-0 out/tf-1
+
+    The answers are matched by seed and problem, so both models are swept with the same seeds.
+    """
+    sides = (
+        load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)
+        for model in (first, second)
+    )
+    pairs = pair_answers(*sides)
+    print(f"{pairs.num_problems} problems; only {first} right: {pairs.first_only}, only {second}: {pairs.second_only}")
+    print(f"sign test, two-sided: p = {pairs.p_value:.3f}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("--first", "--second"):
-        parser.add_argument(name, nargs="+", required=True, metavar="MODEL DIR", help="a model and its sweeps")
-    parser.add_argument("--task", required=True)
-    parser.add_argument("--tau", type=float, required=True, help="tau_m2t")
-    parser.add_argument("--buffer", type=int, required=True, help="buffer_size")
-    args = parser.parse_args(argv)
-    try:
-        first, second = (
-            load_answers(side, task=args.task, tau=args.tau, buffer=args.buffer) for side in (args.first, args.second)
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    if first.keys() != second.keys():
-        parser.error(f"the two sides hold different problems ({len(first)} and {len(second)}); sweep the same seeds")
-    wins = sum(first[k] and not second[k] for k in first)
-    losses = sum(second[k] and not first[k] for k in first)
-    print(f"{len(first)} problems; only {args.first[0]} right: {wins}, only {args.second[0]} right: {losses}")
-    print(f"sign test, two-sided: p = {sign_test(wins, losses):.3f}")
-    return 0
-
+main = command(run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-Point = tuple[float, float]
+AupPoint = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,19 +17,21 @@ class WeightedAup:
     """d3LLM's AUP, the points it was computed from and those left out for losing too much accuracy."""
 
     value: float
-    points: tuple[Point, ...]
-    dropped: tuple[Point, ...]
+    points: tuple[AupPoint, ...]
+    dropped: tuple[AupPoint, ...]
     y_max: float
     alpha: float
 
 
-def aup_eq41(points: Iterable[Point]) -> float:
+def aup_eq41(points: Iterable[AupPoint]) -> float:
     """The area of the trapezoids between neighbouring points sorted by TPF (MBD-LMs paper Eq. 4.1)."""
     kept = _sorted(points)
     return sum((y0 + y1) / 2 * (p1 - p0) for (p0, y0), (p1, y1) in pairwise(kept))
 
 
-def aup_d3llm(points: Iterable[Point], *, y_max: float, alpha: float = 3.0, y_min_offset: float = 5.0) -> WeightedAup:
+def aup_d3llm(
+    points: Iterable[AupPoint], *, y_max: float, alpha: float = 3.0, y_min_offset: float = 5.0
+) -> WeightedAup:
     """d3LLM's AUP: the rectangle up to the first point, then trapezoids of accuracies weighted by W.
 
     `W(y) = min(exp(-alpha * (1 - y / y_max)), 1)`, `y_max` the best accuracy of any method on the task. Points more
@@ -58,7 +60,7 @@ def aup_d3llm(points: Iterable[Point], *, y_max: float, alpha: float = 3.0, y_mi
     )
 
 
-def _sorted(points: Iterable[Point]) -> list[Point]:
+def _sorted(points: Iterable[AupPoint]) -> list[AupPoint]:
     """By TPF; of two with the same TPF the more accurate first, so that the order given does not matter."""
     ordered = sorted(((float(p), float(y)) for p, y in points), key=lambda point: (point[0], -point[1]))
     if not ordered:

@@ -1,14 +1,15 @@
-"""Rates computed of raw counts: accuracy, TPF, TPS and NFE over the samples of one configuration."""
+"""Rates computed from raw counts: accuracy, TPF, TPS and NFE over the samples of one configuration."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mbd_core.decoding.request import Counts
+from mbd_core.evaluation.statistics import mean_and_stderr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class GradedSample:
     """One graded request. `counts` is `None` if decoding failed, which is an error and a wrong answer."""
 
     correct: bool
@@ -48,7 +49,7 @@ class Summary:
     decode_seconds: float
 
 
-def summarize(samples: Sequence[Sample]) -> Summary:
+def summarize(samples: Sequence[GradedSample]) -> Summary:
     """Sum up one configuration's samples; `ValueError` without any. A rate without a denominator is 0."""
     if not samples:
         raise ValueError("nothing to summarise: no samples")
@@ -58,7 +59,7 @@ def summarize(samples: Sequence[Sample]) -> Summary:
     tokens = sum(c.num_tokens for c in counts)
     forwards = sum(c.num_forwards for c in counts)
     seconds = sum(c.decode_seconds for c in counts)
-    tpf, tpf_stderr = _mean_and_stderr([c.tpf for c in counts])
+    tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
     return Summary(
         n=n,
         errors=n - len(counts),
@@ -77,16 +78,6 @@ def summarize(samples: Sequence[Sample]) -> Summary:
         num_prefill_forwards=sum(c.num_prefill_forwards for c in counts),
         decode_seconds=seconds,
     )
-
-
-def _mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    if not values:
-        return 0.0, 0.0
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, 0.0
-    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
 
 
 def _percent(flags: Sequence[bool | None]) -> float | None:

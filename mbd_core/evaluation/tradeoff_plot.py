@@ -6,10 +6,10 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mbd_core.evaluation.sweep_report import Row
+from mbd_core.evaluation.sweep_report import ReportRow
 
 
-def draw_plot(rows: Sequence[Row], path: Path, *, labels: Mapping[str, str]) -> None:
+def draw_plot(rows: Sequence[ReportRow], path: Path, *, labels: Mapping[str, str]) -> None:
     """Write the plot as PNG; `labels` maps task names to panel titles, in panel order."""
     figure = Figure(figsize=(5.0 * len(labels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -17,13 +17,13 @@ def draw_plot(rows: Sequence[Row], path: Path, *, labels: Mapping[str, str]) -> 
     curves = list(dict.fromkeys((row.key.model, row.key.method) for row in rows))
     for panel, (task, label) in zip(panels, labels.items(), strict=True):
         for number, (model, method) in enumerate(curves):
-            of = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
-            of.sort(key=lambda s: s.tpf)
+            curve = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
+            curve.sort(key=lambda s: s.tpf)
             panel.errorbar(
-                [s.tpf for s in of],
-                [s.accuracy for s in of],
-                xerr=[s.tpf_stderr for s in of],
-                yerr=[s.accuracy_stderr for s in of],
+                [s.tpf for s in curve],
+                [s.accuracy for s in curve],
+                xerr=[s.tpf_stderr for s in curve],
+                yerr=[s.accuracy_stderr for s in curve],
                 marker="osD^vP*X"[number % 8],
                 color=f"C{number % 10}",
                 capsize=2,

@@ -114,21 +114,21 @@ def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
 
 
 def checks(stages: Sequence[Stage], key: str) -> list[tuple[list[int], Any]]:
-    """At least 6 inputs with their results, chosen until they tell every wrong pipeline from the right one.
+    """At least 6 inputs with their results, chosen until each wrong pipeline differs from the right one on some.
 
-    200 inputs are tried at most: a wrong pipeline may be no different (multiples of 2, then of 3, in either order).
+    At most 200 inputs are tried: a wrong pipeline may never differ (multiples of 2, then of 3, in either order).
     """
     rng = random.Random(key)
-    steps, left = [s.apply for s in stages], wrong_pipelines(stages)
+    steps, undetected = [s.apply for s in stages], wrong_pipelines(stages)
     chosen: list[tuple[list[int], Any]] = []
     for _ in range(200):
         xs = [rng.randint(-9, 20) for _ in range(rng.randint(4, 12))]
         value = run(steps, xs)
-        still = [w for w in left if run(w, xs) == value]
-        if len(still) < len(left) or len(chosen) < 6:
+        still_undetected = [wrong for wrong in undetected if run(wrong, xs) == value]
+        if len(still_undetected) < len(undetected) or len(chosen) < 6:
             chosen.append((xs, value))
-        left = still
-        if not left and len(chosen) >= 6:
+        undetected = still_undetected
+        if not undetected and len(chosen) >= 6:
             break
     return chosen
 

@@ -19,12 +19,12 @@ MAX_COUNT = 99
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One change of the running count: the sentence that tells it and the sentence that works it out."""
+    """One change of the running count: its sentence in the question, and its working in the answer."""
 
     verb: str
     numbers: tuple[int, ...]
-    told: str
-    worked: str
+    sentence: str
+    working: str
     result: int
 
 
@@ -37,8 +37,8 @@ def _gain(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
     return Step(
         verb=verb,
         numbers=(n,),
-        told=f"{name} {verb} {n} more {thing}.",
-        worked=f"{name} {verb} {n}, so there are {count} + {n} = {count + n} {thing}.",
+        sentence=f"{name} {verb} {n} more {thing}.",
+        working=f"{name} {verb} {n}, so there are {count} + {n} = {count + n} {thing}.",
         result=count + n,
     )
 
@@ -51,8 +51,8 @@ def _loss(rng: random.Random, count: int, name: str, thing: str) -> Step | None:
     return Step(
         verb=verb,
         numbers=(n,),
-        told=f"{name} {verb} {n} {thing}.",
-        worked=f"{name} {verb} {n}, so there are {count} - {n} = {count - n} {thing}.",
+        sentence=f"{name} {verb} {n} {thing}.",
+        working=f"{name} {verb} {n}, so there are {count} - {n} = {count - n} {thing}.",
         result=count - n,
     )
 
@@ -66,8 +66,8 @@ def _packs(rng: random.Random, count: int, name: str, thing: str) -> Step | None
     return Step(
         verb=box,
         numbers=(n, each),
-        told=f"{name} buys {n} {box} with {each} {thing} each.",
-        worked=f"The {box} hold {n} * {each} = {total}, so there are {count} + {total} = {count + total} {thing}.",
+        sentence=f"{name} buys {n} {box} with {each} {thing} each.",
+        working=f"The {box} hold {n} * {each} = {total}, so there are {count} + {total} = {count + total} {thing}.",
         result=count + total,
     )
 
@@ -78,8 +78,8 @@ def _double(rng: random.Random, count: int, name: str, thing: str) -> Step | Non
     return Step(
         verb="doubles",
         numbers=(),
-        told=f"{name} doubles the number of {thing}.",
-        worked=f"{name} doubles them, so there are {count} * 2 = {count * 2} {thing}.",
+        sentence=f"{name} doubles the number of {thing}.",
+        working=f"{name} doubles them, so there are {count} * 2 = {count * 2} {thing}.",
         result=count * 2,
     )
 
@@ -91,17 +91,17 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     start = count = rng.randint(3, 40)
     steps: list[Step] = []
-    wanted = rng.randint(2, 3)
-    while len(steps) < wanted:
+    num_steps = rng.randint(2, 3)
+    while len(steps) < num_steps:
         step = rng.choice(STEPS)(rng, count, name, thing)
         if step is not None:
             steps.append(step)
             count = step.result
     key = f"gsm {start} " + " ".join(f"{s.verb}{s.numbers}" for s in steps)
     question = " ".join(
-        [f"{name} has {start} {thing}."] + [s.told for s in steps] + [f"How many {thing} does {name} have now?"]
+        [f"{name} has {start} {thing}."] + [s.sentence for s in steps] + [f"How many {thing} does {name} have now?"]
     )
-    answer = "\n".join([s.worked for s in steps] + [f"#### {count}"])
+    answer = "\n".join([s.working for s in steps] + [f"#### {count}"])
     return key, {"question": question, "answer": answer}
 
 

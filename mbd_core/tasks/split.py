@@ -1,4 +1,4 @@
-"""Train and test halves of a generated task, told apart by what a problem asks rather than by when it was drawn."""
+"""Train, valid and test splits of a generated task, by what a problem asks rather than by when it is drawn."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ def distinct(draw: Callable[[], tuple[str, P]], split: Split) -> Iterator[tuple[
 
     Ends when 10,000 draws in a row bring nothing new.
     """
-    seen: set[str] = set()
+    keys: set[str] = set()
     misses = 0
     while misses < 10_000:
         key, problem = draw()
-        if key in seen or split_of(key) != split:
+        if key in keys or split_of(key) != split:
             misses += 1
             continue
         misses = 0
-        yield len(seen), key, problem
-        seen.add(key)
+        yield len(keys), key, problem
+        keys.add(key)

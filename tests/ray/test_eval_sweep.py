@@ -6,60 +6,29 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from planned_samples import planned_samples
 
-from actors.evaluation import ASKED, COUNTS, Decode, grade_table
+from actors.evaluation import DecodeActor, plan_pool
+from cluster.placement import ClusterTooSmall
 from jobs.eval_sweep import main
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
-from mbd_core.decoding.request import Output, Request
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.grade_stage import grade_table
+from mbd_core.evaluation.sweep_folder import read_samples
+from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
 
 
-def asked(folder: Path, *, prompts: list[str], buffer_sizes: list[int]) -> pa.Table:
-    """A table of every prompt under every buffer size, for the model in `folder`."""
-    rows = [
-        {
-            "model": folder.name,
-            "method": "m",
-            "task": "gsm-mini",
-            "problem_id": f"p{number}",
-            "prompt": prompt,
-            "reference": "4",
-            "entry_point": "",
-            "config": json.dumps({"block_size": 4, "buffer_size": size, "tau_m2t": 0.05}),
-            "max_tokens": 12,
-            "seed": 0,
-        }
-        for number, prompt in enumerate(prompts)
-        for size in buffer_sizes
-    ]
-    return pa.Table.from_pylist([{"sample": i, **row} for i, row in enumerate(rows)], schema=ASKED)
-
-
-def decoder(folder: Path) -> Decode:
-    return Decode({folder.name: str(folder)}, EngineConfig(max_rows=4, buffer_size=4))
-
-
-def test_configurations_mixed_in_a_batch_decode_as_each_alone(tiny_model_dir: Path) -> None:
-    table = asked(tiny_model_dir, prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 2, 4])
-    together = decoder(tiny_model_dir)(table).to_pylist()
-    one_at_a_time = decoder(tiny_model_dir)
-    for number, row in enumerate(together):
-        (alone,) = one_at_a_time(table.slice(number, 1)).to_pylist()
-        assert alone["text"] == row["text"]
-        assert [alone[name] for name in COUNTS] == [row[name] for name in COUNTS]
-    assert len({row["num_forwards"] for row in together}) > 1, "the configurations should differ in forwards"
+def decoder(folder: Path, *names: str, tensor_parallel: int = 1) -> DecodeActor:
+    models = dict.fromkeys(names or (folder.name,), str(folder))
+    return DecodeActor(models, EngineConfig(max_rows=4, num_pages=128), tensor_parallel=tensor_parallel)
 
 
 def test_two_ranks_decode_as_one_and_hold_one_model_at_a_time(tiny_model_dir: Path) -> None:
-    table = asked(tiny_model_dir, prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 4])
-    names = pa.array(["a", "b"] * 2)
-    table = table.set_column(table.schema.get_field_index("model"), "model", names)
-    models = dict.fromkeys(("a", "b"), str(tiny_model_dir))
-    one = Decode(models, EngineConfig(max_rows=4))(table).to_pylist()
-    parallel = Decode(models, EngineConfig(max_rows=4), tensor_parallel=2)
+    table = planned_samples(["a", "b"], prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 4])
+    one = decoder(tiny_model_dir, "a", "b")(table).to_pylist()
+    parallel = decoder(tiny_model_dir, "a", "b", tensor_parallel=2)
     two = parallel(table).to_pylist()
     parallel.close()
     for alone, cut in zip(one, two, strict=True):
@@ -68,30 +37,12 @@ def test_two_ranks_decode_as_one_and_hold_one_model_at_a_time(tiny_model_dir: Pa
 
 
 def test_a_request_that_cannot_be_served_keeps_its_row(tiny_model_dir: Path) -> None:
-    table = asked(tiny_model_dir, prompts=["How many?", "word " * 600], buffer_sizes=[1])
+    table = planned_samples([tiny_model_dir.name], prompts=["How many?", "word " * 600])
     short, overlong = grade_table(decoder(tiny_model_dir)(table)).to_pylist()
     assert short["error"] is None
     assert short["num_forwards"] > 0
     assert "exceed the model's 512 positions" in overlong["error"]
     assert (overlong["correct"], overlong["reason"], overlong["text"]) == (False, "undecoded", None)
-
-
-def test_an_engine_s_failure_is_the_row_s_that_caused_it(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = Engine.generate
-
-    def failing(self: Engine, requests: list[Request]) -> list[Output]:
-        if any(request.request_id == "1" for request in requests):
-            raise RuntimeError("broken on purpose")
-        return generate(self, requests)
-
-    table = asked(tiny_model_dir, prompts=["a", "b", "c"], buffer_sizes=[2])
-    undisturbed = [row["text"] for row in decoder(tiny_model_dir)(table).to_pylist()]
-    monkeypatch.setattr(Engine, "generate", failing)
-    rows = decoder(tiny_model_dir)(table).to_pylist()
-    assert [row["error"] for row in rows] == [None, "RuntimeError: broken on purpose", None]
-    assert [rows[0]["text"], rows[2]["text"]] == [undisturbed[0], undisturbed[2]]
 
 
 def test_a_sweep_accounts_for_every_sample(
@@ -106,7 +57,8 @@ def test_a_sweep_accounts_for_every_sample(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     command = ["--models", f"{tmp_path / 'random-bd'},{tmp_path / 'random-mbd'}", "--tasks", "gsm8k,code-mini"]
-    command += ["--data", f"gsm8k={data}", "--limit", "2", "--max-tokens", "12", "--batch", "4", "--seed", "5"]
+    command += ["--data", f"gsm8k={data}", "--limit", "2", "--max-tokens", "12", "--max-rows", "4", "--seed", "5"]
+    command += ["--num-pages", "256", "--kv-memory-fraction", "0.5"]
     command += ["--methods", "single,multi,edit,dmax", "--method", 'edit={"t2t": {"max_edits": 2}, "buffer_size": 1}']
     command += ["--grid", "tau_m2t=0.0,0.9;buffer_size=2;t2t.tau=0.2", "--out", str(out)]
 
@@ -152,13 +104,47 @@ def test_a_sweep_accounts_for_every_sample(
     assert len(report["aup"]) == 16
     assert all(len(aup["points"]) == 2 for aup in report["aup"])
     assert report["settings"]["tasks"]["gsm8k"]["n"] == 2
+    engine = report["settings"]["engine"]
+    assert (engine["max_rows"], engine["num_pages"], engine["kv_memory_fraction"]) == (4, 256, 0.5)
     text = (out / "report.md").read_text()
     assert "| MBD |" in text and "| random-bd | edit | GSM8K | tau_m2t=0.9 |" in text
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(out.rglob("*.part"))
+    assert not list(out.rglob("*.partial*"))
 
     assert main(command) == 2, "a finished report is not overwritten"
     assert json.loads((out / "report.json").read_text()) == report
+
+
+def test_overwrite_replaces_a_sweep_and_no_file_of_the_user_s(
+    ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
+    command += ["--out", str(out)]
+    assert main([*command, "--limit", "3"]) == 0
+    assert main([*command, "--limit", "1"]) == 2
+    assert "holds a sweep; give another folder, or --overwrite" in capsys.readouterr().err
+    assert len(list(read_samples(out))) == 3
+    assert main([*command, "--limit", "1", "--overwrite"]) == 0
+    assert len(list(read_samples(out))) == 1
+
+    (out / "samples" / "notes.txt").write_text("precious")
+    assert main([*command, "--limit", "2", "--overwrite"]) == 2
+    assert "samples/notes.txt in it was not written by this project" in capsys.readouterr().err
+    assert (out / "samples" / "notes.txt").read_text() == "precious"
+    assert len(list(read_samples(out))) == 1
+
+
+def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:
+    """The tests' cluster has 8 CPUs and no GPU."""
+    options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=1, tensor_parallel=2)
+    sweep = plan_sweep(options)
+    assert plan_pool(sweep, num_engines=1).engine == sweep.engine
+    pool = plan_pool(sweep, num_engines=3)
+    assert pool.engine.kv_memory_fraction == pytest.approx(sweep.engine.kv_memory_fraction / 3)
+    assert (pool.num_engines, pool.ranks, pool.num_gpus, pool.cluster_cpus) == (3, 2, 0, 8)
+    with pytest.raises(ClusterTooSmall, match=r"--actors 4 of 2 tensor-parallel ranks needs a cluster of 9 CPUs"):
+        plan_pool(sweep, num_engines=4)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +162,11 @@ def test_a_sweep_accounts_for_every_sample(
         ({"--tasks": "gsm8k"}, "task 'gsm8k' needs a JSON-lines file"),
         ({"--data": "gsm8k=rows.jsonl"}, "the task 'gsm8k' is not among --tasks"),
         ({"--data": "rows.jsonl"}, "takes no data file"),
-        ({"--limit": "0"}, "limit=0"),
-        ({"--max-tokens": "0"}, "--max-tokens 0"),
-        ({"--batch": "0"}, "max_rows=0"),
+        ({"--limit": "0"}, "Invalid value for '--limit'"),
+        ({"--max-tokens": "0"}, "Invalid value for '--max-tokens'"),
+        ({"--max-rows": "0"}, "Invalid value for '--max-rows'"),
+        ({"--num-pages": "0"}, "Invalid value for '--num-pages'"),
+        ({"--kv-memory-fraction": "1.5"}, "kv_memory_fraction=1.5 must be a share of the memory"),
         ({"--tasks": ","}, "--tasks names nothing"),
     ],
 )

@@ -1,0 +1,56 @@
+"""gsm-mini test problems whose arithmetic chain occurs in training, and the accuracy with and without them.
+
+A chain is all of an answer's equations in order, whatever the words around them.
+"""
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from mbd_core.evaluation.sweep_folder import read_report, read_samples
+from mbd_core.tasks import gsm_mini
+
+Chain = tuple[str, ...]
+
+EQUATION = re.compile(r"\d+ [-+*] \d+ = \d+")
+
+
+def chain(answer: str) -> Chain:
+    """The equations of a worked answer."""
+    return tuple(EQUATION.findall(answer))
+
+
+def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
+    """The chains of all training problems, drawn again: `streams` are (seed, number of problems)."""
+    return {
+        chain(row["answer"])
+        for seed, num_problems in streams
+        for row in itertools.islice(gsm_mini.generate(split="train", seed=seed), num_problems)
+    }
+
+
+def overlap_table(folders: Sequence[Path], trained: Collection[Chain]) -> str:
+    """Accuracy by model, method, threshold and whether the chain is in `trained`, as Markdown.
+
+    `folders` are sweeps on gsm-mini's test split, whose problems are drawn again.
+    """
+    correct: dict[tuple[str, str, float, bool], list[bool]] = defaultdict(list)
+    for folder in folders:
+        settings = read_report(folder)["settings"]
+        problems = itertools.islice(
+            gsm_mini.generate(split="test", seed=settings["seed"]), settings["tasks"]["gsm-mini"]["n"]
+        )
+        in_training = {row["question"]: chain(row["answer"]) in trained for row in problems}
+        for row in read_samples(folder):
+            if row["task"] == "gsm-mini":
+                tau_m2t = json.loads(row["config"])["tau_m2t"]
+                correct[row["model"], row["method"], tau_m2t, in_training[row["prompt"]]].append(row["correct"])
+    lines = ["| model | method | tau_m2t | chain | n | Acc (%) |", "|---|---|---|---|---|---|"]
+    for (model, method, tau_m2t, trained_on), values in sorted(correct.items()):
+        name = "in training" if trained_on else "unseen"
+        accuracy = 100 * sum(values) / len(values)
+        lines.append(f"| {model} | {method} | {tau_m2t} | {name} | {len(values)} | {accuracy:.2f} |")
+    return "\n".join(lines)

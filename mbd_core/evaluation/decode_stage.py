@@ -1,0 +1,124 @@
+"""The first stage of a sweep: every row of a table is decoded by the engine of its model."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import chat_prompts, decode_text, question
+from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
+from mbd_core.decoding.request import Output, Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.sample_tables import DECODED_COLUMNS
+
+
+@dataclass(frozen=True)
+class DecodingModel:
+    """An engine, and the tokenizer of its model."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no output."""
+
+    error: str
+
+
+class DecodeStage:
+    """Decodes tables of samples. Rows with different decoding configurations run together.
+
+    `load` returns the model of a name in the rows. One engine is in memory at a time: it is closed and dropped before
+    the next model is loaded, and before it is loaded again after a failure.
+    """
+
+    def __init__(self, load: Callable[[str], DecodingModel]) -> None:
+        self._load = load
+        self._loaded: tuple[str, DecodingModel] | None = None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The table (`PLANNED_COLUMNS`) with its texts and counts (`DECODED_COLUMNS`)."""
+        rows = table.to_pylist()
+        for name in dict.fromkeys(row["model"] for row in rows):
+            self._decode(name, [row for row in rows if row["model"] == name])
+        return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
+
+    def close(self) -> None:
+        """Close and drop the engine; it is loaded again when it is needed."""
+        if self._loaded is not None:
+            (_, model), self._loaded = self._loaded, None
+            model.engine.close()
+
+    def _model(self, name: str) -> DecodingModel:
+        """The model of that name. The caller must not keep its engine while another may be loaded."""
+        if self._loaded is None or self._loaded[0] != name:
+            self.close()
+            self._loaded = (name, self._load(name))
+        return self._loaded[1]
+
+    def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Add text and counts to rows of one model, or the error."""
+        tokenizer = self._model(name).tokenizer
+        prompts = chat_prompts(tokenizer, [question(row["prompt"]) for row in rows])
+        requests = [
+            Request(
+                request_id=str(row["sample"]),
+                prompt=tuple(prompt),
+                max_tokens=row["max_tokens"],
+                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+            )
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        results = self._results(name, requests)
+        for row in rows:
+            result = results[str(row["sample"])]
+            if isinstance(result, Failure):
+                row["error"] = result.error
+            else:
+                text = decode_text(tokenizer, result.tokens)
+                row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
+
+    def _results(self, name: str, requests: Sequence[Request]) -> dict[str, Output | Failure]:
+        """An output or a failure for every request, by its id."""
+        results: dict[str, Output | Failure] = {}
+        for request in requests:
+            try:
+                self._model(name).engine.admission.check(request)
+            except RequestRefused as error:
+                results[request.request_id] = Failure(str(error))
+        return results | self._run(name, [request for request in requests if request.request_id not in results])
+
+    def _run(self, name: str, requests: Sequence[Request]) -> dict[str, Output | Failure]:
+        """Run valid requests together. If that fails, run each alone: then only the one that causes it fails."""
+        if not requests:
+            return {}
+        outputs = self._generate(name, requests)
+        if not isinstance(outputs, Failure):
+            return {output.request_id: output for output in outputs}
+        if len(requests) == 1:
+            return {requests[0].request_id: outputs}
+        results: dict[str, Output | Failure] = {}
+        for request in requests:
+            results |= self._run(name, [request])
+        return results
+
+    def _generate(self, name: str, requests: Sequence[Request]) -> list[Output] | Failure:
+        """The outputs. Any exception of the engine is a failure of the requests, and ends the engine, whose state is
+        then unknown.
+
+        The engine is dropped after the `except` clause: inside it the traceback still refers to the engine, and a
+        second one would be loaded beside it.
+        """
+        model = self._model(name)
+        try:
+            return model.engine.generate(list(requests))
+        except Exception as error:
+            failure = Failure(f"{type(error).__name__}: {error}")
+        self.close()
+        return failure

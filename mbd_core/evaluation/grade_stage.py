@@ -1,0 +1,33 @@
+"""The second stage of a sweep: every decoded row of a table is graded."""
+
+from dataclasses import asdict
+
+import pyarrow as pa
+
+from mbd_core.evaluation.graders import Grade, grade
+from mbd_core.evaluation.sample_tables import GRADED_COLUMNS
+from mbd_core.evaluation.tasks import Problem, find_task
+
+
+def grade_table(table: pa.Table) -> pa.Table:
+    """The table (`DECODED_COLUMNS`) with its grades (`GRADED_COLUMNS`). A row without text is wrong, `undecoded`.
+
+    Configurations often give the same text for a problem; it is graded once.
+    """
+    rows = table.to_pylist()
+    grades: dict[tuple[str, str, str], Grade] = {}
+    for row in rows:
+        if row["text"] is None:
+            row.update(correct=False, reason="undecoded")
+            continue
+        key = (row["task"], row["problem_id"], row["text"])
+        if key not in grades:
+            problem = Problem(
+                problem_id=row["problem_id"],
+                prompt=row["prompt"],
+                reference=row["reference"],
+                entry_point=row["entry_point"],
+            )
+            grades[key] = grade(find_task(row["task"]), problem, row["text"])
+        row.update(asdict(grades[key]))
+    return pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)

@@ -1,0 +1,25 @@
+"""The columns of a sweep's samples: as planned, with what decoding adds, with what grading adds.
+
+Every stage keeps the columns it is given and adds its own. A sample that cannot be decoded keeps its row, with the
+reason in `error`.
+"""
+
+import pyarrow as pa
+
+COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+
+PLANNED_COLUMNS = pa.schema(
+    [("sample", pa.int64())]
+    + [(name, pa.string()) for name in ("model", "method", "task", "problem_id", "prompt", "reference")]
+    + [("entry_point", pa.string()), ("config", pa.string()), ("max_tokens", pa.int64()), ("seed", pa.int64())]
+)
+DECODED_COLUMNS = pa.schema(
+    [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
+    + [pa.field(name, pa.int64()) for name in COUNTS]
+    + [pa.field("decode_seconds", pa.float64()), pa.field("error", pa.string())]
+)
+GRADED_COLUMNS = pa.schema(
+    [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]
+    + [pa.field(name, pa.string()) for name in ("reason", "detail", "strict", "flexible")]
+    + [pa.field("strict_correct", pa.bool_()), pa.field("flexible_correct", pa.bool_())]
+)

@@ -1,0 +1,101 @@
+"""A sweep's report as Markdown: the layout of the paper's Table 1, then every configuration and both AUPs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mbd_core.evaluation.aup import AupPoint
+from mbd_core.evaluation.statistics import mean
+from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
+
+CAPTION = (
+    "Accuracy (Acc, percent) and tokens per forward (TPF, mean over samples). Each cell pair is that row's "
+    "configuration of best accuracy on that task, the higher TPF on ties; it was chosen on the very samples it is "
+    "reported on, so with many configurations the accuracies lean high. Average columns are means over the tasks. "
+    "AUP takes all configurations of the row, per task, then the mean over tasks: Eq. 4.1 is the plain trapezoid "
+    "(0 with a single configuration), d3LLM's has the first rectangle and weights (no point at TPF 1 is added)."
+)
+
+
+def render_markdown(
+    rows: Sequence[ReportRow], aups: Sequence[AupRow], *, labels: Mapping[str, str], settings: Mapping[str, Any]
+) -> str:
+    """The report as Markdown. `labels` maps task names to column heads, in column order."""
+    lines = ["# Evaluation sweep", "", CAPTION, ""]
+    lines += _best_lines(rows, aups, labels)
+    lines += _configuration_lines(rows, labels)
+    lines += _aup_lines(aups, labels)
+    lines += ["## What was run", ""]
+    lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
+    """The table of each method's best configuration, and which configuration that is."""
+    heads = [f"{label} {what}" for label in labels.values() for what in ("Acc ↑", "TPF ↑")]
+    heads += ["Average Acc ↑", "Average TPF ↑", "AUP Eq. 4.1 ↑", "AUP d3LLM ↑"]
+    lines = ["| Model | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    configurations: list[str] = []
+    for model, block_size in dict.fromkeys((row.key.model, row.config["block_size"]) for row in rows):
+        lines.append(f"| *{model} (blksz={block_size})* |" + " |" * len(heads))
+        for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
+            best = {
+                task: best_row(
+                    row for row in rows if (row.key.model, row.key.method, row.key.task) == (model, method, task)
+                )
+                for task in labels
+            }
+            summaries = [row.summary for row in best.values()]
+            method_aups = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
+            values = [value for s in summaries for value in (s.accuracy, s.tpf)]
+            values += [mean([s.accuracy for s in summaries]), mean([s.tpf for s in summaries])]
+            values += [mean([a.aup_eq41 for a in method_aups]), mean([a.aup_d3llm for a in method_aups])]
+            lines.append(f"| {method} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+            varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
+            configurations.append(f"- {model}, {method}: {varied}")
+    return [*lines, "", "Configuration of each table row:", "", *configurations, ""]
+
+
+def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
+    lines = ["## Every configuration", ""]
+    lines.append("| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | TPS | NFE | Errors |")
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    for row in rows:
+        k, s = row.key, row.summary
+        lines.append(
+            f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
+            f"| {s.accuracy:.2f} ± {s.accuracy_stderr:.2f} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
+            f"| {s.tpf_ratio_of_sums:.2f} | {s.tps:.1f} | {s.nfe:.1f} | {s.errors} |"
+        )
+    return [
+        *lines,
+        "",
+        "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
+        "(before EOS) per NFE. TPS: useful tokens / decode seconds of a request beside the others of its batch, on "
+        "the machine named below; no warm-up is left out. An error (a request that could not be decoded) counts as "
+        "wrong and is left out of the rates. se: standard error, binomial for accuracy.",
+        "",
+    ]
+
+
+def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
+    lines = ["## AUP by task, with its points", ""]
+    lines += ["| Model | Method | Task | Eq. 4.1 | d3LLM | y_max | Points (TPF, Acc) | Dropped by d3LLM |"]
+    lines += ["|---|---|---|---:|---:|---:|---|---|"]
+    for a in aups:
+        lines.append(
+            f"| {a.model} | {a.method} | {labels[a.task]} | {a.aup_eq41:.2f} | {a.aup_d3llm:.2f} | {a.y_max:.2f} "
+            f"| {_point_list(a.points)} | {_point_list(a.dropped) or 'none'} |"
+        )
+    return [*lines, ""]
+
+
+def _point_list(points: Iterable[AupPoint]) -> str:
+    return " ".join(f"({p:.2f}, {y:.2f})" for p, y in points)
+
+
+def _setting_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_setting_text(inner)}" for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_setting_text(inner) for inner in value)
+    return str(value)

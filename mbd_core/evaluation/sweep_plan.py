@@ -1,0 +1,180 @@
+"""What a sweep runs, loaded and checked before anything is computed: models, configurations, problems, engine."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder
+from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.grid import (
+    METHODS,
+    MULTI,
+    SINGLE,
+    Grid,
+    Methods,
+    Variant,
+    parse_grid,
+    parse_methods,
+    plan_variants,
+)
+from mbd_core.evaluation.problem_set import ProblemSet, load_problems
+from mbd_core.evaluation.tasks import find_task
+from mbd_core.tasks.split import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What a user asks of a sweep, by name.
+
+    models          names of shipped models, or paths of model folders
+    tasks           names of tasks
+    grid            decoding fields and their values, as `parse_grid` reads them
+    methods         names of methods (default: single, multi and the defined ones)
+    definitions     methods defined as NAME=JSON
+    data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
+    limit           problems a task (default: 500 generated ones, all of a file)
+    engine          the engine's sizes; its slots are those of the configuration that has most
+    """
+
+    models: Sequence[str]
+    tasks: Sequence[str]
+    grid: str = ""
+    methods: Sequence[str] | None = None
+    definitions: Sequence[str] = ()
+    data: Sequence[str] = ()
+    limit: int | None = None
+    split: Split = "test"
+    seed: int = 0
+    max_tokens: int = 128
+    engine: EngineConfig = EngineConfig()
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All samples that are decoded: every model's variants on every task's problems.
+
+    models    names to folders, as `model_folder` takes them
+    methods   the decoding fields of the methods that are run
+    notes     sentences that a reader needs before he judges the numbers
+    """
+
+    models: dict[str, str]
+    variants: dict[str, list[Variant]]
+    problem_sets: list[ProblemSet]
+    grid: str
+    methods: Methods
+    max_tokens: int
+    seed: int
+    engine: EngineConfig
+    tensor_parallel: int
+    notes: list[str]
+
+    @property
+    def num_samples(self) -> int:
+        num_problems = sum(len(drawn.problems) for drawn in self.problem_sets)
+        return num_problems * sum(len(variants) for variants in self.variants.values())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One row a sample (`PLANNED_COLUMNS`). A model's rows stand together, a problem's configurations beside each
+        other."""
+        sample = 0
+        for model, variants in self.variants.items():
+            for drawn in self.problem_sets:
+                for problem in drawn.problems:
+                    for variant in variants:
+                        yield {
+                            "sample": sample,
+                            "model": model,
+                            "method": variant.method,
+                            "task": drawn.task.name,
+                            **asdict(problem),
+                            "config": json.dumps(asdict(variant.decoding)),
+                            "max_tokens": self.max_tokens,
+                            "seed": self.seed,
+                        }
+                        sample += 1
+
+
+def plan_sweep(options: SweepOptions) -> Sweep:
+    """Everything that the options name, loaded and checked; `ValueError` says in one sentence what is wrong."""
+    tasks = [find_task(name) for name in options.tasks]
+    files = _data_files(options.data, [task.name for task in tasks])
+    grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
+    defined = [name for name in methods if name not in METHODS]
+    method_names = [SINGLE, MULTI, *defined] if options.methods is None else list(options.methods)
+    models: dict[str, str] = {}
+    variants: dict[str, list[Variant]] = {}
+    notes: list[str] = []
+    for given in options.models:
+        folder = model_folder(given)
+        name = folder.resolve().name
+        if name in models:
+            raise ValueError(f"two models are named '{name}': {models[name]} and {given}; rename one folder")
+        models[name] = given if folder == SHIPPED / given else str(folder.resolve())
+        checked = read_folder(folder)
+        variants[name] = _model_variants(name, checked, grid, method_names, methods, options.tensor_parallel)
+        model_notes = (edit_note(name, checked.defaults, variant.decoding) for variant in variants[name])
+        notes += dict.fromkeys(note for note in model_notes if note is not None)
+    problem_sets = [
+        load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
+        for task in tasks
+    ]
+    slots = max(variant.decoding.buffer_size for planned in variants.values() for variant in planned)
+    return Sweep(
+        models=models,
+        variants=variants,
+        problem_sets=problem_sets,
+        grid=options.grid,
+        methods={name: methods[name] for name in method_names},
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        engine=replace(options.engine, buffer_size=slots),
+        tensor_parallel=options.tensor_parallel,
+        notes=notes,
+    )
+
+
+def _model_variants(
+    name: str,
+    folder: ModelFolder,
+    grid: Grid,
+    method_names: Sequence[str],
+    methods: Mapping[str, Mapping[str, Any]],
+    tensor_parallel: int,
+) -> list[Variant]:
+    """The configurations of one model; `ValueError` if it cannot be swept by them."""
+    if not folder.tokenizer.chat_template:
+        raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
+    variants = plan_variants(
+        grid, method_names, methods=dict(methods), defaults=folder.defaults, block_size=folder.config.block_size
+    )
+    try:
+        folder.config.sharded(tensor_parallel)
+    except ValueError as error:
+        raise ValueError(f"--tensor-parallel {tensor_parallel} cannot be honoured: model '{name}': {error}") from None
+    for variant in variants:
+        full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
+        if full and folder.config.attention != "full":
+            raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+    return variants
+
+
+def _data_files(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
+    """Paths by task, from TASK=PATH, or from PATH alone where there is one task."""
+    files: dict[str, str] = {}
+    for item in given:
+        task, equals, path = item.partition("=")
+        if not (equals and task in tasks):
+            if equals and "/" not in task:
+                find_task(task)
+                raise ValueError(f"--data {item}: the task '{task}' is not among --tasks {','.join(tasks)}")
+            if len(tasks) > 1:
+                raise ValueError(f"--data {item}: with several tasks write TASK=PATH")
+            task, path = tasks[0], item
+        if task in files:
+            raise ValueError(f"--data gives task '{task}' two files: {files[task]} and {path}")
+        files[task] = path
+    return files

@@ -1,0 +1,51 @@
+"""The part of a report that says what was run: what a reader needs to judge the numbers, or to run them again."""
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.sweep_plan import Sweep
+
+
+def sweep_settings(
+    sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float, seconds: float
+) -> dict[str, Any]:
+    """What was run, by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
+    return {
+        "models": {name: _model_settings(model_folder(folder)) for name, folder in sweep.models.items()},
+        "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
+        "grid": sweep.grid,
+        "tasks": {
+            drawn.task.name: {
+                "rule": drawn.task.rule,
+                "source": drawn.source,
+                "n": len(drawn.problems),
+                "sha256": drawn.sha256,
+            }
+            for drawn in sweep.problem_sets
+        },
+        "seed": sweep.seed,
+        "max_tokens": sweep.max_tokens,
+        "engine": asdict(engine),
+        "actors": num_actors,
+        "tensor_parallel": sweep.tensor_parallel,
+        "notes": sweep.notes,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
+        f"each engine runs on {sweep.tensor_parallel}",
+        "versions": {name: version(name) for name in ("torch", "ray", "transformers")},
+        "seconds": round(seconds, 1),
+    }
+
+
+def _model_settings(folder: Path) -> dict[str, Any]:
+    """How large a model is and how it was trained: without that its accuracy says little."""
+    config = load_config(folder)
+    trained = load_generation_defaults(folder).get("trained_with", "unknown")
+    return {"parameters": f"{config.num_parameters / 1e6:.3g}M", "block_size": config.block_size, "trained": trained}

@@ -1,0 +1,210 @@
+"""The decoding stage: one engine in memory at a time, failures stay with their rows, texts are the endpoint's."""
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from planned_samples import planned_samples
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.request import Counts, Output, Request
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
+from mbd_core.evaluation.sample_tables import COUNTS
+from mbd_core.serving.committed_text import CommittedText
+from mbd_core.serving.load import load_engine
+
+SIZES = EngineConfig(max_rows=4, buffer_size=4, num_pages=128)
+BROKEN = "broken on purpose"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Objects die with their last reference or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def load(folder: Path) -> Callable[[str], DecodingModel]:
+    """The model of `folder` under any name, on the device that a sweep takes."""
+
+    def model(_name: str) -> DecodingModel:
+        loaded = load_engine(folder, SIZES)
+        return DecodingModel(loaded.engine, loaded.tokenizer)
+
+    return model
+
+
+class FakeEngine:
+    """Answers every request with `answer`; `generate` fails for a batch that holds a request of `failing`."""
+
+    def __init__(self, *, failing: set[str], answer: list[int]) -> None:
+        self.failing, self.answer, self.closed = failing, answer, False
+        self.admission = SimpleNamespace(check=lambda request: request)
+
+    def generate(self, requests: list[Request]) -> list[Output]:
+        assert not self.closed
+        if self.failing & {request.request_id for request in requests}:
+            raise RuntimeError(BROKEN)
+        counts = Counts(
+            num_prompt_tokens=1,
+            num_tokens=len(self.answer),
+            num_forwards=1,
+            num_store_forwards=0,
+            num_prefill_forwards=1,
+            decode_seconds=1.0,
+        )
+        return [
+            Output(request_id=r.request_id, tokens=tuple(self.answer), finish_reason="stop", counts=counts)
+            for r in requests
+        ]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeLoader:
+    """Loads fake engines; `most_alive` is the number of engines that were ever alive together."""
+
+    def __init__(self, tokenizer: Any, *, failing: Collection[str] = (), answer: Sequence[int] = (5,)) -> None:
+        self.tokenizer, self.failing, self.answer = tokenizer, set(failing), list(answer)
+        self.alive: weakref.WeakSet[FakeEngine] = weakref.WeakSet()
+        self.names: list[str] = []
+        self.most_alive = 0
+
+    def __call__(self, name: str) -> DecodingModel:
+        engine = FakeEngine(failing=self.failing, answer=self.answer)
+        self.alive.add(engine)
+        self.names.append(name)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return DecodingModel(engine, self.tokenizer)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    from mbd_core.checkpoint.folder import read_folder
+
+    return read_folder(tiny_model_dir).tokenizer
+
+
+# -- one engine at a time -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [set(), {"1"}, {"0", "1", "2"}])
+def test_one_engine_is_alive_at_a_time_whatever_fails(no_collector: None, tokenizer: Any, failing: set[str]) -> None:
+    loader = FakeLoader(tokenizer, failing=failing)
+    rows = DecodeStage(loader)(planned_samples(["m"], prompts=["a", "b", "c"])).to_pylist()
+    assert loader.most_alive == 1
+    assert {str(row["sample"]) for row in rows if row["error"] == f"RuntimeError: {BROKEN}"} == failing
+    assert len(loader.names) == (1 if not failing else 1 + len(failing) + (failing != {"0", "1", "2"}))
+
+
+def test_one_model_is_in_memory_at_a_time(no_collector: None, tokenizer: Any) -> None:
+    loader = FakeLoader(tokenizer)
+    table = planned_samples(["first", "second"], prompts=["a", "b"])
+    stage = DecodeStage(loader)
+    assert all(row["error"] is None for row in stage(table).to_pylist())
+    assert (loader.names, loader.most_alive, len(loader.alive)) == (["first", "second"], 1, 1)
+    stage.close()
+    assert len(loader.alive) == 0
+
+
+def test_the_engine_itself_dies_with_its_failure(
+    no_collector: None, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only the stage must forget an engine, nothing inside the engine may keep it alive."""
+    engines: list[weakref.ref[Engine]] = []
+
+    def counting(name: str) -> DecodingModel:
+        assert [engine() for engine in engines] == [None] * len(engines), "an engine is loaded beside another"
+        model = load(tiny_model_dir)(name)
+        engines.append(weakref.ref(model.engine))
+        return model
+
+    monkeypatch.setattr(Engine, "generate", failing_for("1", Engine.generate))
+    rows = DecodeStage(counting)(planned_samples(["m"], prompts=["a", "b", "c"], buffer_sizes=[2])).to_pylist()
+    assert [row["error"] for row in rows] == [None, f"RuntimeError: {BROKEN}", None]
+    assert len(engines) == 3
+
+
+@pytest.mark.gpu
+def test_running_out_of_gpu_memory_does_not_cascade(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine takes more than half of the card, so that two never fit; one request asks for too much."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    generate = Engine.generate
+
+    def greedy(self: Engine, requests: list[Request]) -> list[Output]:
+        self.ballast = torch.empty(int(0.6 * total), dtype=torch.uint8, device="cuda")  # type: ignore[attr-defined]
+        if any(request.request_id == "1" for request in requests):
+            torch.empty(int(0.6 * total), dtype=torch.uint8, device="cuda")
+        return generate(self, requests)
+
+    monkeypatch.setattr(Engine, "generate", greedy)
+    rows = DecodeStage(load(tiny_model_dir))(planned_samples(["m"], prompts=["a", "b", "c"])).to_pylist()
+    assert rows[0]["error"] is None and rows[2]["error"] is None
+    assert rows[1]["error"].startswith("OutOfMemoryError")
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+def failing_for(request_id: str, generate: Callable[..., list[Output]]) -> Callable[..., list[Output]]:
+    def failing(self: Engine, requests: list[Request]) -> list[Output]:
+        if any(request.request_id == request_id for request in requests):
+            raise RuntimeError(BROKEN)
+        return generate(self, requests)
+
+    return failing
+
+
+def test_an_engine_s_failure_is_the_row_s_that_caused_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = planned_samples(["m"], prompts=["a", "b", "c"], buffer_sizes=[2])
+    undisturbed = [row["text"] for row in DecodeStage(load(tiny_model_dir))(table).to_pylist()]
+    monkeypatch.setattr(Engine, "generate", failing_for("1", Engine.generate))
+    rows = DecodeStage(load(tiny_model_dir))(table).to_pylist()
+    assert [row["error"] for row in rows] == [None, f"RuntimeError: {BROKEN}", None]
+    assert [rows[0]["text"], rows[2]["text"]] == [undisturbed[0], undisturbed[2]]
+
+
+def test_a_model_that_cannot_be_loaded_is_not_a_row_s_failure(tokenizer: Any) -> None:
+    def load(_name: str) -> DecodingModel:
+        raise ValueError("no such weights")
+
+    with pytest.raises(ValueError, match="no such weights"):
+        DecodeStage(load)(planned_samples(["m"], prompts=["a"]))
+
+
+# -- what comes out -------------------------------------------------------------------------------------------------
+
+
+def test_configurations_mixed_in_a_batch_decode_as_each_alone(tiny_model_dir: Path) -> None:
+    table = planned_samples(["m"], prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 2, 4])
+    together = DecodeStage(load(tiny_model_dir))(table).to_pylist()
+    one_at_a_time = DecodeStage(load(tiny_model_dir))
+    for number, row in enumerate(together):
+        (alone,) = one_at_a_time(table.slice(number, 1)).to_pylist()
+        assert alone["text"] == row["text"]
+        assert [alone[name] for name in COUNTS] == [row[name] for name in COUNTS]
+    assert len({row["num_forwards"] for row in together}) > 1, "the configurations should differ in forwards"
+
+
+def test_the_text_is_what_the_endpoint_makes_of_the_tokens(tokenizer: Any) -> None:
+    """Special tokens inside an answer are left out, and the spaces before punctuation stay."""
+    answer = tokenizer("Tom has 12 pens , he said .", add_special_tokens=False)["input_ids"]
+    answer = [*answer[:3], *tokenizer.all_special_ids, *answer[3:]]
+    endpoint = CommittedText(partial(decode_text, tokenizer))
+    streamed = "".join([*(endpoint.push(token) for token in answer), endpoint.finish()])
+    loader = FakeLoader(tokenizer, answer=answer)
+    (row,) = DecodeStage(loader)(planned_samples(["m"], prompts=["a"])).to_pylist()
+    assert row["text"] == streamed == "Tom has 12 pens , he said ."

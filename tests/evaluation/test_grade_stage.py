@@ -1,0 +1,42 @@
+"""The grading stage: every row gets a grade, also one without a text."""
+
+import pyarrow as pa
+import pytest
+from planned_samples import planned_samples
+
+from mbd_core.evaluation import grade_stage
+from mbd_core.evaluation.grade_stage import grade_table
+from mbd_core.evaluation.graders import Grade, grade
+from mbd_core.evaluation.sample_tables import DECODED_COLUMNS, GRADED_COLUMNS
+from mbd_core.evaluation.tasks import Problem, Task
+
+
+def decoded(*texts: str | None) -> pa.Table:
+    """Samples of one problem, whose answer is 4, with these texts."""
+    rows = planned_samples(["m"], prompts=["2 + 2?"] * len(texts)).to_pylist()
+    return pa.Table.from_pylist(
+        [{**row, "problem_id": "p", "text": text} for row, text in zip(rows, texts, strict=True)],
+        schema=DECODED_COLUMNS,
+    )
+
+
+def test_every_row_is_graded_and_one_without_a_text_is_wrong() -> None:
+    table = grade_table(decoded("#### 4", "#### 5", None))
+    assert table.schema == GRADED_COLUMNS
+    rows = table.to_pylist()
+    assert [row["correct"] for row in rows] == [True, False, False]
+    assert [row["reason"] for row in rows] == ["passed", "wrong", "undecoded"]
+    assert [row["strict"] for row in rows] == ["4", "5", None]
+
+
+def test_equal_texts_of_a_problem_are_graded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def counting(task: Task, problem: Problem, text: str) -> Grade:
+        texts.append(text)
+        return grade(task, problem, text)
+
+    monkeypatch.setattr(grade_stage, "grade", counting)
+    rows = grade_table(decoded("#### 4", "#### 5", "#### 4")).to_pylist()
+    assert [row["correct"] for row in rows] == [True, False, True]
+    assert texts == ["#### 4", "#### 5"]

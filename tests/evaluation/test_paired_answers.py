@@ -1,0 +1,50 @@
+"""Two models on the same problems, read from the samples of sweeps."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from mbd_core.evaluation.paired_answers import load_answers, pair_answers
+from mbd_core.evaluation.sweep_folder import write_samples
+
+SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
+
+
+def sweep(folder: Path, model: str, right: dict[str, bool], *, seed: int = 0, tau_m2t: float = 0.9) -> Path:
+    rows = [
+        {
+            "model": model,
+            "task": "gsm-mini",
+            "seed": seed,
+            "problem_id": problem,
+            "correct": correct,
+            "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4}),
+        }
+        for problem, correct in right.items()
+    ]
+    write_samples(folder, 0, pa.Table.from_pylist(rows))
+    return folder
+
+
+def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
+    folders = [
+        sweep(tmp_path / "x0", "x", {"a": True, "b": True, "c": False}),
+        sweep(tmp_path / "x1", "x", {"a": True}, seed=1),
+        sweep(tmp_path / "y0", "y", {"a": True, "b": False, "c": True}),
+        sweep(tmp_path / "y1", "y", {"a": False}, seed=1),
+        sweep(tmp_path / "other", "y", {"a": True}, tau_m2t=0.7),
+    ]
+    first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
+    pairs = pair_answers(first, second)
+    assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (4, 2, 1)
+    assert pairs.p_value == 1.0
+
+
+def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    folders = [sweep(tmp_path / "x", "x", {"a": True}), sweep(tmp_path / "y", "y", {"b": True})]
+    with pytest.raises(ValueError, match=r"no samples of z on gsm-mini at tau_m2t=0\.9, buffer_size=4"):
+        load_answers(folders, model="z", **SETTING)
+    with pytest.raises(ValueError, match="hold different problems"):
+        pair_answers(*(load_answers(folders, model=model, **SETTING) for model in ("x", "y")))

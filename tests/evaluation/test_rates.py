@@ -1,0 +1,43 @@
+"""Rates over samples: hand-computed values, and what an error changes."""
+
+import math
+
+import pytest
+from sweep_rows import graded_sample
+
+from mbd_core.evaluation.rates import GradedSample, summarize
+
+
+def test_mean_of_ratios_and_ratio_of_sums_are_different_numbers() -> None:
+    found = summarize(
+        [
+            graded_sample(tokens=10, forwards=10, seconds=2.0),
+            graded_sample(tokens=90, forwards=30, correct=False, seconds=3.0),
+        ]
+    )
+    assert found.tpf == pytest.approx(2.0)
+    assert found.tpf_ratio_of_sums == pytest.approx(2.5)
+    assert found.tps == pytest.approx(20.0)
+    assert found.nfe == pytest.approx(20.0)
+    assert found.accuracy == 50.0
+    assert found.accuracy_stderr == pytest.approx(100 * math.sqrt(0.25 / 2))
+    assert found.tpf_stderr == pytest.approx(1.0)
+
+
+def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
+    good = [graded_sample(tokens=12, forwards=4)] * 3
+    failed = GradedSample(correct=False, counts=None)
+    alone, beside = summarize(good), summarize([*good, failed])
+    assert (beside.n, beside.errors, beside.accuracy) == (4, 1, 75.0)
+    assert (beside.tpf, beside.tps, beside.nfe) == (alone.tpf, alone.tps, alone.nfe)
+    assert summarize([failed]).tpf == 0.0
+    with pytest.raises(ValueError, match="no samples"):
+        summarize([])
+
+
+def test_both_extractions_have_an_accuracy() -> None:
+    math_samples = [
+        GradedSample(correct=True, counts=None, strict_correct=True, flexible_correct=flag) for flag in (1, 0)
+    ]
+    assert (summarize(math_samples).accuracy_strict, summarize(math_samples).accuracy_flexible) == (100.0, 50.0)
+    assert summarize([graded_sample(tokens=1, forwards=1)]).accuracy_strict is None
