@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mbd_core.checkpoint.families import read_config
+from mbd_core.checkpoint.hf_config import read_config
 from mbd_core.checkpoint.safetensor_files import read_json
 from mbd_core.models.model_config import ModelConfig
 

@@ -1,6 +1,6 @@
-"""PyTorch's distributed checkpoints (DCP) as a source and a target of weights, about one file in memory at a time.
+"""Reading and writing the weights in PyTorch's distributed checkpoints (DCP), about one file in memory at a time.
 
-A training checkpoint holds the weights under `model.` beside optimizer and progress; only the weights matter here.
+A training checkpoint holds the weights under `model.`, beside optimizer state and progress, which are not read here.
 """
 
 import functools
@@ -25,15 +25,24 @@ from torch.futures import Future
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo
 
 PREFIX = "model."
-# what unpickling a damaged file raises, as Python documents it
-DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError)
+# what unpickling a damaged file raises, by Python's manual
+UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ImportError,
+    IndexError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 
 
 class DcpFolder:
     """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
 
-    Raises `ValueError` naming the file, and the tensor that it cuts off, where a file is missing or too short; one
-    naming the tensor where its bytes are damaged.
+    Raises `ValueError` if a file is missing or cut short, naming the file and the first tensor that it lacks, and if a
+    tensor's bytes are damaged, naming the tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +50,7 @@ class DcpFolder:
         self._reader = _Reader(folder)
         try:
             metadata = self._reader.read_metadata()
-        except DAMAGED as error:
+        except UNPICKLING_ERRORS as error:
             raise ValueError(f"{folder / METADATA} is damaged or cut short: {error}") from None
         tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
         nested = any(name.startswith(f"{PREFIX}model.") for name in tensors)
@@ -73,7 +82,7 @@ class DcpFolder:
         try:
             with _one_process():
                 dcp.load(into, storage_reader=self._reader, no_dist=True)
-        except (*DAMAGED, RuntimeError) as error:
+        except (*UNPICKLING_ERRORS, RuntimeError) as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]  # advice follows
             raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {reason}") from None
         return into[key]
@@ -84,7 +93,7 @@ def save_dcp(
 ) -> None:
     """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, `make` gives their values, one at a time.
 
-    Files hold at most `max_bytes` each (or one tensor). DCP's writer keeps in memory what goes into one file.
+    A file holds at most `max_bytes`, or one tensor. DCP's writer keeps the content of one file in memory.
     """
     planner = _LazyPlanner(lambda name: make(name.removeprefix(PREFIX)))
     writer = _Writer(folder, max_bytes)
@@ -94,8 +103,10 @@ def save_dcp(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """DCP warns each time that it assumes to be alone; here it is meant to be, and what went wrong, or a Ctrl-C, is
-    raised as itself, not as DCP's report of all ranks."""
+    """A DCP call in this process alone: without DCP's warning about that, and with errors, also Ctrl-C, as themselves.
+
+    DCP wraps them into a report of all ranks.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
@@ -105,7 +116,7 @@ def _one_process() -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Parses the metadata once, not for every tensor."""
+    """Parses the metadata once instead of for every tensor."""
 
     @functools.cached_property
     def _parsed(self) -> Metadata:
@@ -116,10 +127,10 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Writes file after file, as if several ranks had written one each."""
+    """Writes one file after the other, as if each came from a rank of its own."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is made before its turn
+        super().__init__(folder, per_thread_copy_ahead=0)  # no tensor is made until the previous one is written
         self._max_bytes = max_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -148,7 +159,7 @@ def _in_files(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[Write
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans with meta tensors and asks for values when they are written."""
+    """Plans with meta tensors; each tensor's values are made when it is written."""
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         super().__init__()

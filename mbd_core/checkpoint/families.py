@@ -1,15 +1,12 @@
-"""Model families as data: how a Hugging Face config.json becomes a `ModelConfig` and back, and how tensors are called.
+"""Model families as data: their config.json keys, the settings that are supported, and their names for tensors.
 
-A checkpoint is recognised by `architectures`, never by a name a user types. A family is a row of `FAMILIES`: its
-config keys, the settings it is supported with, its switches on the one decoder stack, the module names that differ.
+A checkpoint is recognised by the `architectures` in its config.json, never by a name that a user types. `hf_config`
+reads and writes a config.json by this table, and `tensor_names` names tensors by it.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
-
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from typing import Any
 
 Json = Mapping[str, Any]
 
@@ -18,13 +15,16 @@ Json = Mapping[str, Any]
 class Family:
     """One architecture.
 
-    `keys` and `moe_keys` name the config.json key of each `ModelConfig` and `MoEConfig` field; `defaults` are for keys
-    (by config.json name) that real files leave out. `fixed` are config.json settings that we support with one value
-    only, `switches` and `moe_switches` fields that follow from the architecture. `names` says what the checkpoint
-    calls our modules (`{i}` a layer, `{e}` an expert); several of ours under one name lie there one after another.
-    `model_types` are the `model_type`s found in the wild, the first is the one written, unless `expert_model_types`
-    tells single experts from stacked ones. `published` are the ids of the released vocabulary, for folders of that
-    `vocab_size` whose files leave them out; the tokenizer must agree (`loader.load_tokenizer`).
+    model_types         the `model_type`s of published checkpoints, of which the first is written
+    expert_model_types  the `model_type`s written instead, for single experts ("per_expert") and stacked ("fused")
+    keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
+    defaults            values of keys (by config.json name) that published files leave out
+    fixed               settings of config.json that are supported with one value only
+    switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
+    names               the checkpoint's names of our modules (`{i}` a layer, `{e}` an expert); several of ours under
+                        one name lie there one after another
+    published           ids of the released vocabulary, for folders of that `vocab_size` whose files leave them out;
+                        the tokenizer must agree (`tokenizer_files.load_tokenizer`)
     """
 
     model_types: tuple[str, ...]
@@ -38,12 +38,6 @@ class Family:
     expert_model_types: Mapping[str, str] | None = None
     published: Json = field(default_factory=dict)
 
-
-# Ids and block size may stand in generation_config.json instead.
-DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
-# The least value of whole numbers that may be less than 1, and the most of any.
-LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
-MOST = 2**31 - 1
 
 QWEN_KEYS = {
     "vocab_size": "vocab_size",
@@ -216,137 +210,3 @@ def family_of(config: Json) -> tuple[str, Family]:
         case names:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(f"config.json has architectures={names!r}; supported: {known}, one of them alone")
-
-
-def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json; ids and block size missing there are looked up in `generation`.
-
-    Raises `ValueError` naming the file and the key that is missing, or that has a value of the wrong type or one that
-    the stack does not compute.
-    """
-    architecture, family = family_of(config)
-    if config.get("quantization_config") is not None:
-        raise ValueError("config.json has a quantization_config; take a release whose weights are not quantized")
-    config = {key: value for key, value in _rope_in_place(config).items() if value is not None}
-    if config.get("model_type", family.model_types[0]) not in family.model_types:
-        raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
-    for key, value in family.fixed.items():
-        if key in config and (type(config[key]) is not type(value) or config[key] != value):
-            raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
-    recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
-    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
-    values = {**family.defaults, **published, **recommended, **config}
-    elsewhere = recommended.keys() - config.keys()
-
-    def taken(kind: type, ours: str, theirs: str) -> Any:
-        if theirs in values:
-            file = "generation_config.json" if theirs in elsewhere else "config.json"
-            return _typed(get_type_hints(kind)[ours], values[theirs], f"{file} has {theirs}", LEAST.get(ours, 1))
-        if theirs in DECODING_KEYS:
-            raise ValueError(
-                f"config.json and generation_config.json have no '{theirs}', which {architecture} needs; "
-                "add it to generation_config.json"
-            )
-        raise ValueError(f"config.json has no '{theirs}', which {architecture} needs")
-
-    if "rotary_dim" in family.keys:
-        head_dim = taken(ModelConfig, "head_dim", "head_dim")
-        rotated = _rotary_dim(config, head_dim)
-        values["rotary_dim"] = None if rotated == head_dim else rotated
-    fields = {ours: taken(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
-    if "head_dim" not in fields:
-        fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
-        if rest:
-            raise ValueError(
-                f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
-            )
-    if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
-        raise ValueError(f"config.json has embedding_size={config['embedding_size']!r} beside another vocab_size")
-    experts = {ours: taken(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
-    try:
-        moe = MoEConfig(**experts, **family.moe_switches) if experts else None
-        return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
-    except ValueError as error:
-        files = "config.json with generation_config.json" if elsewhere else "config.json"
-        raise ValueError(f"{files}: {error}") from None
-
-
-def _typed(hint: Any, value: Any, said: str, least: int) -> Any:
-    """`value` as a field of type `hint` takes it; else `ValueError`, in a sentence that `said` begins."""
-
-    def whole(number: Any) -> bool:
-        return type(number) is int and least <= number <= MOST
-
-    if hint is bool:
-        fits, wanted = type(value) is bool, "true or false"
-    elif hint is float:
-        fits, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
-    elif hint == tuple[int, ...]:
-        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
-        if all(whole(number) for number in numbers):
-            return numbers
-        fits, wanted = False, f"a list of whole numbers from {least}"
-    else:
-        fits, wanted = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
-    if not fits:
-        raise ValueError(f"{said}={value!r}; it must be {wanted}")
-    return float(value) if hint is float else value
-
-
-def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
-    """The `config.json` of a model, the inverse of `read_config`; `ValueError` for what the family cannot say.
-
-    `fused` says that the checkpoint's experts are stacked.
-    """
-    family = FAMILIES[config.architecture]
-    eos = config.eos_token_ids
-    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
-    values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-    if family.moe_keys is not None:
-        assert config.moe is not None
-        values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
-    if "mlp_only_layers" in values:
-        values["mlp_only_layers"] = list(values["mlp_only_layers"])
-    if "rotary_dim" in values:
-        values["rotary_dim"] = config.num_rotated
-        values["partial_rotary_factor"] = config.num_rotated / config.head_dim
-        values["pad_token_id"] = eos[0]
-    if config.architecture == "LLaDAModelLM":
-        values["embedding_size"] = config.vocab_size
-    kinds = family.expert_model_types
-    written = {
-        "architectures": [config.architecture],
-        "model_type": family.model_types[0] if kinds is None else kinds["fused" if fused else "per_expert"],
-        **family.fixed,
-        **values,
-    }
-    whole = config.rotary_dim == config.head_dim
-    if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
-        raise ValueError(f"{config} cannot be written as a config.json of {config.architecture}")
-    return written
-
-
-def _rope_in_place(config: Json) -> dict[str, Any]:
-    """transformers 5 moved rope settings into `rope_parameters`: put them back where older files have them."""
-    config = dict(config)
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json has rope_type={rope['rope_type']!r}; 'default' only is supported")
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rope and config.get(key) is None:
-            config[key] = rope[key]
-    return config
-
-
-def _rotary_dim(config: Json, head_dim: int) -> int:
-    """How many channels rotate, by number, by share of a head, or (neither given) all."""
-    factor = config.get("partial_rotary_factor")
-    if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
-        raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")
-    by_factor = head_dim if factor is None else int(head_dim * factor)
-    by_number = _typed(int, config.get("rotary_dim", by_factor), "config.json has rotary_dim", 1)
-    if factor is not None and by_number != by_factor:
-        raise ValueError(f"config.json has rotary_dim={by_number} but partial_rotary_factor={factor} of {head_dim}")
-    return by_number

@@ -21,7 +21,7 @@ METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A checkpoint folder whose files were found to agree; of the weights only the headers were read.
+    """A checkpoint folder whose files agree with each other; of the weights only the headers were read.
 
     defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
     stored_dtype  what most weights are stored as
@@ -43,16 +43,16 @@ def read_folder(folder: Path) -> ModelFolder:
     """
     refuse_dcp(folder)
     config = load_config(folder)
-    found, _, _ = match_tensors(folder, config, list_tensors(folder))
+    tensors, _, _ = match_tensors(folder, config, list_tensors(folder))
     tokenizer = load_tokenizer(folder, config)
     defaults = load_generation_defaults(folder)
     if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
-        defaults = {**defaults, "canvas": {}}  # trained for whole canvases, and nobody says otherwise
+        defaults = {**defaults, "canvas": {}}  # such models decode whole canvases, unless the folder says otherwise
     try:
         decoding_config(defaults, {}, block_size=defaults.get("block_size", config.block_size))
     except ValueError as error:
         raise ValueError(f"{folder}: generation_config.json: {error}") from None
-    dtypes = [info.dtype for info in found.values()]
+    dtypes = [info.dtype for info in tensors.values()]
     return ModelFolder(
         path=folder,
         config=config,
@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:
-    """What to tell of T2T editing under a model whose `generation_config.json` does not recommend it; else `None`."""
+    """A warning if T2T editing was asked for that the model's `generation_config.json` does not recommend."""
     if decoding.t2t is None or defaults.get("t2t") is not None:
         return None
     return (

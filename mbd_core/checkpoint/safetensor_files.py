@@ -55,7 +55,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     shards hold one tensor, or where the index promises a tensor that its file lacks.
     """
     indexed = _index(folder)
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(indexed.values())) or [WEIGHTS]:
         path = folder / file
         if not path.exists():
@@ -67,17 +67,17 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
         with open_file(path) as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 part = opened.get_slice(name)
-                if name in found:
-                    raise ValueError(f"{path} and {found[name].path.name} both hold the tensor '{name}'")
+                if name in tensors:
+                    raise ValueError(f"{path} and {tensors[name].path.name} both hold the tensor '{name}'")
                 if part.get_dtype() not in DTYPES:
                     raise ValueError(
                         f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
                     )
-                found[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                tensors[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
     for name, file in indexed.items():
-        if name not in found:
+        if name not in tensors:
             raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
-    return found
+    return tensors
 
 
 class HfFolder:
@@ -100,17 +100,17 @@ class HfFolder:
 def open_file(path: Path) -> Iterator[Any]:
     """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor that is cut off."""
     try:
-        path.open("rb").close()  # its error says why a file cannot be read, safe_open's does not
+        path.open("rb").close()  # this error says why a file cannot be read, that of safe_open does not
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut short{_first_cut(path)}: {error}") from None
+        raise ValueError(f"{path} is damaged or cut short{_where_cut(path)}: {error}") from None
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The index's tensor -> file map, empty where there is none."""
+    """The index's map from tensor to file, empty for a folder without an index."""
     index = folder / INDEX
     if not index.exists():
         return {}
@@ -123,8 +123,8 @@ def _index(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _first_cut(path: Path) -> str:
-    """The first tensor that reaches past the file's end, read from the header by hand; empty if that is cut too."""
+def _where_cut(path: Path) -> str:
+    """Where a file is cut off, as a part of a sentence: at its first tensor that is not whole, or in its header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         raw = file.read(size) if size < path.stat().st_size else b""
@@ -138,7 +138,7 @@ def _first_cut(path: Path) -> str:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most `max_bytes` each (or one tensor), holding one in memory."""
+    """Writes tensors into safetensors files of at most `max_bytes` (or one tensor) each, one file's in memory."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
@@ -155,7 +155,7 @@ class ShardWriter:
         self._pending_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, give the files their final names, and an index if there are several."""
+        """Write the last file, give the files their final names, and write an index if there are several."""
         if self._pending or not self._shards:
             self._flush()
         count = len(self._shards)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.families import write_config
+from mbd_core.checkpoint.hf_config import write_config
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
 from mbd_core.checkpoint.tensor_matching import decoder_shapes
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, stored_tensors

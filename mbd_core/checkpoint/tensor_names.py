@@ -1,4 +1,4 @@
-"""What a checkpoint calls the decoder's tensors: the family's names, fused projections, single or stacked experts."""
+"""The names and shapes of the decoder's tensors in a checkpoint: the family's names, fused projections, experts."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A decoder tensor inside a stored one: `target` itself, or its expert number `expert`."""
+    """What a stored tensor holds of the decoder: the tensor `target`, or only its expert number `expert`."""
 
     target: str
     expert: int | None = None
@@ -23,9 +23,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's tensor: its shape, and the decoder tensors that lie in it one after another along dimension 0.
+    """A checkpoint's tensor: its shape, and the decoder tensors that it holds one after another along dimension 0.
 
-    `lengths` says how many rows each of them takes.
+    `lengths` are the rows that each of them takes.
     """
 
     shape: Shape
@@ -34,10 +34,10 @@ class Stored:
 
 
 def stored_tensors(config: ModelConfig, shapes: Mapping[str, Shape], experts: ExpertLayout) -> dict[str, Stored]:
-    """Every tensor that a checkpoint of this model has, by its name there; `shapes` are those of the whole decoder.
+    """Every tensor of this model's checkpoint, by its name there; `shapes` are those of the whole decoder.
 
-    Published checkpoints are "per_expert", training ones "fused" (a layer's experts stacked) or, from our own trainer,
-    "decoder": everything as the decoder itself has it.
+    Published checkpoints are "per_expert". Training checkpoints are "fused", with a layer's experts stacked, or, from
+    our own trainer, "decoder", with the decoder's own names and shapes.
     """
     names: Mapping[str, str] = {} if experts == "decoder" else FAMILIES[config.architecture].names
     grouped: dict[str, list[Part]] = {}
@@ -56,7 +56,7 @@ def stored_tensors(config: ModelConfig, shapes: Mapping[str, Shape], experts: Ex
 
 
 def _stored_name(ours: str, names: Mapping[str, str]) -> str:
-    """`ours` under the family's name; modules that the family does not rename keep theirs."""
+    """The family's name for the decoder tensor `ours`; modules that are not in `names` keep their names."""
     layer = re.search(r"\.layers\.(\d+)\.", ours)
     number = layer[1] if layer else ""
     pattern = ours.replace(f".layers.{number}.", ".layers.{i}.", 1) if layer else ours

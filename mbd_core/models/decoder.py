@@ -1,7 +1,7 @@
-"""The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts; what differs is in `ModelConfig`.
+"""The decoder stack of every family: pre-norm, GQA with RoPE, SwiGLU or experts; `ModelConfig` says what differs.
 
-The stack knows no mask, no cache and no decoding method: attention is a callable handed to `forward`. Module names are
-Qwen3's (SDAR's); `names.py` says what other families call the same tensors.
+The stack knows no mask, no cache and no decoding method: attention is a callable given to `forward`. Module names are
+those of Qwen3 (SDAR); `checkpoint.families` has the names of other families.
 
 Shape legend: ... any leading shape (`B L` in training, `T` packed in the engine), D hidden, H query heads, K key/value
 heads, C head channels, V vocabulary.
@@ -51,17 +51,17 @@ def rotary(positions: Tensor, config: ModelConfig) -> Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of the leading channels of `x` (..., heads, C), as many as `cos` has; the rest stays."""
-    turned, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
-    return turned if still.shape[-1] == 0 else torch.cat((turned, still), dim=-1)
+    """Rotate the leading channels of `x` (..., heads, C), as many as `cos` has; the other channels stay."""
+    leading, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = leading.chunk(2, dim=-1)
+    rotated = leading * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
 def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """`x` whole, or cut along its first dimension into rows of their own.
+    """`x` as one piece, or cut along its first dimension into rows of `split` lengths.
 
-    Rows are copied: a matrix product may round differently where its input is differently aligned in memory.
+    Rows are copied, because a matrix product may round differently if its input is aligned differently in memory.
     """
     return [x] if split is None else [row.clone() for row in x.split(list(split))]
 
@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
         split: Sequence[int] | None,
         reduce: Reduce | None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows; only `attend` sees them together."""
+        """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor."""
         parts = [self.self_attn.project(self.input_layernorm(x), rope) for x, rope in zip(rows, ropes, strict=True)]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
         attended = pieces(attend(layer, q, k, v), split)
@@ -136,8 +136,8 @@ class Decoder(nn.Module):
     """A diffusion language model: token ids and positions in, hidden states out, logits where they are asked for.
 
     With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`, so that a
-    cache made from it fits), and `reduce` must sum a tensor over the ranks; it is applied to the partial sums behind
-    o_proj and the MLP. Embeddings, norms, router and lm_head are whole on every rank.
+    cache made from it fits), and `reduce` must sum a tensor over the ranks; it is applied to the partial sums after
+    o_proj and after the MLP. Embeddings, norms, router and lm_head are whole on every rank.
     """
 
     def __init__(self, config: ModelConfig, *, shard: Shard | None = None, reduce: Reduce | None = None) -> None:
@@ -161,9 +161,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
-        `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). `split`, the
-        lengths of the rows that `input_ids` (T) packs, computes each row apart from the others, so that its numbers
-        do not depend on what else is in the batch (if `attend` keeps rows apart too).
+        `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
+        the lengths of the rows that `input_ids` (T) packs, each row is computed by itself. Its numbers then do not
+        depend on what else is in the batch, if `attend` computes rows by themselves too.
         """
         ids = pieces(input_ids, split)
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         return torch.where(w == 1, hard, soft.to(hard.dtype))
 
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """Logits (..., V) of hidden states (..., D), as the head gives them and in its type.
+        """Raw logits (..., V) of hidden states (..., D), in the head's dtype.
 
         At a position they predict that position's token, or the next one's where `config.shift_logits`.
         """

@@ -1,8 +1,8 @@
 """The inference form of a decoder: the same numbers from fewer, larger operations.
 
 One product for q, k and v and one for gate and up; one norm and one rotation for all heads; residuals added by the
-product that feeds them; cosines and sines looked up. A joint weight shares its memory with the modules' own
-parameters, which become its slices: nothing is held twice, and the decoder loads, saves and runs as before.
+product that feeds them; cosines and sines looked up. The modules' own parameters become slices of the joint weights,
+so nothing is held twice, and the decoder itself still loads, saves and runs as it did.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H + K, C head channels, F MLP channels,
 P positions.
@@ -22,18 +22,18 @@ from mbd_core.models.moe import MoE
 
 
 def fuse(model: Decoder, *, num_positions: int) -> "FusedDecoder":
-    """The inference form of `model`, good for positions below `num_positions`.
+    """The inference form of `model`, for positions below `num_positions`.
 
-    `model` keeps its parameters, but they move: those multiplied together come to lie behind one another. Fusing
-    again moves nothing. The peak is the model and one layer's joint weights. Where weights are changed, cast or moved
-    afterwards, fuse anew.
+    The parameters of `model` move in memory: those that one product uses become adjacent. Fusing again moves nothing.
+    The peak is the model and one layer's joint weights. After weights are replaced, cast or moved to another device,
+    the model must be fused again.
     """
     with torch.inference_mode(False), torch.no_grad():
         return FusedDecoder(model, num_positions=num_positions)
 
 
 class FusedDecoder:
-    """A decoder's forward over packed tokens. A layer with FP8 products runs as the decoder runs it."""
+    """A decoder's forward over packed tokens. Layers with FP8 products are not fused and run as in the decoder."""
 
     def __init__(self, model: Decoder, *, num_positions: int) -> None:
         self.decoder = model
@@ -46,7 +46,7 @@ class FusedDecoder:
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, *, soft_weight: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states (T, D): those of `Decoder.forward`, but for rounding."""
+        """Final hidden states (T, D), equal to those of `Decoder.forward` except for rounding."""
         x_TD = self.decoder.embed(input_ids_T, soft_weight)
         rotation = self._rotations.at(positions_T)
         for index, layer in enumerate(self._layers):
@@ -59,7 +59,7 @@ class FusedDecoder:
 
 
 class FusedLayer:
-    """Attention and MLP, each two products and what lies between them."""
+    """A layer's attention and MLP, each with two matrix products."""
 
     def __init__(self, layer: DecoderLayer, model: Decoder) -> None:
         config, attention = model.config, layer.self_attn
@@ -98,7 +98,7 @@ class FusedLayer:
 
 
 class FusedSwiGLU:
-    """A SwiGLU up to its last product, and that product's weight `down` (F, D)."""
+    """A SwiGLU without its last product, and the weight `down` (F, D) of that product."""
 
     def __init__(self, mlp: SwiGLU) -> None:
         self._gate_up = join_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
@@ -110,15 +110,15 @@ class FusedSwiGLU:
 
 
 class Norm:
-    """`RMSNorm` with gain (..., C) over the last dimension of (T, ..., C), by the shortest way for a dtype and device.
+    """`RMSNorm` with gain (..., C) over the last dimension of (T, ..., C), by the fastest operations for the dtype.
 
-    Wide types round as the decoder does: float32 but for the order of a sum, bfloat16 before the gain.
+    It rounds as the decoder does: in float32 only the order of a sum differs, bfloat16 is rounded before the gain.
     """
 
     def __init__(self, gain: Tensor, eps: float) -> None:
         self._gain, self._eps = gain.detach(), eps
         self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=gain.device)
-        self._short = gain.device.type == "cpu" and gain.dtype == torch.float32
+        self._on_cpu_float32 = gain.device.type == "cpu" and gain.dtype == torch.float32
 
     @classmethod
     def of(cls, norm: RMSNorm) -> "Norm":
@@ -126,7 +126,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
-        if self._short:
+        if self._on_cpu_float32:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x * torch.addcmul(self._eps_1, length, length, value=1 / size).rsqrt_()).mul_(self._gain)
         if x.dtype == torch.float64:
@@ -138,8 +138,8 @@ class Norm:
 class Rotation:
     """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`, signs in the sines.
 
-    A channel's partner is `half` channels away in either direction; channels that stay are their own, with cosine 1
-    and sine 0 (`partners_C`, None where all rotate).
+    A channel's partner is `half` channels away in either direction. Channels that do not rotate are their own
+    partners, with cosine 1 and sine 0. `partners_C` is None if all rotate. `in_one`: multiply and add together.
     """
 
     cos_T1C: Tensor
@@ -156,7 +156,7 @@ class Rotation:
 
 
 class Rotations:
-    """Cosines and sines (2, C) of every position, never reallocated: a CUDA graph may have captured them."""
+    """Cosines and sines (2, C) of every position. They are never reallocated, because CUDA graphs capture them."""
 
     def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
         device, rotated, rest = like.device, config.num_rotated, config.head_dim - config.num_rotated
@@ -182,9 +182,9 @@ def add_product(x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None) -
 
 
 def join_storage(parameters: Sequence[Tensor]) -> Tensor:
-    """The parameters one behind another along their first dimension; they become slices of it.
+    """The parameters joined along their first dimension into one tensor, of which they become slices.
 
-    Nothing moves where they are that already.
+    Nothing moves if they are adjacent already.
     """
     first = parameters[0]
     whole = sum(p.shape[0] for p in parameters)
@@ -208,7 +208,7 @@ def _adjacent(parameters: Sequence[Tensor]) -> bool:
 
 
 def _fusible(layer: DecoderLayer) -> bool:
-    """Whether all the products that would be joined are plain ones."""
+    """Whether all products of the layer are plain linear layers, not FP8 ones."""
     attention, mlp = layer.self_attn, layer.mlp
     swiglu = mlp.shared_experts if isinstance(mlp, MoE) else mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]

@@ -1,4 +1,4 @@
-"""What one decoder stack needs to know of a model, whatever family it came from."""
+"""The configuration of a decoder stack, in the same terms for every model family."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -64,7 +64,7 @@ class ModelConfig:
     """Sizes and switches of a decoder stack, and the ids that block diffusion gives a meaning.
 
     `architecture` is the Hugging Face class name the checkpoint was written for. `block_size` is the diffusion block
-    the weights were trained with; full-attention families have none, there it is only what a decoder uses unless told.
+    the weights were trained with; full-attention families have none, and there it is only a default for decoding.
     `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a position
     predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each other.
     """

@@ -33,10 +33,10 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move with the module, but stay float32: in bfloat16 the offset would change which experts are chosen."""
-        before = self.expert_bias if self.config.expert_bias else None
+        original = self.expert_bias if self.config.expert_bias else None
         super()._apply(fn, recurse)
-        if before is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = before.to(self.expert_bias.device)
+        if original is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = original.to(self.expert_bias.device)
         return self
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -79,8 +79,9 @@ def experts_kernel(
 class Experts(nn.Module):
     """All experts of a layer, stacked: the layout of fused training checkpoints.
 
-    Which implementation computes them depends on the device, the dtype (autocast's, where it is on) and whether
-    gradients are recorded. Some group tokens by what else is in a call: a batch-invariant forward makes one a row.
+    Which implementation computes them depends on the device, the dtype (autocast's if it is on) and on whether
+    gradients are recorded. In some of them a token's numbers depend on the other tokens of the call, so a
+    batch-invariant forward makes one call per row.
     """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
@@ -106,7 +107,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def _dtype(tensor: Tensor) -> torch.dtype:
-        """What a matrix product of `tensor` is computed in: grouped products and kernels do not heed autocast."""
+        """The dtype to compute `tensor`'s products in: grouped products and kernels ignore autocast by themselves."""
         device = tensor.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 

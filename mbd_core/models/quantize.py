@@ -1,8 +1,8 @@
-"""FP8 weights in a model: its experts' alone, or every matrix product of its layers.
+"""FP8 weights in a model: those of its experts alone, or of all matrix products in its layers.
 
-Embeddings, router, norms and lm_head stay as they are: they are few bytes, or they choose. The rest of the model does
-not notice: rows computed apart stay apart, and a tensor-parallel rank rounds the part it holds (its channels' scales
-then belong to that part, so that a rank's rounding is never coarser than the whole model's).
+Embeddings, norms and lm_head stay as they are because they are few bytes, the router because it chooses experts. A
+batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds the part that it holds, with scales of its
+own, so that its rounding is never coarser than the whole model's.
 """
 
 from typing import Literal, get_args
@@ -20,15 +20,15 @@ Parts = Literal["experts", "all"]
 def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
     """Round `model`'s experts, or all matrices of its layers, to FP8 in place; returns it.
 
-    Wide tensors are let go one by one: the peak is the model and about one tensor. What cannot be done is found out
-    before anything is changed. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
+    Wide tensors are freed one by one: the peak is the model and about one tensor. Everything is checked before
+    anything is changed. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
     FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Parts))}")
-    there = quantized_parts(model)
-    if there is not None:
-        raise ValueError(f"the model's weights are FP8 already (parts={there!r}); load it anew to round others")
+    present = quantized_parts(model)
+    if present is not None:
+        raise ValueError(f"the model's weights are FP8 already (parts={present!r}); load it again to round others")
     places = _places(model, parts)
     if not places:
         raise ValueError(
@@ -38,12 +38,12 @@ def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
         _check(name, model.get_submodule(name))
     for name in places:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _rounded(model.get_submodule(name)))
+        setattr(model.get_submodule(parent), child, _round(model.get_submodule(name)))
     return model
 
 
 def quantized_parts(model: nn.Module) -> Parts | None:
-    """Which of a model's weights are FP8."""
+    """Which of a model's weights are FP8, None if none are."""
     kinds = {type(module) for module in model.modules()}
     if Fp8Linear in kinds:
         return "all"
@@ -56,7 +56,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _places(model: Decoder, parts: Parts) -> list[str]:
-    """Names of the modules to replace. Names, not modules: whoever held these would keep their memory."""
+    """The names of the modules to replace, because a list of the modules would keep their memory in use."""
     kinds = Experts if parts == "experts" else (Experts, nn.Linear)
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
 
@@ -72,7 +72,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _rounded(module: nn.Module) -> nn.Module:
+def _round(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.Linear):
         return Fp8Linear(module)
 

@@ -35,7 +35,7 @@ _KEPT_MASK = 2**22
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences attended in one call. `seen_GQL` is None where every query sees all `num_keys` keys.
+    """Sequences attended in one call. `visible_GQL` is None where every query sees all `num_keys` keys.
 
     A sequence with fewer queries than the others repeats its last one.
 
@@ -45,19 +45,19 @@ class Bundle:
 
     tokens_GQ: Tensor
     pages_GP: Tensor
-    seen_GQL: Tensor | None
+    visible_GQL: Tensor | None
     num_keys: int
     whole: bool = False
     first_page: int | None = None
     _masks: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """`seen_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""
-        if self.seen_GQL is None or self.seen_GQL.numel() > _KEPT_MASK:
-            return self.seen_GQL
+        """`visible_GQL` as numbers of `dtype` to be added to the scores, made once for all layers."""
+        if self.visible_GQL is None or self.visible_GQL.numel() > _KEPT_MASK:
+            return self.visible_GQL
         if dtype not in self._masks:
-            scores = torch.zeros(self.seen_GQL.shape, dtype=dtype, device=self.seen_GQL.device)
-            self._masks[dtype] = scores.masked_fill_(~self.seen_GQL, -math.inf)
+            scores = torch.zeros(self.visible_GQL.shape, dtype=dtype, device=self.visible_GQL.device)
+            self._masks[dtype] = scores.masked_fill_(~self.visible_GQL, -math.inf)
         return self._masks[dtype]
 
 
@@ -138,9 +138,9 @@ def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray
     num_keys = max(m.most_keys for m in members)
     offsets = np.arange(max(m.queries for m in members))
     tokens_GQ = np.stack([np.minimum(m.start + offsets, m.stop - 1) for m in members])
-    seen_GQL = None
+    visible_GQL = None
     if min(m.least_keys for m in members) < num_keys:
-        seen_GQL = torch.from_numpy(np.arange(num_keys) < kv_lens_T[tokens_GQ][..., None]).to(device)
+        visible_GQL = torch.from_numpy(np.arange(num_keys) < kv_lens_T[tokens_GQ][..., None]).to(device)
     num_pages = -(-num_keys // layout.page_size)
     if len(members) == 1:
         pages_GP = table[members[0].row, :num_pages][None]
@@ -149,7 +149,7 @@ def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray
     return Bundle(
         tokens_GQ=torch.from_numpy(tokens_GQ).to(device),
         pages_GP=pages_GP,
-        seen_GQL=seen_GQL,
+        visible_GQL=visible_GQL,
         num_keys=num_keys,
         # the sequences of a bundle keep their order
         whole=sum(m.queries for m in members) == len(kv_lens_T) == tokens_GQ.size,

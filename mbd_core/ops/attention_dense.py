@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Scaled dot-product attention where `mask` (B or 1, 1, L, L) is true; every row must see something."""
+    """Scaled dot-product attention where `mask` (B or 1, 1, L, L) is true; each query must see at least one key."""
 
     mask: Tensor
 

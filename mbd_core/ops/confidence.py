@@ -1,11 +1,10 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""How sure a model is, and of which token, from one reading of its logits: `Vocab.likeliest` as Triton kernels.
+"""The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels.
 
-Every program goes through a stretch of one position's vocabulary with a running maximum and sum, reading each logit
-once, in the type it comes in; a second kernel joins the stretches. So few positions with a large vocabulary keep a GPU
-as busy as many.
+Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
+maximum and sum; a second kernel joins the stretches. So a few positions keep a GPU as busy as many do.
 
-Triton is imported by the first call, so that this file can be read where Triton is not installed.
+Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
 Shape legend: P positions, V vocabulary, S stretches of a vocabulary.
 """
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK = 1024  # logits a program has in hand at once
-_PROGRAMS = 1024  # so many keep the largest GPU busy; more would only be more to join
-tl: Any = None  # triton.language, which the kernels look up here
+_BLOCK = 1024  # logits that a program holds at once
+_PROGRAMS = 1024  # enough to keep the largest GPU busy; more of them would only have to be joined
+tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 
 def _stretch_kernel(
@@ -55,7 +54,7 @@ def _stretch_kernel(
 def _join_kernel(
     top_ptr, total_ptr, best_ptr, token_ptr, chosen_ptr, probability_ptr, S, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One position's stretches as one."""
+    """Join the stretches of one position."""
     position = tl.program_id(0).to(tl.int64)
     stretch = tl.arange(0, BLOCK)
     inside, place = stretch < S, position * S + stretch
@@ -66,7 +65,7 @@ def _join_kernel(
     first = tl.max(best, 0)
     token = tl.load(token_ptr + place, mask=inside, other=2147483647)
     chosen = tl.min(tl.where(best == first, token, 2147483647), 0)
-    chosen = tl.where(chosen == 2147483647, 0, chosen)  # of NaNs none is the largest; an id it must be
+    chosen = tl.where(chosen == 2147483647, 0, chosen)  # if all logits are NaN, none is the largest
     tl.store(chosen_ptr + position, chosen.to(tl.int64))
     tl.store(probability_ptr + position, tl.exp(first - highest) / total)
 
@@ -83,7 +82,7 @@ def _compiled() -> tuple[Any, Any, Any]:
 
 
 def stretches(num_positions: int, vocabulary: int) -> tuple[int, int]:
-    """How many stretches a vocabulary is cut into, and how many logits each has, a multiple of a block."""
+    """The number of stretches that a vocabulary is cut into, and the logits of each, a multiple of a block."""
     blocks = -(-vocabulary // _BLOCK)
     each = -(-blocks // min(blocks, -(-_PROGRAMS // max(num_positions, 1))))
     return -(-blocks // each), each * _BLOCK
@@ -92,9 +91,9 @@ def stretches(num_positions: int, vocabulary: int) -> tuple[int, int]:
 def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor]:
     """The likeliest token (P,) that may be predicted, and its probability (P,) in float32.
 
-    That may be ids below `size` but the mask's. The probability is the model's own, over its whole vocabulary: the
-    others keep their share. Ties go to the lowest id. Shapes depend on P and V alone: a CUDA graph can hold it. Raises
-    `ValueError` for logits that are no rows of neighbouring numbers.
+    Ids below `size` other than the mask's may be predicted. The probability is taken over the whole vocabulary, so ids
+    that may not be predicted keep their share. Ties go to the lowest id. Shapes depend on P and V alone, so a CUDA
+    graph can hold it. Raises `ValueError` for logits whose rows are not contiguous.
     """
     positions, vocabulary = logits_PV.shape
     if logits_PV.stride(1) != 1:

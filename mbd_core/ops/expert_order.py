@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Assignments in the order of their experts (A,), and where each expert's end (E,), int32; no host reads."""
+    """Assignments sorted by expert (A,), and where each expert's assignments end (E,), int32; no host reads."""
     sorted_A, order_A = ids_TK.flatten().sort(stable=True)
     every_E = torch.arange(num_experts, device=ids_TK.device, dtype=sorted_A.dtype)
     ends_E = torch.searchsorted(sorted_A, every_E, right=True, out_int32=True)
@@ -16,7 +16,7 @@ def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def unsort(y_AD: Tensor, order_A: Tensor, weights_TK: Tensor) -> Tensor:
-    """Sorted outputs (A, D) weighted and summed a token in float32: (T, D)."""
+    """The weighted sum (T, D) of each token's outputs, from sorted outputs (A, D), in float32."""
     tokens, per_token = weights_TK.shape
     y = torch.empty(y_AD.shape, dtype=torch.float32, device=y_AD.device)
     y[order_A] = y_AD.float()

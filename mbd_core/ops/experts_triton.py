@@ -1,12 +1,12 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Experts in two Triton kernels: gather, both input projections and SwiGLU in one, the output projection in the other.
 
-Decoding gives an expert a handful of tokens; the time is that of reading the chosen experts' weights once. Assignments
-are sorted by expert and cut into tiles of one expert each. The number of tiles launched is what the shapes allow at
-most, so nothing is read back; surplus tiles return at once. Weights may be FP8 with a scale per output channel: they
+While decoding, an expert gets a handful of tokens, and the time is that of reading the chosen experts' weights once.
+Assignments are sorted by expert and cut into tiles of one expert each. As many tiles are launched as the shapes can
+need, so nothing is read back; surplus tiles return at once. Weights may be FP8 with a scale per output channel. They
 are widened in registers, so that half the bytes are read.
 
-Triton is imported by the first call, so that this file can be read where Triton is not installed.
+Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from mbd_core.ops.expert_order import sort_by_expert
 
 _TILE = 16
-tl: Any = None  # triton.language, which the kernels look up here
+tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 
 def _swiglu_kernel(
@@ -67,7 +67,7 @@ def _down_kernel(
     D, F,
     SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first..end` of one expert: y = weight * (hidden down^T), put where the assignment came from, float32."""
+    """Rows `first..end` of one expert: y = weight * (hidden down^T), stored in the assignments' order, float32."""
     tile = tl.program_id(0)
     first = tl.load(first_ptr + tile)
     end = tl.load(end_ptr + tile)
@@ -136,7 +136,7 @@ def fused_experts(
 ) -> Tensor:
     """`experts.loop_experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
 
-    Raises `ValueError` for weights that are not laid out row by row.
+    Raises `ValueError` for weights that are not contiguous.
     """
     for name, weight in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EDF)):
         if not weight.is_contiguous():

@@ -1,4 +1,4 @@
-"""A batch of rows over a paged cache, said once for every kernel.
+"""The layout of a batch of rows over a paged cache, in the form that every kernel is given.
 
 Shape legend: R rows, P pages a row.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Row r's queries attend, without order, to the first `kv_lens_R[r]` keys of its pages.
+    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all queries to all of these keys.
 
-    cu_seqlens_q   where each row's queries begin in the packed ones, and where the last end (R + 1)
+    cu_seqlens_q   where each row's queries begin among the packed queries, and where the last row ends (R + 1)
     kv_lens_R      at least 1 for a row with queries
-    page_table_RP  whole numbers below the cache's pages, also behind those that a row needs
+    page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
-    max_q          the longest row, for kernels that need it on the host; `None`: it is read back
-    exact          a row's result is to be bitwise independent of the other rows
+    max_q          queries of the longest row, for kernels that need it on the host; `None`: it is read back
+    exact          each row's result must be bitwise independent of the other rows
     """
 
     cu_seqlens_q: Tensor
@@ -29,13 +29,13 @@ class RowLayout:
 
     @property
     def max_k(self) -> int:
-        """The keys that a row of the table can hold."""
+        """The most keys that a row of the page table has place for."""
         return self.page_table_RP.shape[1] * self.page_size
 
     def for_kernels(self) -> "RowLayout":
-        """The same as flash kernels take it: int32, the table contiguous, `max_q` on the host.
+        """The same layout as flash kernels take it: int32, the table contiguous, `max_q` on the host.
 
-        Without `max_q` the longest row is read back from the device, which no graph can capture.
+        Without `max_q` the longest row is read back from the device, which a CUDA graph cannot capture.
         """
         return replace(
             self,

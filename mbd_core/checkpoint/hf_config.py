@@ -1,0 +1,148 @@
+"""A Hugging Face config.json read as a `ModelConfig`, and written back."""
+
+import math
+from dataclasses import replace
+from typing import Any, get_type_hints
+
+from mbd_core.checkpoint.families import FAMILIES, Json, family_of
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+
+# Keys that may stand in generation_config.json instead.
+DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
+# The least values of whole numbers that may be less than 1, and the greatest value of all of them.
+LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
+MOST = 2**31 - 1
+
+
+def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
+    """The `ModelConfig` of a parsed config.json; ids and block size that it lacks are looked up in `generation`.
+
+    Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, or if the
+    decoder stack does not support the value.
+    """
+    architecture, family = family_of(config)
+    if config.get("quantization_config") is not None:
+        raise ValueError("config.json has a quantization_config; take a release whose weights are not quantized")
+    config = {key: value for key, value in _flat_rope(config).items() if value is not None}
+    if config.get("model_type", family.model_types[0]) not in family.model_types:
+        raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
+    for key, value in family.fixed.items():
+        if key in config and (type(config[key]) is not type(value) or config[key] != value):
+            raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
+    recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
+    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
+    values = {**family.defaults, **published, **recommended, **config}
+    elsewhere = recommended.keys() - config.keys()
+
+    def field_value(kind: type, ours: str, theirs: str) -> Any:
+        if theirs in values:
+            file = "generation_config.json" if theirs in elsewhere else "config.json"
+            return _typed(get_type_hints(kind)[ours], values[theirs], f"{file} has {theirs}", LEAST.get(ours, 1))
+        if theirs in DECODING_KEYS:
+            raise ValueError(
+                f"config.json and generation_config.json have no '{theirs}', which {architecture} needs; "
+                "add it to generation_config.json"
+            )
+        raise ValueError(f"config.json has no '{theirs}', which {architecture} needs")
+
+    if "rotary_dim" in family.keys:
+        head_dim = field_value(ModelConfig, "head_dim", "head_dim")
+        rotated = _rotary_dim(config, head_dim)
+        values["rotary_dim"] = None if rotated == head_dim else rotated
+    fields = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
+    if "head_dim" not in fields:
+        fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
+        if rest:
+            raise ValueError(
+                f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
+            )
+    if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
+        raise ValueError(f"config.json has embedding_size={config['embedding_size']!r} beside another vocab_size")
+    experts = {ours: field_value(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
+    try:
+        moe = MoEConfig(**experts, **family.moe_switches) if experts else None
+        return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+    except ValueError as error:
+        files = "config.json with generation_config.json" if elsewhere else "config.json"
+        raise ValueError(f"{files}: {error}") from None
+
+
+def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
+    """`value` as a field of type `hint` holds it; otherwise `ValueError`, in a sentence that begins with `subject`."""
+
+    def whole(number: Any) -> bool:
+        return type(number) is int and least <= number <= MOST
+
+    if hint is bool:
+        fits, wanted = type(value) is bool, "true or false"
+    elif hint is float:
+        fits, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+    elif hint == tuple[int, ...]:
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if all(whole(number) for number in numbers):
+            return numbers
+        fits, wanted = False, f"a list of whole numbers from {least}"
+    else:
+        fits, wanted = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
+    if not fits:
+        raise ValueError(f"{subject}={value!r}; it must be {wanted}")
+    return float(value) if hint is float else value
+
+
+def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model, the inverse of `read_config`; `ValueError` if the family has no key for a setting.
+
+    `fused`: the checkpoint's experts are stacked.
+    """
+    family = FAMILIES[config.architecture]
+    eos = config.eos_token_ids
+    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    if family.moe_keys is not None:
+        assert config.moe is not None
+        values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = list(values["mlp_only_layers"])
+    if "rotary_dim" in values:
+        values["rotary_dim"] = config.num_rotated
+        values["partial_rotary_factor"] = config.num_rotated / config.head_dim
+        values["pad_token_id"] = eos[0]
+    if config.architecture == "LLaDAModelLM":
+        values["embedding_size"] = config.vocab_size
+    kinds = family.expert_model_types
+    written = {
+        "architectures": [config.architecture],
+        "model_type": family.model_types[0] if kinds is None else kinds["fused" if fused else "per_expert"],
+        **family.fixed,
+        **values,
+    }
+    whole = config.rotary_dim == config.head_dim
+    if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
+        raise ValueError(f"{config} cannot be written as a config.json of {config.architecture}")
+    return written
+
+
+def _flat_rope(config: Json) -> dict[str, Any]:
+    """`config` with transformers 5's `rope_parameters` moved to the keys that older files have."""
+    config = dict(config)
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json has rope_type={rope['rope_type']!r}; 'default' only is supported")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope and config.get(key) is None:
+            config[key] = rope[key]
+    return config
+
+
+def _rotary_dim(config: Json, head_dim: int) -> int:
+    """How many channels of a head rotate, given as a number or as a share of the head; by default all."""
+    factor = config.get("partial_rotary_factor")
+    if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
+        raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")
+    by_factor = head_dim if factor is None else int(head_dim * factor)
+    by_number = _typed(int, config.get("rotary_dim", by_factor), "config.json has rotary_dim", 1)
+    if factor is not None and by_number != by_factor:
+        raise ValueError(f"config.json has rotary_dim={by_number} but partial_rotary_factor={factor} of {head_dim}")
+    return by_number
