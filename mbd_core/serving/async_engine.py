@@ -1,17 +1,15 @@
 """The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.decoding.request import StepOutput
+from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.committed_text import CommittedText, Decode
-
-
-class EngineFailed(RuntimeError):
-    """A step raised, or the engine was stopped: nothing more will come from it."""
+from mbd_core.serving.text_stream import EngineFailed, TextStep, TextStream
 
 
 class TooManyRequests(RuntimeError):
@@ -19,65 +17,25 @@ class TooManyRequests(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextStep:
-    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
-
-    A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
-    include the token that completed the stop string and none after it. `logprobs` goes with `new_tokens`, where the
-    request asked for it.
-    """
-
-    request_id: str
-    text: str
-    new_tokens: tuple[int, ...]
-    output: Output | None
-    logprobs: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests handed in and not done: those that hold a row of the engine, and those that wait for one."""
+    """Requests that were submitted and have not ended: those that hold a batch row, and those that wait for one."""
 
     running: int
     waiting: int
 
 
-class TextStream:
-    """The steps of one or several requests in the order they were made; iterate to the end, or `close()`."""
+@dataclass(frozen=True)
+class _Submission:
+    """A stream and its requests, on their way to the engine."""
 
-    def __init__(self, owner: "AsyncEngine", requests: Sequence[Request], stop: Sequence[str]) -> None:
-        self.requests = tuple(requests)
-        self.stop = tuple(stop)
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.queue: asyncio.Queue[TextStep | EngineFailed] = asyncio.Queue()
-        self.unfinished = {r.request_id for r in requests}
-        self._owner = owner
-
-    def __aiter__(self) -> AsyncIterator[TextStep]:
-        return self
-
-    async def __anext__(self) -> TextStep:
-        if not self.unfinished:
-            raise StopAsyncIteration
-        step = await self.queue.get()
-        if isinstance(step, EngineFailed):
-            self.unfinished.clear()
-            raise step
-        if step.output is not None:
-            self.unfinished.discard(step.request_id)
-        return step
-
-    def close(self) -> None:
-        """Abort what has not finished; the engine frees it before its next step. Does nothing after the end."""
-        self._owner._withdraw(self)
-        self.unfinished.clear()
+    stream: TextStream
+    admitted: tuple[Admitted, ...]
 
 
 @dataclass(frozen=True)
 class _Turn:
     """What one visit to the worker thread brought back."""
 
-    rejected: dict[int, ValueError]
     steps: list[TextStep]
     running: int
     busy: bool
@@ -87,7 +45,7 @@ class AsyncEngine:
     """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
 
     `decode` turns token ids into text (special tokens left out). At most `max_waiting` requests wait beside the
-    engine's rows.
+    engine's batch rows.
     """
 
     def __init__(self, engine: Engine, decode: Decode, *, max_waiting: int = 256) -> None:
@@ -99,7 +57,7 @@ class AsyncEngine:
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineFailed | None = None
         self._running = 0
-        self._submitted: list[TextStream] = []
+        self._submitted: list[_Submission] = []
         self._withdrawn: list[str] = []
         self._streams: dict[str, TextStream] = {}
         self._texts: dict[str, CommittedText] = {}  # worker thread only
@@ -119,14 +77,16 @@ class AsyncEngine:
         if self._failure is not None:
             raise self._failure
 
-    async def submit(self, requests: Sequence[Request], *, stop: Sequence[str] = ()) -> TextStream:
-        """Hand in requests, all or none; returns when the engine has accepted them.
+    def submit(self, admitted: Sequence[Admitted], *, stop: Sequence[str] = ()) -> TextStream:
+        """Queue requests that the engine's admission has checked, all or none; iterate over the stream or close it.
 
-        Raises `ValueError` for what the engine refuses, `TooManyRequests` and `EngineFailed`.
+        Raises `ValueError` for ids that are used twice and for more requests than are ever taken at once,
+        `TooManyRequests` and `EngineFailed`.
         """
         self.check_health()
-        if not requests:
+        if not admitted:
             raise ValueError("no request was given")
+        requests = [a.request for a in admitted]
         ids = {r.request_id for r in requests}
         if len(ids) < len(requests) or ids & self._streams.keys():
             raise ValueError("a request_id is used twice")
@@ -136,30 +96,16 @@ class AsyncEngine:
             raise ValueError(f"{len(requests)} requests at once; at most {self._capacity} are taken")
         if len(self._streams) + len(requests) > self._capacity:
             raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
-        stream = TextStream(self, requests, stop)
+        stream = TextStream(requests, stop, self._withdraw)
         self._streams.update(dict.fromkeys(ids, stream))
-        self._submitted.append(stream)
+        self._submitted.append(_Submission(stream, tuple(admitted)))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
         self._wake.set()
-        try:
-            await stream.admitted
-        except asyncio.CancelledError:
-            stream.close()
-            raise
         return stream
 
-    async def generate(self, request: Request, *, stop: Sequence[str] = ()) -> AsyncIterator[TextStep]:
-        """One request's steps; leaving the iteration early, or being cancelled in it, aborts the request."""
-        stream = await self.submit([request], stop=stop)
-        try:
-            async for step in stream:
-                yield step
-        finally:
-            stream.close()
-
     async def stop(self) -> None:
-        """End the task and the thread; whoever still waits gets `EngineFailed`."""
+        """End the task and the thread; streams that have not ended raise `EngineFailed`."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -170,8 +116,9 @@ class AsyncEngine:
         ids = [i for i in stream.unfinished if self._streams.get(i) is stream]
         for request_id in ids:
             del self._streams[request_id]
-        if stream in self._submitted:
-            self._submitted.remove(stream)
+        waiting = [s for s in self._submitted if s.stream is not stream]
+        if len(waiting) < len(self._submitted):  # the engine does not know it yet
+            self._submitted = waiting
         elif ids:
             self._withdrawn += ids
             self._wake.set()
@@ -187,36 +134,29 @@ class AsyncEngine:
                 submitted, self._submitted = self._submitted, []
                 withdrawn, self._withdrawn = self._withdrawn, []
                 turn = await loop.run_in_executor(self._thread, self._turn, submitted, withdrawn)
-                self._deliver(submitted, turn)
+                self._deliver(turn.steps)
                 busy, self._running = turn.busy, turn.running
         except Exception as error:
             failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
 
-    def _turn(self, submitted: list[TextStream], withdrawn: list[str]) -> _Turn:
-        """In the worker thread: let requests leave and join, then one step."""
+    def _turn(self, submitted: list[_Submission], withdrawn: list[str]) -> _Turn:
+        """In the worker thread: abort the withdrawn requests, add the submitted ones, then one step."""
         for request_id in withdrawn:
             self._engine.abort(request_id)
             self._texts.pop(request_id, None)
-        rejected: dict[int, ValueError] = {}
-        for index, stream in enumerate(submitted):
-            try:
-                for request in stream.requests:
-                    self._engine.validate(request)
-            except ValueError as error:
-                rejected[index] = error
-                continue
-            for request in stream.requests:
-                self._engine.add(request)
-                self._texts[request.request_id] = CommittedText(self._decode, stream.stop)
+        for submission in submitted:
+            for admitted in submission.admitted:
+                self._engine.add_admitted(admitted)
+                self._texts[admitted.request.request_id] = CommittedText(self._decode, submission.stream.stop)
         steps = [self._text_step(out) for out in self._engine.step()] if self._engine.has_work else []
-        return _Turn(rejected, steps, self._engine.num_running, self._engine.has_work)
+        return _Turn(steps, self._engine.num_running, self._engine.has_work)
 
     def _text_step(self, out: StepOutput) -> TextStep:
         text = self._texts[out.request_id]
         pieces: list[str] = []
-        before = text.num_tokens
+        num_earlier = text.num_tokens
         for token in out.new_tokens:
             pieces.append(text.push(token))
             if text.stopped:
@@ -226,7 +166,7 @@ class AsyncEngine:
             pieces.append(text.finish())
         if text.stopped:
             ended = output if output is not None else self._engine.abort(out.request_id)
-            assert ended is not None, "a request that made a step is known to the engine"
+            assert ended is not None, "the engine knows a request that took part in its step"
             output = replace(
                 ended,
                 tokens=ended.tokens[: text.num_tokens],
@@ -236,32 +176,21 @@ class AsyncEngine:
             )
         if output is not None:
             del self._texts[out.request_id]
-        told = text.num_tokens - before
+        num_new = text.num_tokens - num_earlier
         return TextStep(
             request_id=out.request_id,
             text="".join(pieces),
-            new_tokens=out.new_tokens[:told],
+            new_tokens=out.new_tokens[:num_new],
             output=output,
-            logprobs=None if out.logprobs is None else out.logprobs[:told],
+            logprobs=None if out.logprobs is None else out.logprobs[:num_new],
         )
 
-    def _deliver(self, submitted: list[TextStream], turn: _Turn) -> None:
-        for index, stream in enumerate(submitted):
-            if index in turn.rejected:
-                for request_id in stream.unfinished:
-                    del self._streams[request_id]
-                stream.unfinished.clear()
-            if stream.admitted.done():
-                continue  # cancelled meanwhile
-            if index in turn.rejected:
-                stream.admitted.set_exception(turn.rejected[index])
-            else:
-                stream.admitted.set_result(None)
-        for step in turn.steps:
-            stream_or_none = self._streams.get(step.request_id)
-            if stream_or_none is None or stream_or_none in self._submitted:
-                continue  # closed meanwhile, and its id perhaps handed in anew
-            stream_or_none.queue.put_nowait(step)
+    def _deliver(self, steps: list[TextStep]) -> None:
+        for step in steps:
+            stream = self._streams.get(step.request_id)
+            if stream is None or any(s.stream is stream for s in self._submitted):
+                continue  # the request was withdrawn during the step, and its id may be in use again
+            stream.queue.put_nowait(step)
             if step.output is not None:
                 del self._streams[step.request_id]
 
@@ -269,8 +198,6 @@ class AsyncEngine:
         if self._failure is None:
             self._failure = failure
         for stream in {id(s): s for s in self._streams.values()}.values():
-            if not stream.admitted.done():
-                stream.admitted.set_exception(failure)
             stream.queue.put_nowait(failure)
         self._streams.clear()
         self._submitted.clear()

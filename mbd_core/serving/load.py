@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.parallel.leader import ParallelEngine

@@ -1,4 +1,4 @@
-"""jobs/serve.py ends in good order and in one sentence while it is still starting; no Ray is started here."""
+"""jobs/serve.py: its options reach the engine, and it ends in good order while it starts; no Ray is started here."""
 
 import os
 import signal
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from actors import serving
 from jobs import serve as job
+from mbd_core.serving.endpoint_args import EndpointArgs
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def test_a_signal_while_it_starts_is_an_end_in_good_order(
     ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=nodes, shutdown=shutdown)
     serve = SimpleNamespace(start=start, shutdown=lambda: stopped.append("serve"))
     for name, stand_in in (("connect", connect), ("ray", ray), ("serve", serve)):
-        monkeypatch.setattr(job, name, stand_in)
+        monkeypatch.setattr(serving, name, stand_in)
     assert job.main(["--model", str(tiny_model_dir)]) == 0
     assert capsys.readouterr().out == "stopping\n"
     up = {"after it": ["ray"], "while Serve starts": ["serve", "ray"]}
@@ -75,20 +77,104 @@ def test_a_port_that_is_taken_is_named_before_ray_is_started(
     def connect(**_: Any) -> bool:
         raise RuntimeError("RuntimeError: as far as Ray")
 
-    monkeypatch.setattr(job, "connect", connect)
-    monkeypatch.setattr(job, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(serving, "connect", connect)
+    monkeypatch.setattr(serving, "ray", SimpleNamespace(is_initialized=lambda: False))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         asked = ["--model", str(tiny_model_dir), "--port", str(port)]
         assert job.main(asked) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(
+        printed = capsys.readouterr().err
+        assert printed.startswith(
             f"serve: --port {port} on --host 127.0.0.1 cannot be listened on: Address already in use;"
         )
-        assert len(told.splitlines()) == 1
+        assert len(printed.splitlines()) == 1
         with monkeypatch.context() as patch:
             patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # the port would be another machine's
             assert job.main(asked) == 1
     assert job.main(asked) == 1
     assert "as far as Ray" in capsys.readouterr().err
+
+
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> EndpointArgs:
+    """What the command would serve."""
+    calls: list[EndpointArgs] = []
+    monkeypatch.setattr(serving, "check_port", lambda *_: None)
+    monkeypatch.setattr(serving, "serve_until_stopped", lambda args, **_: calls.append(args))
+    assert job.main(argv) == 0
+    (args,) = calls
+    return args
+
+
+def test_the_switches_of_the_job_reach_the_engine(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ["--model", str(tiny_model_dir)]
+    args = served(monkeypatch, model)
+    assert args == EndpointArgs(folder=str(tiny_model_dir), name="tiny-random"), "the engine's own defaults"
+    assert (args.trace, args.engine.prefix_caching, args.engine.batch_invariant) == (None, True, False)
+    assert served(monkeypatch, [*model, "--tensor-parallel", "2"]).tensor_parallel == 2
+    switches = ["--no-prefix-caching", "--batch-invariant", "--attention", "reference", "--block-size", "4"]
+    memory = ["--num-pages", "40", "--kv-memory-fraction", "0.5"]
+    args = served(monkeypatch, [*model, *switches, *memory, "--trace", str(tmp_path / "t"), "--max-rows", "3"])
+    assert (args.engine.prefix_caching, args.engine.batch_invariant, args.engine.max_rows) == (False, True, 3)
+    assert (args.engine.attention, args.engine.block_size) == ("reference", 4)
+    assert (args.engine.num_pages, args.engine.kv_memory_fraction) == (40, 0.5)
+    assert args.trace == str(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("switches", "sentence"),
+    [
+        (["--block-size", "8"], "block_size=8 cannot be honoured: tiny-random has 4"),
+        (["--trace", __file__], "is a file, not a folder"),
+        (["--tensor-parallel", "3"], "tensor_parallel=3 cannot be honoured: num_key_value_heads=2 does not divide"),
+        (["--attention", "magic"], "attention='magic' is unknown"),
+        (["--block-size", "0"], "'--block-size'"),
+        (["--tensor-parallel", "0"], "'--tensor-parallel'"),
+        (["--kv-memory-fraction", "0"], "kv_memory_fraction=0.0 must be a share of the memory"),
+        (["--port", "70000"], "'--port'"),
+    ],
+)
+def test_a_bad_switch_is_one_sentence_and_exit_2(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], switches: list[str], sentence: str
+) -> None:
+    assert job.main(["--model", str(tiny_model_dir), *switches]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "sentence"),
+    [
+        (
+            "ray::Replica\nTraceback\n  File\nValueError: attention='x' cannot be used: no GPU",
+            2,
+            "attention='x' cannot",
+        ),
+        ("ray::Replica\nTraceback\n  File\nMemoryError: no memory", 1, "MemoryError: no memory"),
+    ],
+)
+def test_the_failure_of_a_replica_is_told_in_its_last_line(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: str,
+    code: int,
+    sentence: str,
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError(failure)
+
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes)
+    status = SimpleNamespace(applications={})
+    serve = SimpleNamespace(start=lambda **_: None, shutdown=lambda: None, run=failing, status=lambda: status)
+    for name, stand_in in (("connect", lambda **_: False), ("ray", ray), ("serve", serve)):
+        monkeypatch.setattr(serving, name, stand_in)
+    assert job.main(["--model", str(tiny_model_dir)]) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"serve: {sentence}")
+    assert len(printed.splitlines()) == 1

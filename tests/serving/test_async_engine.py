@@ -1,105 +1,25 @@
-"""The engine behind asyncio: the same tokens as without it, exact stop strings, nothing left behind by who leaves."""
+"""The engine behind asyncio: the same tokens as without it, exact stop strings, no request left behind."""
 
 import asyncio
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
-from mbd_core.engine.engine import EngineConfig
-from mbd_core.serving.async_engine import AsyncEngine, EngineFailed, TextStep, TooManyRequests
-from mbd_core.serving.committed_text import BROKEN, CommittedText
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.serving.async_engine import AsyncEngine, TooManyRequests
+from mbd_core.serving.committed_text import BROKEN
 from mbd_core.serving.load import LoadedModel, load_engine
+from mbd_core.serving.text_stream import EngineFailed, TextStep, TextStream
 
-# -- text -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class ByteTokens:
-    """A byte-level vocabulary made for one text: token i is the i-th piece of its bytes."""
-
-    pieces: list[bytes]
-
-    def decode(self, tokens: list[int]) -> str:
-        return b"".join(self.pieces[t] for t in tokens).decode("utf-8", "replace")
-
-
-def cut_up(data: bytes, borders: list[int]) -> list[bytes]:
-    edges = sorted({0, len(data), *(b % (len(data) + 1) for b in borders)})
-    return [data[a:b] for a, b in itertools.pairwise(edges)]
-
-
-def grow(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], CommittedText]:
-    text = CommittedText(ByteTokens(pieces).decode, stop)
-    deltas = []
-    for token in range(len(pieces)):
-        deltas.append(text.push(token))
-        if text.stopped:
-            return deltas, text
-    return [*deltas, text.finish()], text
-
-
-def before_first_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The definition, character by character: the stop string complete first, the longest of those."""
-    for end in range(len(text) + 1):
-        complete = [s for s in stop if text[:end].endswith(s)]
-        if complete:
-            return text[: end - max(map(len, complete))]
-    return text
-
-
-words = st.text(alphabet="abé漢🙂 \n", max_size=30)
-
-
-@given(text=words, borders=st.lists(st.integers(0, 200), max_size=40))
-def test_characters_split_over_tokens_come_out_whole(text: str, borders: list[int]) -> None:
-    deltas, _ = grow(cut_up(text.encode(), borders))
-    assert "".join(deltas) == text
-    assert not any(BROKEN in d for d in deltas)
-
-
-@given(data=st.binary(max_size=30), borders=st.lists(st.integers(0, 60), max_size=20))
-def test_bytes_that_are_no_text_decode_as_they_would_at_once(data: bytes, borders: list[int]) -> None:
-    deltas, _ = grow(cut_up(data, borders))
-    assert "".join(deltas) == data.decode("utf-8", "replace").rstrip(BROKEN)
-
-
-@given(
-    text=words,
-    borders=st.lists(st.integers(0, 200), max_size=40),
-    stop=st.lists(st.text(alphabet="abé漢🙂 \n", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
-)
-def test_stop_strings_match_across_any_border(text: str, borders: list[int], stop: tuple[str, ...]) -> None:
-    pieces = cut_up(text.encode(), borders)
-    deltas, grown = grow(pieces, stop)
-    wanted = before_first_stop(text, stop)
-    assert "".join(deltas) == wanted
-    assert grown.stopped == any(s in text for s in stop)
-    if grown.stopped:  # at the first token that ended a character with a stop string complete
-        ends = grown.num_tokens, grown.num_tokens - 1
-        shown, before = (b"".join(pieces[:end]).decode("utf-8", "replace") for end in ends)
-        assert any(s in shown for s in stop)
-        assert before.endswith(BROKEN) or not any(s in before for s in stop)
-
-
-def test_an_ending_is_held_back_only_while_it_may_become_a_stop_string() -> None:
-    text = CommittedText(ByteTokens([b"x", b"#", b"a", b"#", b"#"]).decode, ("##",))
-    assert [text.push(t) for t in range(5)] == ["x", "", "#a", "", ""]
-    assert text.stopped
-    assert text.finish() == ""
-
-
-# -- engine ---------------------------------------------------------------------------------------------------------
-
+LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 PROMPTS = ["Tom has 3 apples.", "def add(a, b):", "漢字 é <|mask|> 7", "a", "How many are left if 12 go and 5 stay?"]
 
 
@@ -124,7 +44,7 @@ def request(loaded: LoadedModel, name: str, prompt: str = "Tom has 3", **fields:
 
 
 def decode(loaded: LoadedModel) -> Callable[[list[int]], str]:
-    return lambda tokens: loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+    return partial(decode_text, loaded.tokenizer)
 
 
 @asynccontextmanager
@@ -137,11 +57,29 @@ async def running(loaded: LoadedModel, **options: Any) -> AsyncIterator[AsyncEng
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, LIMIT))
 
 
-async def collect(engine: AsyncEngine, made: Request, *, stop: tuple[str, ...] = ()) -> tuple[str, Output]:
-    steps: list[TextStep] = [s async for s in engine.generate(made, stop=stop)]
+def submit(loaded: LoadedModel, engine: AsyncEngine, *requests: Request, stop: tuple[str, ...] = ()) -> TextStream:
+    return engine.submit([loaded.engine.admission.check(r) for r in requests], stop=stop)
+
+
+async def generate(
+    loaded: LoadedModel, engine: AsyncEngine, asked: Request, *, stop: tuple[str, ...] = ()
+) -> AsyncIterator[TextStep]:
+    """One request's steps; leaving the iteration early, or being cancelled in it, closes its stream."""
+    stream = submit(loaded, engine, asked, stop=stop)
+    try:
+        async for step in stream:
+            yield step
+    finally:
+        stream.close()
+
+
+async def collect(
+    loaded: LoadedModel, engine: AsyncEngine, made: Request, *, stop: tuple[str, ...] = ()
+) -> tuple[str, Output]:
+    steps: list[TextStep] = [s async for s in generate(loaded, engine, made, stop=stop)]
     output = steps[-1].output
     assert output is not None
     assert tuple(t for s in steps for t in s.new_tokens) == output.tokens
@@ -155,9 +93,7 @@ async def collect(engine: AsyncEngine, made: Request, *, stop: tuple[str, ...] =
 
 async def idle(loaded: LoadedModel, engine: AsyncEngine) -> None:
     """Wait until the engine has nothing left, then check that nothing is lost."""
-    for _ in range(200):
-        if not loaded.engine.has_work and engine.load.running == 0:
-            break
+    while loaded.engine.has_work or engine.load.running:
         await asyncio.sleep(0.01)
     assert not loaded.engine.has_work
     loaded.engine.check_integrity()
@@ -170,7 +106,7 @@ def test_concurrent_requests_equal_each_alone(loaded: LoadedModel) -> None:
 
     async def scenario() -> list[tuple[str, Output]]:
         async with running(loaded) as engine:
-            answers = await asyncio.gather(*(collect(engine, r) for r in made))
+            answers = await asyncio.gather(*(collect(loaded, engine, r) for r in made))
             await idle(loaded, engine)
             return answers
 
@@ -188,7 +124,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(loaded: LoadedModel) -> No
 
     async def scenario() -> tuple[str, Output]:
         async with running(loaded) as engine:
-            answer = await collect(engine, long, stop=(stop,))
+            answer = await collect(loaded, engine, long, stop=(stop,))
             await idle(loaded, engine)
             return answer
 
@@ -213,7 +149,7 @@ def test_logprobs_come_with_their_tokens_up_to_the_stop(loaded: LoadedModel, tem
 
     async def scenario() -> tuple[Output, Output]:
         async with running(loaded) as engine:
-            (_, free), (_, stopped) = [await collect(engine, long, stop=s) for s in ((), (stop,))]
+            (_, free), (_, stopped) = [await collect(loaded, engine, long, stop=s) for s in ((), (stop,))]
             return free, stopped
 
     free, stopped = run(scenario())
@@ -228,8 +164,8 @@ def test_leaving_frees_the_request(loaded: LoadedModel) -> None:
     async def scenario() -> None:
         async with running(loaded) as engine:
             long = [request(loaded, f"r{i}", max_tokens=400, tau_m2t=1.0, buffer_size=1) for i in range(5)]
-            tasks = [asyncio.create_task(collect(engine, r)) for r in long]
-            leaver = engine.generate(request(loaded, "leaver", max_tokens=400))
+            tasks = [asyncio.create_task(collect(loaded, engine, r)) for r in long]
+            leaver = generate(loaded, engine, request(loaded, "leaver", max_tokens=400))
             while engine.load.running < 3:
                 await asyncio.sleep(0.01)
             assert engine.load.waiting > 0
@@ -239,7 +175,7 @@ def test_leaving_frees_the_request(loaded: LoadedModel) -> None:
             await anext(leaver)
             await leaver.aclose()
             await idle(loaded, engine)
-            _, output = await collect(engine, request(loaded, "after"))
+            _, output = await collect(loaded, engine, request(loaded, "after"))
             assert output.finish_reason == "length"
 
     run(scenario())
@@ -250,20 +186,20 @@ def test_the_loop_goes_on_during_a_step_and_one_thread_touches_the_engine(
 ) -> None:
     threads: set[int] = set()
     turned = threading.Event()
-    for name in ("validate", "add", "abort", "step"):
+    for name in ("add_admitted", "abort", "step"):
         method = getattr(loaded.engine, name)
 
         def watched(*args: Any, method: Callable[..., Any] = method, name: str = name) -> Any:
             threads.add(threading.get_ident())
             if name == "step":
-                assert turned.wait(10), "the event loop stood still during a step"
+                assert turned.wait(LIMIT), "the event loop stood still during a step"
             return method(*args)
 
         monkeypatch.setattr(loaded.engine, name, watched)
 
     async def scenario() -> None:
         async with running(loaded) as engine:
-            answers = [asyncio.create_task(collect(engine, request(loaded, f"r{i}"))) for i in range(4)]
+            answers = [asyncio.create_task(collect(loaded, engine, request(loaded, f"r{i}"))) for i in range(4)]
             await asyncio.sleep(0.1)
             turned.set()
             answers.pop().cancel()
@@ -290,13 +226,13 @@ def test_a_failing_step_reaches_every_caller(loaded: LoadedModel, monkeypatch: p
         async with running(loaded) as engine:
             engine.check_health()
             made = [request(loaded, f"r{i}", max_tokens=300, tau_m2t=1.0) for i in range(5)]
-            failures = await asyncio.gather(*(collect(engine, r) for r in made), return_exceptions=True)
+            failures = await asyncio.gather(*(collect(loaded, engine, r) for r in made), return_exceptions=True)
             assert [type(f) for f in failures] == [EngineFailed] * 5
             assert "no memory left" in str(failures[0])
             with pytest.raises(EngineFailed):
                 engine.check_health()
             with pytest.raises(EngineFailed):
-                await engine.submit([request(loaded, "late")])
+                submit(loaded, engine, request(loaded, "late"))
 
     run(scenario())
 
@@ -304,7 +240,8 @@ def test_a_failing_step_reaches_every_caller(loaded: LoadedModel, monkeypatch: p
 def test_stopping_releases_who_waits(loaded: LoadedModel) -> None:
     async def scenario() -> None:
         engine = AsyncEngine(loaded.engine, decode(loaded))
-        waiting = asyncio.create_task(collect(engine, request(loaded, "r", max_tokens=400)))
+        long = request(loaded, "r", max_tokens=400, tau_m2t=1.0, buffer_size=1)
+        waiting = asyncio.create_task(collect(loaded, engine, long))
         await asyncio.sleep(0.05)
         await engine.stop()
         with pytest.raises(EngineFailed):
@@ -318,17 +255,17 @@ def test_a_group_is_taken_whole_or_not_at_all(loaded: LoadedModel) -> None:
         async with running(loaded, max_waiting=1) as engine:
             good, bad = request(loaded, "good"), request(loaded, "bad", max_tokens=5000)
             with pytest.raises(ValueError, match="5000"):
-                await engine.submit([good, bad])
+                submit(loaded, engine, good, bad)
             await idle(loaded, engine)
             with pytest.raises(ValueError, match="at most 4"):
-                await engine.submit([request(loaded, f"r{i}") for i in range(5)])
+                submit(loaded, engine, *[request(loaded, f"r{i}") for i in range(5)])
             with pytest.raises(ValueError, match="twice"):
-                await engine.submit([good, good])
-            full = await engine.submit([request(loaded, f"r{i}", max_tokens=300, tau_m2t=1.0) for i in range(4)])
+                submit(loaded, engine, good, good)
+            full = submit(loaded, engine, *[request(loaded, f"r{i}", max_tokens=300, tau_m2t=1.0) for i in range(4)])
             with pytest.raises(TooManyRequests):
-                await engine.submit([good])
+                submit(loaded, engine, good)
             full.close()
-            _, output = await collect(engine, good)
+            _, output = await collect(loaded, engine, good)
             assert output.counts.num_tokens == 24
 
     run(scenario())

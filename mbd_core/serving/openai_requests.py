@@ -1,47 +1,22 @@
-"""OpenAI's request and response shapes, as far as we honour them: what we do not honour is refused by name.
+"""OpenAI's request shapes, as far as the endpoint honours them; what it does not honour is refused by name.
 
 A field that would change the result is accepted only with the value that changes nothing. Requests are parsed
 strictly: a string is not a number, and an unknown field is an error.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mbd_core.decoding.request import Counts
 from mbd_core.decoding.sampling import LEAST, Sampling
+from mbd_core.serving.openai_errors import ApiError
 
 MAX_STOPS = 16
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
 SEEDS = 2**64  # a seed has 64 bits, with sign
-
-
-class ApiError(Exception):
-    """An error as the client sees it: HTTP status, and what goes into `{"error": ...}`."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def _only(*values: Any) -> Callable[[Any], Any]:
@@ -118,7 +93,7 @@ class GenerationRequest(Strict):
         for name, neutral in (("top_p", 1), ("top_k", 0)):
             value = getattr(self, name)
             if self.temperature is None and value not in (None, neutral):
-                raise ValueError(f"{name}: {value} says nothing at temperature 0, the default here; give temperature")
+                raise ValueError(f"{name}: {value} has no effect at temperature 0, the default here; give temperature")
         return self
 
     @property
@@ -141,7 +116,7 @@ class GenerationRequest(Strict):
         raise NotImplementedError
 
     def samplings(self, seed: int) -> list[Sampling]:
-        """How each answer to a prompt is drawn: the i-th with `seed + i` (which wraps around at 64 bits)."""
+        """How each answer to a prompt is drawn: the i-th with `seed + i`, which wraps around at 64 bits."""
         return [
             Sampling(
                 temperature=self.temperature or 0.0,
@@ -154,12 +129,12 @@ class GenerationRequest(Strict):
 
     @property
     def budget(self) -> int | None:
-        """The tokens asked for, `None` where the server chooses."""
+        """The tokens asked for; `None` leaves the number to the server."""
         return self.max_tokens
 
     @property
     def budget_field(self) -> str:
-        """The field that a budget which does not fit is blamed on."""
+        """The field that holds `budget`, and that an error about it names."""
         return "max_tokens"
 
     @property
@@ -186,7 +161,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one a choice; a flat list of token ids is one prompt."""
+        """The prompts; a flat list of token ids is one prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -199,7 +174,7 @@ class TextPart(Strict):
     text: str
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """One turn. `developer` is OpenAI's newer word for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -211,7 +186,7 @@ class Message(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     response_format: OnlyPlainText = None
     logprobs: bool | None = None
@@ -228,6 +203,12 @@ class ChatRequest(GenerationRequest):
     prediction: NotSupported = None
     web_search_options: NotSupported = None
     service_tier: NotSupported = None
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them."""
+        roles = {"developer": "system"}
+        return [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
 
     @model_validator(mode="after")
     def _one_budget(self) -> "ChatRequest":
@@ -260,7 +241,7 @@ def parse(kind: type[R], body: bytes) -> R:
         raise _refusal(error) from None
 
 
-# Where a field may have several forms, pydantic complains once for each; this is said instead.
+# Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
 FORMS = {
     "prompt": "must be a string, a list of strings, a list of token ids (0 or more), or a list of such lists",
     "content": "must be a string or a list of text parts",
@@ -289,90 +270,3 @@ def _refusal(error: ValidationError) -> ApiError:
             path = [head]
     param = ".".join(path) or None
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
-
-
-# -- responses ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One finished answer; `logprobs` in the shape of its route, where asked for."""
-
-    text: str
-    reason: str
-    logprobs: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What all objects of one answer share, and their shapes.
-
-    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is told where tokens are drawn. Counts are
-    those of all choices, in their order.
-    """
-
-    id: str
-    created: int
-    model: str
-    chat: bool
-    num_choices: int = 1
-    seed: int | None = None
-
-    def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
-
-    def full(self, choices: Sequence[Choice], counts: Sequence[Counts]) -> dict[str, Any]:
-        """The whole answer in one object."""
-        made = [
-            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason}
-            for index, c in enumerate(choices)
-        ]
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self._frame(kind, choices=made, usage=self.usage(counts), mbd=self.measures(counts))
-
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-
-    def chunk(
-        self,
-        index: int,
-        *,
-        text: str = "",
-        first: bool = False,
-        reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """One streamed piece of choice `index`: its beginning, some text, or its end."""
-        if self.chat:
-            delta = {"role": "assistant", "content": ""} if first else {"content": text} if reason is None else {}
-            choice: dict[str, Any] = {"index": index, "delta": delta}
-        else:
-            choice = {"index": index, "text": text}
-        choice |= {"logprobs": logprobs, "finish_reason": reason}
-        return self._frame(self._chunk_kind, choices=[choice])
-
-    def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:
-        """The extra last piece for `stream_options.include_usage`."""
-        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts))
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def usage(self, counts: Sequence[Counts]) -> dict[str, Any]:
-        """OpenAI's token counts: each prompt once, as its first choice found it, and the tokens of all choices."""
-        prompts = counts[:: self.num_choices]
-        prompt, completion = sum(c.num_prompt_tokens for c in prompts), sum(c.num_tokens for c in counts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
-        }
-
-    def measures(self, counts: Sequence[Counts]) -> dict[str, float]:
-        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed."""
-        columns = [asdict(c) for c in counts]
-        total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
-        seed = {} if self.seed is None else {"seed": self.seed}
-        return {**asdict(total), "tpf": total.tpf, **seed}

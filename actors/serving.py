@@ -1,0 +1,110 @@
+"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, and stop what was started."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import ray
+from ray import serve
+
+from actors.endpoint import build
+from cluster.local import connect
+from cluster.placement import gpus_each
+from cluster.signals import interrupt_on
+from mbd_core.serving.endpoint_args import EndpointArgs
+
+QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ValueError` where this machine cannot listen on the port.
+
+    Nothing is checked if an existing cluster is used: its head node may be another machine.
+    """
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
+            probe.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"--port {port} on --host {host} cannot be listened on: {error.strerror}; give another"
+        ) from None
+
+
+def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
+    """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until the first SIGINT or SIGTERM.
+
+    Every replica gets a GPU a rank on a cluster that has GPUs; else all run on CPUs (`gpus_each`). What was started is
+    stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to be impossible, and
+    `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
+    """
+    with ExitStack() as started:
+        try:
+            with _ray_signals():
+                if connect(num_cpus=max(4, replicas * args.tensor_parallel + 2), worker_logs=False):
+                    started.callback(ray.shutdown)
+            _check_no_serve()
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            num_gpus = gpus_each(nodes, processes=replicas, ranks=args.tensor_parallel)
+            started.callback(serve.shutdown)
+            serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+            start_line = _deploy(args, replicas=replicas, num_gpus=num_gpus)
+            print(start_line, flush=True)
+            url = f"http://{host}:{port}"
+            print(f"serving {args.name} at {url}/v1", flush=True)
+            body = f'{{"model": "{args.name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+            print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+            signal.pause()
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
+
+
+@contextmanager
+def _ray_signals() -> Iterator[None]:
+    """One SIGINT or SIGTERM interrupts, also while Ray starts: `ray.init` sets a handler that exits instead."""
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+
+
+def _check_no_serve() -> None:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return
+    raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
+
+
+def _deploy(args: EndpointArgs, *, replicas: int, num_gpus: int) -> str:
+    """Start the replicas; the start line of one of them."""
+    try:
+        handle = serve.run(build(args, replicas=replicas, num_gpus=num_gpus), name=args.name, route_prefix="/")
+    except RuntimeError as error:
+        raise start_failure(_status_message(args.name) or str(error)) from error
+    return str(handle.describe.remote().result())
+
+
+def start_failure(message: str) -> Exception:
+    """A replica's traceback as one sentence, its last line.
+
+    A `ValueError` there is bad input that only a replica can find out: its GPU, its copy of the model.
+    """
+    reason = message.strip().splitlines()[-1]
+    if reason.startswith("ValueError: "):
+        return ValueError(reason.removeprefix("ValueError: "))
+    return RuntimeError(reason)
+
+
+def _status_message(name: str) -> str:
+    """What Serve reports of why an application's replicas could not start: a traceback, or nothing."""
+    application = serve.status().applications.get(name)
+    if application is None:
+        return ""
+    return "\n".join(d.message for d in application.deployments.values()).strip()

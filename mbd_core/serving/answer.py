@@ -1,0 +1,103 @@
+"""The answer to one API request, from the engine's steps: whole, or as server-sent events."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from mbd_core.decoding.request import Counts, Output
+from mbd_core.serving.logprobs import ChoiceLogprobs
+from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_replies import Reply, ReplyChoice
+from mbd_core.serving.text_stream import TextStream
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class Answer:
+    """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
+
+    streamed       whether the client asked for `events()`; otherwise it gets `whole()`
+    logprobs       one for each choice, where the client asked for log-probabilities
+    include_usage  whether the events end with one that carries the usage
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        stream: TextStream,
+        *,
+        streamed: bool = False,
+        logprobs: Sequence[ChoiceLogprobs] | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        self.streamed = streamed
+        self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
+
+    def close(self) -> None:
+        """Abort what the engine has not finished."""
+        self._stream.close()
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer in one object, its choices in the order of the requests."""
+        texts = {r.request_id: "" for r in self._stream.requests}
+        outputs: dict[str, Output] = {}
+        async for step in self._stream:
+            texts[step.request_id] += step.text
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+        ordered = [outputs[request_id] for request_id in texts]
+        choices = [
+            ReplyChoice(
+                text=text,
+                reason=output.finish_reason,
+                logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
+            )
+            for index, (text, output) in enumerate(zip(texts.values(), ordered, strict=True))
+        ]
+        return self._reply.full(choices, [o.counts for o in ordered])
+
+    async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
+        """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
+
+        The status has been sent by then: a failure becomes the last event, with the error that `on_failure` returns,
+        and no `[DONE]` follows.
+        """
+        try:
+            async for chunk in self._chunks():
+                yield event(chunk)
+            yield DONE
+        except Exception as error:
+            yield event(on_failure(error).body)
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        reply = self._reply
+        index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
+        counts: dict[int, Counts] = {}
+        no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if reply.chat:
+            for i in index.values():
+                yield reply.chunk(i, first=True) | no_usage
+        async for step in self._stream:
+            i = index[step.request_id]
+            logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
+            if step.text or logprobs:
+                yield reply.chunk(i, text=step.text, logprobs=logprobs) | no_usage
+            if step.output is None:
+                continue
+            counts[i] = step.output.counts
+            last = reply.chunk(i, reason=step.output.finish_reason) | no_usage
+            if len(counts) == len(index) and not self._include_usage:
+                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
+            yield last
+        if self._include_usage:
+            yield reply.usage_chunk([counts[i] for i in sorted(counts)])
+
+    def _logprobs_of(
+        self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None
+    ) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or ())

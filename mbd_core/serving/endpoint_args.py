@@ -1,0 +1,94 @@
+"""What a replica of the endpoint needs to start, checked against the model before anything is started."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mbd_core.checkpoint.folder import ModelFolder, read_folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.decoding_config import decoding_config
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.models.quantize import Parts
+from mbd_core.ops.attention import KERNELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointArgs:
+    """What a replica needs to start.
+
+    folder           the model folder, on the replica's machine
+    name             the name clients call the model by
+    engine           the engine's sizes and switches
+    max_waiting      requests that may wait for a batch row; more get 429
+    num_threads      torch's threads a rank
+    trace            a folder for step traces, on the replica's machine; each replica writes into its own folder in it
+    fp8              which weights are rounded to FP8
+    tensor_parallel  ranks the model is cut among, each a process with a GPU of its own where the replica has GPUs
+    """
+
+    folder: str
+    name: str
+    engine: EngineConfig = EngineConfig()
+    max_waiting: int = 256
+    num_threads: int = 1
+    trace: str | None = None
+    fp8: Parts | None = None
+    tensor_parallel: int = 1
+
+
+def endpoint_args(
+    model: str,
+    *,
+    name: str | None = None,
+    engine: EngineConfig = EndpointArgs.engine,
+    max_waiting: int = EndpointArgs.max_waiting,
+    num_threads: int = EndpointArgs.num_threads,
+    trace: Path | None = None,
+    fp8: Parts | None = None,
+    tensor_parallel: int = EndpointArgs.tensor_parallel,
+) -> EndpointArgs:
+    """The arguments to serve `model`, a shipped model's name or a folder, by `name` (default: the folder's).
+
+    Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a model
+    whose own defaults cannot be served.
+    """
+    folder = read_folder(model_folder(model).resolve())
+    _check_decoding(folder, engine)
+    if engine.attention not in (None, "reference", *KERNELS):
+        raise ValueError(
+            f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"
+        )
+    if fp8 == "experts" and folder.config.moe is None:
+        raise ValueError(
+            f"fp8=experts cannot be honoured: {folder.path.name} has no experts; fp8=all rounds its layers"
+        )
+    try:
+        folder.config.sharded(tensor_parallel)
+    except ValueError as error:
+        raise ValueError(f"tensor_parallel={tensor_parallel} cannot be honoured: {error}") from None
+    if trace is not None and trace.exists() and not trace.is_dir():
+        raise ValueError(f"trace={trace} is a file, not a folder")
+    return EndpointArgs(
+        folder=str(folder.path),
+        name=name or folder.path.name,
+        engine=engine,
+        max_waiting=max_waiting,
+        num_threads=num_threads,
+        trace=None if trace is None else str(trace.resolve()),
+        fp8=fp8,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> None:
+    """The engine can serve a request that asks for nothing special."""
+    name, defaults, block_size = folder.path.name, folder.defaults, folder.config.block_size
+    if engine.block_size is not None and folder.config.attention == "full":
+        defaults, block_size = {**defaults, "block_size": engine.block_size}, engine.block_size
+    elif engine.block_size not in (None, block_size):
+        raise ValueError(f"block_size={engine.block_size} cannot be honoured: {name} has {block_size}")
+    default = decoding_config(defaults, {}, block_size=block_size)
+    if default.buffer_size > engine.buffer_size:
+        raise ValueError(
+            f"{name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "
+            f"the engine's buffer_size={engine.buffer_size} must be at least that"
+        )

@@ -1,0 +1,97 @@
+"""From a parsed API request to what the engine takes: one admitted request for each prompt and choice."""
+
+import uuid
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.engine.admission import Admission, Admitted, RequestRefused
+from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, GenerationRequest
+
+
+def engine_requests(
+    asked: GenerationRequest,
+    prompts: Sequence[Sequence[int]],
+    *,
+    prompt_field: str,
+    decoding: DecodingConfig,
+    seed: int,
+    admission: Admission,
+    capacity: int,
+) -> list[Admitted]:
+    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
+
+    `prompt_field` is the field that the prompts came in, `capacity` how many requests are taken at once. Raises
+    `ApiError` (400) naming the field that cannot be honoured.
+    """
+    samplings = asked.samplings(seed)
+    _check_number(len(prompts), len(samplings), capacity, prompt_field=prompt_field)
+    admitted = []
+    for prompt in prompts:
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            max_tokens=_default_budget(len(prompt), admission) if asked.budget is None else asked.budget,
+            decoding=decoding,
+            sampling=samplings[0],
+            logprobs=asked.wants_logprobs,
+        )
+        try:
+            first = admission.check(request) if asked.budget is not None else _check_default(request, admission)
+            others = [replace(first.request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
+            admitted += [first, *map(admission.check, others)]
+        except RequestRefused as error:
+            raise _api_error(error, asked, len(prompt), admission, prompt_field=prompt_field) from None
+    return admitted
+
+
+def _check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
+    if not num_prompts:
+        raise ApiError(400, f"{prompt_field}: no prompt was given", param=prompt_field, code="invalid_value")
+    if num_prompts * num_choices > capacity:
+        field = prompt_field if num_prompts > capacity else "n"
+        message = f"{field}: {num_prompts * num_choices} choices at once; this server takes at most {capacity}"
+        raise ApiError(400, message, param=field, code="invalid_value")
+
+
+def _default_budget(prompt_length: int, admission: Admission) -> int:
+    """The tokens that may follow a prompt where the client names no number."""
+    return max(1, min(MAX_TOKENS_DEFAULT, admission.room(prompt_length)))
+
+
+def _check_default(request: Request, admission: Admission) -> Admitted:
+    """Admit `request` with as many tokens as fit, at most its `max_tokens`, which the client did not ask for.
+
+    Fewer fit where the method holds the prompt several times: each lane of a canvas has keys and values of its own.
+    """
+
+    try:
+        return admission.check(request)
+    except RequestRefused as error:
+        if error.code != "context_length_exceeded":
+            raise
+
+    def too_many(max_tokens: int) -> bool:
+        try:
+            admission.check(replace(request, max_tokens=max_tokens))
+        except RequestRefused:
+            return True
+        return False
+
+    budget = bisect_left(range(1, request.max_tokens), True, key=too_many)
+    return admission.check(replace(request, max_tokens=max(1, budget)))
+
+
+def _api_error(
+    refused: RequestRefused, asked: GenerationRequest, prompt_length: int, admission: Admission, *, prompt_field: str
+) -> ApiError:
+    """The engine's refusal in the words of the API: the field as the client named it."""
+    fields = {"prompt": prompt_field, "max_tokens": asked.budget_field, "decoding": "decoding"}
+    param, message = fields.get(refused.field), str(refused)
+    if asked.budget is None and refused.code == "context_length_exceeded":
+        param = prompt_field
+        message = f"{prompt_length} tokens leave no room to generate; the limit is {admission.max_length} in all"
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=refused.code)

@@ -1,0 +1,91 @@
+"""OpenAI's reply shapes: the whole answer, its streamed chunks, usage, and the `mbd` field."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mbd_core.decoding.request import Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyChoice:
+    """One finished answer; `logprobs` in the shape of its route, where asked for."""
+
+    text: str
+    reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The fields that all JSON objects of one answer share, and those objects' shapes.
+
+    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn. Counts are
+    those of all choices, in their order.
+    """
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+    num_choices: int = 1
+    seed: int | None = None
+
+    def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
+
+    def full(self, choices: Sequence[ReplyChoice], counts: Sequence[Counts]) -> dict[str, Any]:
+        """The whole answer in one object."""
+        objects = [
+            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason}
+            for index, c in enumerate(choices)
+        ]
+        kind = "chat.completion" if self.chat else "text_completion"
+        return self._frame(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts))
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+
+    def chunk(
+        self,
+        index: int,
+        *,
+        text: str = "",
+        first: bool = False,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One streamed chunk of choice `index`: its beginning, some text, or its end."""
+        if self.chat:
+            delta = {"role": "assistant", "content": ""} if first else {"content": text} if reason is None else {}
+            choice: dict[str, Any] = {"index": index, "delta": delta}
+        else:
+            choice = {"index": index, "text": text}
+        choice |= {"logprobs": logprobs, "finish_reason": reason}
+        return self._frame(self._chunk_kind, choices=[choice])
+
+    def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:
+        """The extra last chunk for `stream_options.include_usage`."""
+        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts))
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def usage(self, counts: Sequence[Counts]) -> dict[str, Any]:
+        """OpenAI's token counts: each prompt once, with its first choice's cached tokens, and all choices' tokens."""
+        prompts = counts[:: self.num_choices]
+        prompt, completion = sum(c.num_prompt_tokens for c in prompts), sum(c.num_tokens for c in counts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
+        }
+
+    def measures(self, counts: Sequence[Counts]) -> dict[str, float]:
+        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed."""
+        columns = [asdict(c) for c in counts]
+        total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {**asdict(total), "tpf": total.tpf, **seed}

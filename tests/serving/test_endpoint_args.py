@@ -1,0 +1,45 @@
+"""The arguments of a replica: which settings a model can honour, before anything is started."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
+
+
+def test_arguments_name_the_folder_and_keep_the_settings(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = endpoint_args(str(tiny_model_dir))
+    assert args == EndpointArgs(folder=str(tiny_model_dir), name="tiny-random")
+    engine = EngineConfig(block_size=4, attention="reference")
+    args = endpoint_args(
+        str(tiny_model_dir), name="other", engine=engine, tensor_parallel=2, trace=tmp_path / "t", fp8="all"
+    )
+    assert (args.name, args.engine, args.tensor_parallel, args.fp8) == ("other", engine, 2, "all")
+    assert args.trace == str(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"engine": EngineConfig(block_size=8)}, "block_size=8 cannot be honoured: tiny-random has 4"),
+        ({"engine": EngineConfig(buffer_size=1)}, "the engine's buffer_size=1 must be at least that"),
+        ({"engine": EngineConfig(attention="magic")}, "attention='magic' is unknown; choose one of "),
+        ({"tensor_parallel": 3}, "tensor_parallel=3 cannot be honoured: num_key_value_heads=2 does not divide"),
+        ({"fp8": "experts"}, "fp8=experts cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
+    ],
+)
+def test_a_setting_that_the_model_cannot_honour_is_refused(
+    tiny_model_dir: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        endpoint_args(str(tiny_model_dir), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_goes_into_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        endpoint_args(str(tiny_model_dir), trace=tmp_path / "file")

@@ -1,0 +1,28 @@
+"""Which of our exceptions becomes which error for the client."""
+
+import json
+
+import pytest
+
+from mbd_core.serving.async_engine import TooManyRequests
+from mbd_core.serving.openai_errors import ApiError, api_error
+from mbd_core.serving.text_stream import EngineFailed
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [(EngineFailed("the engine failed: secret"), "engine_failed"), (KeyError("secret"), "internal_error")],
+)
+def test_an_internal_failure_is_reported_without_its_details(failure: Exception, code: str) -> None:
+    seen = api_error(failure)
+    error = seen.body["error"]
+    assert (seen.status, error["type"], error["code"]) == (500, "server_error", code)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "secret" not in json.dumps(seen.body)
+
+
+def test_a_full_server_is_429_and_a_refusal_stays_itself() -> None:
+    full = api_error(TooManyRequests("4 requests are running or waiting; try again later"))
+    assert (full.status, full.headers) == (429, {"Retry-After": "1"})
+    refusal = ApiError(400, "no", param="n")
+    assert api_error(refusal) is refusal
