@@ -1,6 +1,7 @@
 """Ray on this machine: a start that fails is one sentence, and leaves no process behind."""
 
 import subprocess
+import time
 import urllib.error
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def test_a_cluster_that_takes_no_job_in_time_is_one_sentence_and_leaves_no_proce
     assert "\n" not in str(raised.value)
     assert len(heads) == 1
     assert heads[0].poll() is not None
+    deadline = time.monotonic() + 60
+    while processes_of_session(heads[0].pid) and time.monotonic() < deadline:  # those that were killed are ending
+        time.sleep(0.05)
     assert not processes_of_session(heads[0].pid)
     assert not folders[0].exists()
 
