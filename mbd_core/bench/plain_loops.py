@@ -1,7 +1,7 @@
 """Plain loops: one request, no engine, no pages. The baseline that the engine is measured against, with its tokens.
 
 Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas is driven
-by its own decoder; decoding in blocks, D2F too, is the literal algorithm of `decoding/reference.py` and one forward.
+by its own decoder; decoding in blocks, D2F too, is the literal algorithm of `decoding/literal_algorithms.py` and one forward.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.

@@ -1,6 +1,7 @@
-"""Which positions become tokens, and which tokens change: pure functions of what the model predicts and what is open.
+"""Which positions become tokens, and which tokens change: pure functions of predictions and of what may be filled.
 
-Shape legend: R rows, N slots, B block size, P positions asked for, V vocabulary.
+Shape legend: R rows, N slots, B block size, P positions with logits, A the same as places of the flattened buffer, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,13 +14,14 @@ from torch import Tensor
 from mbd_core.decoding.decoding_config import Fallback
 from mbd_core.decoding.sampling import Draw, Vocab, choose, margin, neg_entropy
 
+# The fallbacks as numbers, for integer tensors.
 FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
 LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The token each position would take, its confidence, and its score in the fallback; zero where none was asked."""
+    """The token predicted at each position, its confidence, and its score in the fallback; 0 at positions without logits."""
 
     token_RNB: Tensor
     confidence_RNB: Tensor
@@ -37,14 +39,14 @@ def predict(
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
-    """What `choose` says of each asked position, put at places `at_A` of the flattened `shape` (`None`: all of it).
+    """What `choose` says of `num_asked` positions, written to places `at_A` of the flattened `shape` (`None`: all).
 
-    A place behind the last stands for nothing, so that `at_A` can have a fixed length. `logits_of` gives the logits
-    (P, V) of a range of the asked positions; it is asked for at most `chunk` at a time, so that a large batch never
-    holds all its logits. `fallback_P` (a `FALLBACKS` number a position) is given where some request scores by more
-    than confidence.
+    `at_A` can have a fixed length: the place behind the last one is padding. `logits_of` gives the logits (P, V) of a
+    range of the positions; it is called for at most `chunk` of them at a time, so that a large batch never holds all
+    its logits. `fallback_P` (a `FALLBACKS` number a position) is given where some request ranks by another score than
+    confidence.
     """
-    guesses = []
+    parts = []
     for start in range(0, max(num_asked, 1), chunk):
         part = slice(start, min(start + chunk, num_asked))
         logits_PV = logits_of(part)
@@ -53,8 +55,8 @@ def predict(
         if fallback_P is not None:
             score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)
             score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
-        guesses.append((token_P, confidence_P, score_P))
-    values = guesses[0] if len(guesses) == 1 else [torch.cat(parts) for parts in zip(*guesses, strict=True)]
+        parts.append((token_P, confidence_P, score_P))
+    values = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
     if at_A is not None:
         values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
     return Prediction(*(value.view(shape) for value in values))
@@ -71,14 +73,14 @@ def accept_m2t(
 ) -> Tensor:
     """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
 
-    Open positions over `tau_R` are accepted. A slot where they are fewer than `quota_R` (`None`: one in every row)
-    falls back, if `gate_RN` allows, to its best `quota_R` open positions: by score, or from the left where
-    `leftmost_R`; ties go left. Otherwise it keeps what is over the threshold.
+    Open positions with confidence over `tau_R` are accepted. A slot with fewer of them than `quota_R` (`None`: 1 in
+    every row) falls back, where `gate_RN` allows, to its best `quota_R` open positions: by score, or from the left
+    where `leftmost_R`; ties go left.
     """
     over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
-    by_place = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
-    ranked = torch.where(leftmost_R[:, None, None], by_place, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
-    if quota_R is None:  # no need to sort
+    leftness = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
+    ranked = torch.where(leftmost_R[:, None, None], leftness, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
+    if quota_R is None:  # the best one needs no sort
         short = ~over.any(-1)
         best = torch.zeros_like(over).scatter_(-1, ranked.argmax(-1, keepdim=True), True) & open_RNB
     else:
@@ -91,16 +93,16 @@ def accept_m2t(
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
-    """DMax's acceptance -> (R, N, B) bool: open positions from the left while they are over `tau_R`; if the first is
-    not, that one alone where `gate_RN` allows."""
+    """DMax's acceptance -> (R, N, B) bool: open positions from the left up to the first that is not over `tau_R`; that
+    first open position itself where `gate_RN` allows."""
     over = confidence_RNB.double() > tau_R[:, None, None]
-    run = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
+    prefix = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
     first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
-    return run | (first & gate_RN[..., None])
+    return prefix | (first & gate_RN[..., None])
 
 
 def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, tau_R: Tensor) -> Tensor:
     """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: filled positions whose prediction is another token
     with confidence over `tau_R`."""
-    other = prediction.token_RNB != tokens_RNB
-    return filled_RNB & other & (prediction.confidence_RNB.double() > tau_R[:, None, None])
+    differs = prediction.token_RNB != tokens_RNB
+    return filled_RNB & differs & (prediction.confidence_RNB.double() > tau_R[:, None, None])

@@ -2,14 +2,15 @@
 
     DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE
 
-A DUMMY slot waits. An ACTIVE one is being filled, and revised where the request edits. A TO_CACHE one is final, as are
-all before it, and the next forward stores it; then it leaves (IN_CACHE: it lives in pages) and the buffer slides. With
-T2T a block usually skips TO_CACHE: the forward that verified it saw its final tokens, so it was stored by that.
+A DUMMY slot holds no block. The block of an ACTIVE slot is being filled, and revised where the request edits. A
+TO_CACHE block is final, as are all before it, and the next forward stores it; then it leaves the buffer (IN_CACHE: it
+lives in pages) and the others slide forward. With T2T a block usually skips TO_CACHE: the forward that verified it saw
+its final tokens, and so stored it.
 
-`activate()` runs before a forward, `commit()` after it; both are static-shape tensor work on buffers that are never
+`activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
 reallocated, and every slot of a step reads the state before the step.
 
-Shape legend: R rows (sequences), N slots, B block size, A positions asked for.
+Shape legend: R rows (sequences), N slots, B block size, A positions with logits.
 """
 
 import copy
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.acceptance import FALLBACKS, LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
+from mbd_core.decoding.acceptance import LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
 from mbd_core.decoding.request import Request
+from mbd_core.decoding.row_settings import RowSettings
 from mbd_core.decoding.sampling import Draw
 from mbd_core.decoding.slot_state import SlotState
 
@@ -30,10 +32,10 @@ class Commit:
 
     num_blocks_R    blocks that this step's forward stored and that have left the buffer
     tokens_RNB      the buffer before it slid; the first `num_blocks_R` slots are the committed tokens
-    masked_RNB      which of them are still masked
-    confidence_RNB  the confidence at which each token was accepted last
+    masked_RNB      which of these positions are masked
+    confidence_RNB  the confidence of each token in the forward that accepted it, or predicted it last
     accepted_RN     positions filled by this step, by slot before the slide
-    edited_RN       tokens overwritten by this step
+    edited_RN       tokens overwritten by this step, likewise
     """
 
     num_blocks_R: Tensor
@@ -44,18 +46,10 @@ class Commit:
     edited_RN: Tensor
 
 
-# A row's settings, one column each, so that seating a request is two copies to the device.
-_WHOLE = (
-    "first_block", "origin", "begin", "end", "limit", "quota", "fallback", "eos_stops", "edits", "max_edits",
-    "softens", "top_k", "seed", "forward",
-)  # fmt: skip
-_REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
 _PER_SLOT = (
     "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
 )  # fmt: skip
 _DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
-_NEVER = 2.0  # a threshold no confidence exceeds
-_ALWAYS = -1.0  # one that every number exceeds
 
 
 class BlockBuffer:
@@ -63,29 +57,6 @@ class BlockBuffer:
 
     Masked is a boolean beside the tokens, never "token == mask id": a prompt may contain the mask token's text.
     """
-
-    first_block_R: Tensor
-    origin_R: Tensor
-    begin_R: Tensor
-    end_R: Tensor
-    limit_R: Tensor
-    quota_R: Tensor
-    fallback_R: Tensor
-    eos_stops_R: Tensor
-    edits_R: Tensor
-    max_edits_R: Tensor
-    softens_R: Tensor
-    top_k_R: Tensor
-    seed_R: Tensor
-    forward_R: Tensor
-    tau_add_R: Tensor
-    tau_stable_R: Tensor
-    tau_semi_R: Tensor
-    tau_m2t_R: Tensor
-    tau_t2t_R: Tensor
-    stop_confidence_R: Tensor
-    temperature_R: Tensor
-    top_p_R: Tensor
 
     def __init__(
         self,
@@ -106,8 +77,7 @@ class BlockBuffer:
         self.state_RN = torch.full(slots, int(SlotState.DUMMY), dtype=torch.int8, device=device)
         self.num_steps_RN = torch.zeros(slots, dtype=torch.int64, device=device)
         self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
-        self._whole = torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device)
-        self._real = torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device)
+        self.settings = RowSettings(num_rows, device)
         self.positions_RNB = torch.zeros(positions, dtype=torch.int64, device=device)
         self.editable_RNB = torch.zeros(positions, dtype=torch.bool, device=device)
         self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
@@ -115,15 +85,11 @@ class BlockBuffer:
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
         self._heads: dict[int, BlockBuffer] = {}
-        self._name_parts()
+        self._list_slot_tensors()
         self._derive()
 
-    def _name_parts(self) -> None:
-        """Each setting as a view of its column; each per-slot tensor with what stands in an empty slot."""
-        for column, name in enumerate(_WHOLE):
-            setattr(self, f"{name}_R", self._whole[:, column])
-        for column, name in enumerate(_REAL):
-            setattr(self, f"{name}_R", self._real[:, column])
+    def _list_slot_tensors(self) -> None:
+        """Each tensor that moves with its slot, with its value in an empty slot."""
         self._per_slot = {
             self.tokens_RNB: self.mask_token_id,
             self.masked_RNB: True,
@@ -141,19 +107,21 @@ class BlockBuffer:
         if num_rows in self._heads:
             return self._heads[num_rows]
         view = self._heads[num_rows] = copy.copy(self)
-        for name in (*_PER_SLOT, *_DERIVED, "_whole", "_real"):
+        for name in (*_PER_SLOT, *_DERIVED):
             setattr(view, name, getattr(self, name)[:num_rows])
-        view._name_parts()
+        view.settings = self.settings.head(num_rows)
+        view._list_slot_tensors()
         return view
 
     def _derive(self) -> None:
-        """What follows from where the rows stand, and changes only when they move: absolute positions of every slot's
-        tokens; which of them the decoder may fill, behind the prompt and before the end of the token budget; how many.
+        """Compute what changes only when rows slide: the absolute positions of every slot's tokens; which of them may
+        be filled, behind the prompt and before the end of the token budget; and how many that are in each slot.
         """
-        block = self.first_block_R[:, None] + self._slots
-        starts = self.origin_R[:, None] + block * self.block_size
+        settings = self.settings
+        block = settings.first_block_R[:, None] + self._slots
+        starts = settings.origin_R[:, None] + block * self.block_size
         torch.add(starts[..., None], self._offsets, out=self.positions_RNB)
-        begin, end = self.begin_R[:, None, None], self.end_R[:, None, None]
+        begin, end = settings.begin_R[:, None, None], settings.end_R[:, None, None]
         torch.logical_and(self.positions_RNB >= begin, self.positions_RNB < end, out=self.editable_RNB)
         self.num_editable_RN.copy_(self.editable_RNB.sum(-1))
 
@@ -172,8 +140,8 @@ class BlockBuffer:
 
     @property
     def asked_RNB(self) -> Tensor:
-        """Positions a forward may fill or change: where logits are needed."""
-        changes = self.masked_RNB | (self.edits_R + self.softens_R > 0)[:, None, None]
+        """Positions a forward may fill or change, which therefore need logits."""
+        changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         return changes & self.editable_RNB & self.active_RN[..., None]
 
     @property
@@ -184,8 +152,8 @@ class BlockBuffer:
 
     @property
     def next_asked_R(self) -> Tensor:
-        """How many positions' logits the next forward may ask for, if one more block opens where there is room."""
-        opens = self.resident_RN.sum(-1) < self.limit_R
+        """How many positions may need logits in the next forward, if a block is activated where there is room."""
+        opens = self.resident_RN.sum(-1) < self.settings.limit_R
         return self.asked_RNB.flatten(1).sum(-1) + self.block_size * opens
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
@@ -193,92 +161,67 @@ class BlockBuffer:
 
         `truncates` may be false where no row sets top_k or top_p: the vocabulary is then not sorted.
         """
-        row_A = self._row_at(at_A)
+        row_A, settings = self._row_of(at_A), self.settings
         positions = self.positions_RNB.flatten()
         return Draw(
-            temperature_P=self.temperature_R[row_A],
-            top_p_P=self.top_p_R[row_A],
-            top_k_P=self.top_k_R[row_A],
-            seed_P=self.seed_R[row_A],
+            temperature_P=settings.temperature_R[row_A],
+            top_p_P=settings.top_p_R[row_A],
+            top_k_P=settings.top_k_R[row_A],
+            seed_P=settings.seed_R[row_A],
             position_P=positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)],
-            forward_P=self.forward_R[row_A],
+            forward_P=settings.forward_R[row_A],
             truncates=truncates,
         )
 
     def fallback_at(self, at_A: Tensor | None) -> Tensor:
-        """The rows' `FALLBACKS` numbers at places `at_A` of the flattened buffer, `None` for all."""
-        return self.fallback_R[self._row_at(at_A)]
+        """The `FALLBACKS` numbers of the rows at places `at_A` of the flattened buffer, `None` for all."""
+        return self.settings.fallback_R[self._row_of(at_A)]
 
-    def _row_at(self, at_A: Tensor | None) -> Tensor:
+    def _row_of(self, at_A: Tensor | None) -> Tensor:
+        """The row that each place belongs to; the last row for padding behind the last place."""
         if at_A is None:
             at_A = torch.arange(self.masked_RNB.numel(), device=self.masked_RNB.device)
         return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
     def join(self, row: int, request: Request) -> None:
-        """Seat a request: its boundary block, with the prompt's remainder, becomes slot 0 and is ACTIVE at once."""
-        config, sampling, length = request.decoding, request.sampling, len(request.prompt)
+        """Seat a request: its boundary block, with the prompt's remainder, comes into slot 0 and is ACTIVE at once."""
         self._clear(row)
-        origin = length if config.prompt_attention == "full" else 0
-        boundary = (length - origin) // self.block_size
-        remainder = request.prompt[origin + boundary * self.block_size :]
+        length = len(request.prompt)
+        origin = request.decoding.grid_origin(length)
+        remainder = request.prompt[length - (length - origin) % self.block_size :]
         if remainder:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False
         self.state_RN[row, 0] = int(SlotState.ACTIVE)
-        self._whole[row] = torch.tensor(
-            [
-                boundary,
-                origin,
-                length,
-                length + request.max_tokens,
-                config.buffer_size,
-                config.tokens_per_step,
-                FALLBACKS[config.fallback],
-                not request.ignore_eos,
-                config.t2t is not None,
-                config.t2t.max_edits if config.t2t else 0,
-                config.soft is not None,
-                sampling.top_k,
-                sampling.seed,
-                0,
-            ]
-        )
-        self._real[row] = torch.tensor(
-            [
-                config.tau_add,
-                _ALWAYS if config.tau_stable is None else config.tau_stable,
-                config.tau_semi,
-                config.tau_m2t,
-                config.t2t.tau if config.t2t else _ALWAYS if config.soft else _NEVER,
-                config.soft.stop_confidence if config.soft else _NEVER,
-                sampling.temperature,
-                sampling.top_p,
-            ],
-            dtype=torch.float64,
-        )
+        self.settings.write(row, request, block_size=self.block_size)
         self._derive()
 
     def leave(self, row: int) -> None:
-        """Free a row; nothing of its sequence stays."""
+        """Free a row and clear all that its sequence left there."""
         self._clear(row)
         self._derive()
 
+    @property
+    def _state(self) -> tuple[Tensor, ...]:
+        """All that a step reads and changes; the rest follows from it."""
+        return *self._per_slot, *self.settings.columns
+
     def save(self, row: int) -> list[Tensor]:
-        """A row's state as a value, for `restore`."""
-        return [t[row].clone() for t in (*self._per_slot, self._whole, self._real)]
+        """A copy of a row's state, for `restore`."""
+        return [t[row].clone() for t in self._state]
 
     def restore(self, row: int, saved: list[Tensor]) -> None:
-        """Put a saved row where another may have been since."""
-        for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
+        """Put a saved state into a row, which may be another one than it was saved from."""
+        for tensor, value in zip(self._state, saved, strict=True):
             tensor[row] = value
         self._derive()
 
     def save_all(self) -> list[Tensor]:
-        """All rows' state as a value, for `restore_all`."""
-        return [t.clone() for t in (*self._per_slot, self._whole, self._real)]
+        """A copy of all rows' state, for `restore_all`."""
+        return [t.clone() for t in self._state]
 
     def restore_all(self, saved: list[Tensor]) -> None:
-        for tensor, value in zip((*self._per_slot, self._whole, self._real), saved, strict=True):
+        for tensor, value in zip(self._state, saved, strict=True):
             tensor.copy_(value)
         self._derive()
 
@@ -289,122 +232,130 @@ class BlockBuffer:
         ACTIVE; never past its buffer size or its token budget, and not while an EOS stands in a resident block
         (Alg. 4 line 5).
         """
-        active = self.active_RN
+        settings, active = self.settings, self.active_RN
         num_resident_R = self.resident_RN.sum(-1)
         last_active = torch.where(active, self._slots, -1).amax(-1)
         last = last_active.clamp(min=0)[:, None]
         progress = self.progress_RN.gather(1, last)[:, 0]
         stability = self.stability_RN.gather(1, last)[:, 0]
-        wants = (last_active < 0) | ((progress > self.tau_add_R) & (stability > self.tau_stable_R))
-        starts = self.origin_R + (self.first_block_R + num_resident_R) * self.block_size
-        room = (num_resident_R < self.limit_R) & (starts < self.end_R)
-        grows = wants & room & ~self._eos_seen_R()
-        chosen = grows[:, None] & (self._slots == num_resident_R[:, None])
-        self.state_RN.masked_fill_(chosen, int(SlotState.ACTIVE))
+        wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
+        starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
+        room = (num_resident_R < settings.limit_R) & (starts < settings.end_R)
+        grows = wants & room & ~self._has_eos_R()
+        next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
+        self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
 
     def commit(self, prediction: Prediction, *, revises: bool = True, quotas: bool = True) -> Commit:
-        """Accept and revise, mark final blocks TO_CACHE, let the stored ones go and slide (Alg. 5 lines 10 to 25).
+        """Accept and revise, mark final blocks TO_CACHE, let the stored ones leave and slide (Alg. 5 lines 10 to 25).
 
         `revises` may be false where no row revises (neither T2T nor DMax), `quotas` where every row's
         `tokens_per_step` is 1: that work is then left out.
         """
-        active, complete_before = self.active_RN, self._complete_RN
-        clean = self.state_RN == SlotState.TO_CACHE
+        settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
+        stored = self.state_RN == SlotState.TO_CACHE
         accepted = self._accept(prediction, revises, quotas)
-        written, num_edited = accepted, torch.zeros_like(self.num_steps_RN)
+        written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
         if revises:
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
-            edited = revise(prediction, self.tokens_RNB, filled, tau_R=self.tau_t2t_R)
-            written, num_edited = accepted | edited, edited.sum(-1)
-            again = filled & (prediction.token_RNB == self.tokens_RNB)
-            self.stability_RN.copy_(torch.where(active, _share(again.sum(-1), filled.sum(-1), empty=1.0), 1.0))
-            self.num_steps_RN.add_(active & ((self.softens_R[:, None] > 0) | complete_before))
-        told = written | (self.softens_R[:, None, None] > 0) & filled if revises else written
-        self.confidence_RNB.copy_(torch.where(told, prediction.confidence_RNB, self.confidence_RNB))
+            edited = revise(prediction, self.tokens_RNB, filled, tau_R=settings.tau_t2t_R)
+            written, num_edited_RN = accepted | edited, edited.sum(-1)
+            rated = written | (settings.softens_R[:, None, None] > 0) & filled
+            confirmed = filled & (prediction.token_RNB == self.tokens_RNB)
+            self.stability_RN.copy_(torch.where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0))
+            self.num_steps_RN.add_(active & ((settings.softens_R[:, None] > 0) | was_complete))
+        self.confidence_RNB.copy_(torch.where(rated, prediction.confidence_RNB, self.confidence_RNB))
         self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
         self.masked_RNB.logical_and_(~accepted)
 
         final = self._complete_RN
         if revises:
             changed = written.any(-1)
-            settled = self._settled(final, complete_before, changed)
-            clean = clean | (active & complete_before & ~changed & (self.edits_R[:, None] > 0))
+            settled = self._settled(final, was_complete, changed)
+            stored = stored | (active & was_complete & ~changed & (settings.edits_R[:, None] > 0))
             final = (self.state_RN == SlotState.TO_CACHE) | settled
         final = final.long().cumprod(-1).bool()
         self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
-        if revises:  # what is stored is stored from hard tokens
-            mixed = (self.softens_R[:, None] > 0) & active & ~final
-            mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
-            self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
-        self.forward_R.add_(self.resident_RN.any(-1))
+        if revises:
+            self._mix_embeddings(active & ~final)
+        settings.forward_R.add_(self.resident_RN.any(-1))
 
-        done = Commit(
-            clean.long().cumprod(-1).sum(-1),
+        commit = Commit(
+            stored.long().cumprod(-1).sum(-1),
             self.tokens_RNB.clone(),
             self.masked_RNB.clone(),
             self.confidence_RNB.clone(),
             accepted.sum(-1),
-            num_edited,
+            num_edited_RN,
         )
-        self._slide(done.num_blocks_R)
-        return done
+        self._slide(commit.num_blocks_R)
+        return commit
 
     @property
     def _complete_RN(self) -> Tensor:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
     def _accept(self, prediction: Prediction, revises: bool, quotas: bool) -> Tensor:
-        """Open positions that become tokens; the first slot may fall back, others behind a semi-complete one."""
-        open_RNB = self.open_RNB
-        semi = self.progress_RN[:, :-1] >= self.tau_semi_R[:, None]
+        """Open positions that become tokens; the first slot may fall back, another behind a semi-complete one."""
+        settings, open_RNB = self.settings, self.open_RNB
+        semi = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
         gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
         by_threshold = accept_m2t(
             prediction,
             open_RNB,
             gate_RN=gate_RN,
-            tau_R=self.tau_m2t_R,
-            quota_R=self.quota_R if quotas else None,
-            leftmost_R=self.fallback_R == LEFTMOST,
+            tau_R=settings.tau_m2t_R,
+            quota_R=settings.quota_R if quotas else None,
+            leftmost_R=settings.fallback_R == LEFTMOST,
         )
         if not revises:
             return by_threshold
-        from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=self.tau_m2t_R)
-        return torch.where(self.softens_R[:, None, None] > 0, from_left, by_threshold)
+        from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)
+        return torch.where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
 
-    def _settled(self, complete: Tensor, complete_before: Tensor, changed: Tensor) -> Tensor:
-        """ACTIVE slots that are done with themselves: complete; if revised, also revised enough.
+    def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
+        """ACTIVE slots (R, N) whose block is final by itself: complete, and revised enough where the request revises.
 
-        A block under T2T that no forward changes any more needs no state for it: it leaves from that forward.
+        Under T2T that is a block that has been edited `max_edits` times; one that a forward leaves unchanged is stored
+        by that forward and needs no state.
         """
-        edits, softens = self.edits_R[:, None] > 0, self.softens_R[:, None] > 0
-        capped = complete_before & changed & (self.num_steps_RN >= self.max_edits_R[:, None])
-        sure = ((self.confidence_RNB >= self.stop_confidence_R[:, None, None]) | ~self.editable_RNB).all(-1)
-        calm = sure | ~changed | (self.num_steps_RN >= self.block_size)
-        return complete & torch.where(edits, capped, ~softens | calm)
+        settings = self.settings
+        edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
+        capped = was_complete & changed & (self.num_steps_RN >= settings.max_edits_R[:, None])
+        confident = (self.confidence_RNB >= settings.stop_confidence_R[:, None, None]) | ~self.editable_RNB
+        steady = confident.all(-1) | ~changed | (self.num_steps_RN >= self.block_size)
+        return complete & torch.where(edits, capped, ~softens | steady)
+
+    def _mix_embeddings(self, active: Tensor) -> None:
+        """DMax: the next forward embeds filled positions of `active` slots (R, N) by their confidence; all other
+        tokens are hard, those of final blocks too, which are stored so."""
+        mixed = (self.settings.softens_R[:, None] > 0) & active
+        mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
+        self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
 
     def _slide(self, count_R: Tensor) -> None:
+        """Move each row's slots forward by `count_R`; the slots at its end become empty."""
         if count_R.device.type == "cpu" and not count_R.any():
-            return  # on a GPU a look at it would cost more
+            return  # on a GPU reading the counts would cost more than the copies
         source = self._slots + count_R[:, None]
-        fresh = source >= self.num_slots
+        empties = source >= self.num_slots
         source = source.clamp(max=self.num_slots - 1)
         for tensor, empty in self._per_slot.items():
             deep = tensor.ndim == 3
             index = source[..., None].expand_as(tensor) if deep else source
-            tensor.copy_(tensor.gather(1, index).masked_fill(fresh[..., None] if deep else fresh, empty))
-        self.first_block_R.add_(count_R)
+            tensor.copy_(tensor.gather(1, index).masked_fill(empties[..., None] if deep else empties, empty))
+        self.settings.first_block_R.add_(count_R)
         self._derive()
 
-    def _eos_seen_R(self) -> Tensor:
+    def _has_eos_R(self) -> Tensor:
+        """Rows with a generated EOS in a resident block, where an EOS ends the request."""
         is_eos = (self.tokens_RNB[..., None] == self._eos).any(-1)
-        standing = is_eos & ~self.masked_RNB & self.editable_RNB & self.resident_RN[..., None]
-        return standing.flatten(1).any(-1) & (self.eos_stops_R > 0)
+        generated = is_eos & ~self.masked_RNB & self.editable_RNB & self.resident_RN[..., None]
+        return generated.flatten(1).any(-1) & (self.settings.eos_stops_R > 0)
 
     def _clear(self, row: int) -> None:
         for tensor, empty in self._per_slot.items():
             tensor[row] = empty
-        self._whole[row] = 0
-        self._real[row] = 0.0
+        self.settings.clear(row)
 
 
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:

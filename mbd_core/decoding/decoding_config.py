@@ -137,6 +137,10 @@ class DecodingConfig:
         """Whether the fallback ranks positions by a score of its own, which is neither confidence nor position."""
         return self.fallback in ("margin", "neg_entropy")
 
+    def grid_origin(self, prompt_length: int) -> int:
+        """Where the block grid begins: at the prompt's end where the prompt attends in full (D2F), otherwise at 0."""
+        return prompt_length if self.prompt_attention == "full" else 0
+
 
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
 T = TypeVar("T")

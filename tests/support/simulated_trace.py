@@ -43,7 +43,7 @@ def simulate(
     while running:
         buffer.activate()
         states, ratios = buffer.state_RN.clone(), 1.0 - buffer.progress_RN
-        first, end = buffer.first_block_R.clone(), buffer.end_R.clone()
+        first, end = buffer.settings.first_block_R.clone(), buffer.settings.end_R.clone()
         drawn = torch.randint(2, VOCAB, shape, generator=generator)
         steady = 2 + buffer.positions_RNB % (VOCAB - 2)
         token = torch.where(torch.rand(shape, generator=generator) < 0.2, drawn, steady)

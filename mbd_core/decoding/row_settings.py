@@ -1,0 +1,115 @@
+"""What each batch row's request asks of its steps, one column a setting, and where its blocks stand.
+
+All columns lie in two tensors, so that seating a request takes two copies to the device.
+
+Shape legend: R rows, I whole-number columns, F real-number columns.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.acceptance import FALLBACKS
+from mbd_core.decoding.request import Request
+
+_WHOLE = (
+    "first_block", "origin", "begin", "end", "limit", "quota", "fallback", "eos_stops", "edits", "max_edits",
+    "softens", "top_k", "seed", "forward",
+)  # fmt: skip
+_REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
+_NEVER = 2.0  # a threshold that no confidence exceeds
+_ALWAYS = -1.0  # a threshold that every confidence exceeds
+
+
+class RowSettings:
+    """One line of numbers a row; those of a free row are 0. The commit of a step advances `first_block` and `forward`.
+
+    first_block  index of the block in slot 0
+    origin       position at which block 0 begins
+    begin, end   the positions that may be filled: from the prompt's end to the end of the token budget
+    limit        slots the request may use
+    forward      forwards the row took part in, by which noise is drawn
+
+    The others are the fields of `DecodingConfig` and `Sampling`; thresholds of parts that are off are out of reach.
+    """
+
+    first_block_R: Tensor
+    origin_R: Tensor
+    begin_R: Tensor
+    end_R: Tensor
+    limit_R: Tensor
+    quota_R: Tensor
+    fallback_R: Tensor
+    eos_stops_R: Tensor
+    edits_R: Tensor
+    max_edits_R: Tensor
+    softens_R: Tensor
+    top_k_R: Tensor
+    seed_R: Tensor
+    forward_R: Tensor
+    tau_add_R: Tensor
+    tau_stable_R: Tensor
+    tau_semi_R: Tensor
+    tau_m2t_R: Tensor
+    tau_t2t_R: Tensor
+    stop_confidence_R: Tensor
+    temperature_R: Tensor
+    top_p_R: Tensor
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._view(
+            torch.zeros((num_rows, len(_WHOLE)), dtype=torch.int64, device=device),
+            torch.zeros((num_rows, len(_REAL)), dtype=torch.float64, device=device),
+        )
+
+    def _view(self, whole_RI: Tensor, real_RF: Tensor) -> None:
+        """Make every setting a view of its column."""
+        self.columns = (whole_RI, real_RF)
+        for names, values in zip((_WHOLE, _REAL), self.columns, strict=True):
+            for column, name in enumerate(names):
+                setattr(self, f"{name}_R", values[:, column])
+
+    def head(self, num_rows: int) -> "RowSettings":
+        """The first rows over the same memory."""
+        view = copy.copy(self)
+        view._view(*(values[:num_rows] for values in self.columns))
+        return view
+
+    def write(self, row: int, request: Request, *, block_size: int) -> None:
+        """Take a request's settings; its boundary block comes into slot 0."""
+        config, sampling, length = request.decoding, request.sampling, len(request.prompt)
+        origin = config.grid_origin(length)
+        whole = {
+            "first_block": (length - origin) // block_size,
+            "origin": origin,
+            "begin": length,
+            "end": length + request.max_tokens,
+            "limit": config.buffer_size,
+            "quota": config.tokens_per_step,
+            "fallback": FALLBACKS[config.fallback],
+            "eos_stops": not request.ignore_eos,
+            "edits": config.t2t is not None,
+            "max_edits": config.t2t.max_edits if config.t2t else 0,
+            "softens": config.soft is not None,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+            "forward": 0,
+        }
+        real = {
+            "tau_add": config.tau_add,
+            "tau_stable": _ALWAYS if config.tau_stable is None else config.tau_stable,
+            "tau_semi": config.tau_semi,
+            "tau_m2t": config.tau_m2t,
+            "tau_t2t": config.t2t.tau if config.t2t else _ALWAYS if config.soft else _NEVER,
+            "stop_confidence": config.soft.stop_confidence if config.soft else _NEVER,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        whole_RI, real_RF = self.columns
+        whole_RI[row] = torch.tensor([whole[name] for name in _WHOLE])
+        real_RF[row] = torch.tensor([real[name] for name in _REAL], dtype=torch.float64)
+
+    def clear(self, row: int) -> None:
+        for values in self.columns:
+            values[row] = 0
