@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from mbd_core.studies.block_length_measures import CacheRecord, TrajectoryPoint
-from mbd_core.studies.block_length_tokens import Point
-from mbd_core.studies.kv_trajectory import Array
+from mbd_core.studies.block_batch.cache_geometry import Array
+from mbd_core.studies.block_batch.cache_record import CacheRecord, TrajectoryPoint
+from mbd_core.studies.block_batch.output_measures import MeanRun, bifurcation_lengths, consensus
 
 RUNS = {"single": "each block length alone", "block_batch": "BlockBatch's branches"}
 MARKERS = {"initial": "*", "refresh": "D", "block": ".", "sync": "x"}
 KINDS = {"initial": "first forward", "refresh": "full refresh", "block": "block forward", "sync": "copied by a sync"}
 
 
-def draw_forwards(points: Mapping[str, Point], path: Path, *, graded: bool) -> None:
+def draw_forwards(points: Mapping[str, MeanRun], path: Path, *, graded: bool) -> None:
     """Bars of mean NFE a method, with the accuracy as dots on a second axis where answers were graded (Fig. 2)."""
     figure = Figure(figsize=(max(5.0, 1.0 * len(points) + 1.6), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -57,6 +57,34 @@ def draw_bifurcations(matrix: Array, lengths: Sequence[int], path: Path) -> None
     figure.savefig(path, format="png", dpi=130)
 
 
+def draw_consensus(outputs: Mapping[int, Sequence[int]], path: Path) -> None:
+    """Write one sample's consensus heat map as PNG, a dashed line at the first bifurcation."""
+    shares = consensus(outputs)
+    split = min(bifurcation_lengths(outputs).values(), default=shares.shape[1])
+    draw_shares(shares, sorted(outputs), path, split=split if split < shares.shape[1] else None)
+
+
+def draw_shares(
+    shares: Array, lengths: Sequence[int], path: Path, *, split: int | None = None, title: str = ""
+) -> None:
+    """Write consensus shares (S, P) as PNG: positions across, block lengths down; grey where an output has ended."""
+    figure = Figure(
+        figsize=(min(16.0, max(6.0, shares.shape[1] / 14)), 0.5 * len(lengths) + 1.8), layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    panel.set_facecolor("#cccccc")
+    image = panel.imshow(shares, aspect="auto", cmap="RdYlGn", vmin=1 / len(lengths), vmax=1.0, interpolation="none")
+    panel.set_yticks(range(len(lengths)), [str(n) for n in lengths])
+    panel.set_ylabel("block length")
+    panel.set_xlabel("position behind the prompt")
+    panel.set_title(title, fontsize="medium")
+    if split is not None:
+        panel.axvline(split - 0.5, color="black", linestyle="--", linewidth=1)
+    figure.colorbar(image, ax=panel, label="share that agrees")
+    figure.savefig(path, format="png", dpi=130)
+
+
 def draw_trajectories(record: CacheRecord, lengths: Sequence[int], path: Path, *, title: str) -> None:
     """Fig. 3 of one prompt: caches in the tangent plane by step; below, along the anchor, and D_t with syncs."""
     figure = Figure(figsize=(12.0, 9.6), layout="constrained")
@@ -88,11 +116,11 @@ def draw_trajectories(record: CacheRecord, lengths: Sequence[int], path: Path, *
 
 
 def _by_branch(points: Sequence[TrajectoryPoint], run: str) -> dict[int, list[TrajectoryPoint]]:
-    found: dict[int, list[TrajectoryPoint]] = {}
+    branches: dict[int, list[TrajectoryPoint]] = {}
     for point in points:
         if point.run == run:
-            found.setdefault(point.branch, []).append(point)
-    return found
+            branches.setdefault(point.branch, []).append(point)
+    return branches
 
 
 def _draw_space(panel: Any, points: Sequence[TrajectoryPoint], color: str) -> None:
@@ -135,16 +163,16 @@ def _draw_dispersion(panel: Axes, record: CacheRecord) -> None:
     steps, values = [step for step, _ in record.dispersions], [value for _, value in record.dispersions]
     panel.plot(steps, values, ".-", color="#444", linewidth=1.2, label="D_t")
     for number, sync in enumerate(record.syncs):
-        before, after = sync.contraction.before, sync.contraction.after
+        pre, post = sync.contraction.pre, sync.contraction.post
         panel.annotate(
             "",
-            xy=(sync.step - 0.5, after),
-            xytext=(sync.step - 0.5, before),
+            xy=(sync.step - 0.5, post),
+            xytext=(sync.step - 0.5, pre),
             arrowprops={"arrowstyle": "->", "color": "C3"},
         )
         panel.plot(
             [sync.step - 0.5],
-            [before],
+            [pre],
             "o",
             color="C3",
             markersize=3,

@@ -1,4 +1,4 @@
-"""BlockBatch's analyses: the oracle does not mix, prefixes are prefixes, and the propositions hold on a real cache."""
+"""Propositions 1 to 3 hold on random numbers and on the caches of a model, and a broken bound is found."""
 
 from pathlib import Path
 
@@ -12,92 +12,18 @@ from mbd_core.canvas.plan import CanvasPlan, Query
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.studies.block_length_tokens import (
-    SampleRun,
-    bifurcation_lengths,
-    consensus,
-    draw_consensus,
-    mean_bifurcation_lengths,
-    per_sample_oracle,
-)
-from mbd_core.studies.kv_trajectory import (
+from mbd_core.studies.block_batch.cache_bounds import (
     BlockUpdate,
     Bound,
     Drift,
     block_movement_bound,
-    coordinates,
-    dispersion,
     distance_bounds,
     error_bounds,
     measured_drift,
     projected_energy,
     projected_norm_bound,
 )
-
-
-def run(accuracy: float, num_forwards: int) -> SampleRun:
-    return SampleRun(accuracy=accuracy, num_forwards=num_forwards)
-
-
-def test_the_oracle_keeps_accuracy_and_forwards_of_one_block_length() -> None:
-    report = per_sample_oracle(
-        [{4: run(1, 90), 8: run(1, 70), 16: run(0, 10)}, {4: run(0, 50), 8: run(0, 40), 16: run(0, 30)}]
-    )
-    assert (report.oracle.accuracy, report.oracle.num_forwards) == (0.5, 50.0)
-    assert (report.mixed.accuracy, report.mixed.num_forwards) == (0.5, 20.0)
-    assert report.chosen == {4: 0, 8: 1, 16: 1}
-    assert (report.fixed[4].accuracy, report.fixed[4].num_forwards) == (0.5, 70.0)
-    with pytest.raises(ValueError, match="sample 1 has block lengths"):
-        per_sample_oracle([{4: run(1, 1)}, {8: run(1, 1)}])
-
-
-def test_bifurcations_and_consensus() -> None:
-    outputs = {4: [1, 2, 3, 4, 9], 8: [1, 2, 5, 4, 9], 16: [1, 2, 5, 6]}
-    assert bifurcation_lengths(outputs) == {(4, 8): 2, (4, 16): 2, (8, 16): 3}
-    assert mean_bifurcation_lengths([outputs, {4: [7], 8: [7, 1], 16: [7, 1]}])[8, 16] == 2.5
-    third = 1 / 3
-    np.testing.assert_allclose(
-        consensus(outputs),
-        [[1, 1, third, 2 / 3, 2 / 3], [1, 1, 2 / 3, 2 / 3, 2 / 3], [1, 1, 2 / 3, third, np.nan]],
-    )
-
-
-def test_the_heat_map_is_drawn(tmp_path: Path) -> None:
-    for number, outputs in enumerate(({4: [1, 2, 3], 8: [1, 5, 3]}, {4: [1, 2]})):
-        path = tmp_path / f"{number}.png"
-        draw_consensus(outputs, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_coordinates_are_an_orthonormal_frame_and_shorten_distances() -> None:
-    rng = np.random.default_rng(0)
-    caches = rng.normal(size=(9, 40)) + 3.0
-    where = coordinates(caches, [True, True] + [False] * 7)
-    np.testing.assert_allclose(where.frame @ where.frame.T, np.eye(3), atol=1e-9)
-    np.testing.assert_allclose(where.anchor, caches[:2].mean(0))
-    rebuilt = where.anchor + where.points @ where.frame
-    np.testing.assert_allclose(np.linalg.norm(caches - rebuilt, axis=1), where.rest_N, atol=1e-9)
-    bounds = distance_bounds(caches, where)
-    assert len(bounds) == 36 and all(b.holds for b in bounds.values())
-    assert any(b.value < 0.9 * b.bound for b in bounds.values())
-    plane = coordinates(where.anchor + where.points @ where.frame, [True, True] + [False] * 7)
-    assert plane.rest_N.max() < 1e-8, "points in a plane lose nothing"
-
-
-def test_a_frame_of_too_few_points_has_zero_directions() -> None:
-    caches = np.stack((np.ones(5), 2 * np.ones(5)))
-    where = coordinates(caches, [True, False])
-    assert np.abs(where.frame[1:]).max() == 0 and where.z_N[1] == pytest.approx(5**0.5)
-    with pytest.raises(ValueError, match="initial"):
-        coordinates(caches, [False, False])
-    with pytest.raises(ValueError, match="anchor"):
-        coordinates(np.zeros((2, 5)), [True, False])
-
-
-def test_dispersion_is_the_mean_over_pairs() -> None:
-    caches = np.random.default_rng(1).normal(size=(4, 6))
-    pairs = [np.sum((a - b) ** 2) for i, a in enumerate(caches) for j, b in enumerate(caches) if i != j]
-    assert dispersion(caches) == pytest.approx(np.mean(pairs)) and dispersion(caches[:1]) == 0
+from mbd_core.studies.block_batch.cache_geometry import coordinates
 
 
 def test_energy_of_a_block_is_its_share_and_the_norm_at_most_its_root() -> None:

@@ -1,26 +1,22 @@
-"""What block length does to one request: BlockBatch's analyses of tokens (this file) and of caches (`kv_trajectory`).
+"""What the block length does to the output: the per-sample oracle, bifurcations, consensus.
 
 Outputs of one sample come as {block length: generated token ids}: model tokens, not words, so that a bifurcation is a
 position of the canvas. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
 
-Shape legend: S block lengths, P positions behind the prompt.
+Shape legend: S block lengths, P positions after the prompt.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from mbd_core.studies.block_batch.cache_geometry import Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRun:
+class GradedRun:
     """One sample decoded with one block length: its score (1 correct, 0 wrong, or a share) and its forwards."""
 
     accuracy: float
@@ -28,7 +24,7 @@ class SampleRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class MeanRun:
     """Mean accuracy and mean number of forwards over the samples."""
 
     accuracy: float
@@ -46,13 +42,13 @@ class Oracle:
     chosen  how many samples chose each block length
     """
 
-    fixed: Mapping[int, Point]
-    oracle: Point
-    mixed: Point
+    fixed: Mapping[int, MeanRun]
+    oracle: MeanRun
+    mixed: MeanRun
     chosen: Mapping[int, int]
 
 
-def per_sample_oracle(samples: Sequence[Mapping[int, SampleRun]]) -> Oracle:
+def per_sample_oracle(samples: Sequence[Mapping[int, GradedRun]]) -> Oracle:
     """The oracle over block lengths (Fig. 2); every sample needs the same ones, else `ValueError`."""
     lengths = _same_lengths(samples)
     best = [min(lengths, key=lambda n: (-s[n].accuracy, s[n].num_forwards, n)) for s in samples]
@@ -61,7 +57,7 @@ def per_sample_oracle(samples: Sequence[Mapping[int, SampleRun]]) -> Oracle:
         oracle=_mean([s[n] for s, n in zip(samples, best, strict=True)]),
         mixed=_mean(
             [
-                SampleRun(
+                GradedRun(
                     accuracy=max(run.accuracy for run in s.values()),
                     num_forwards=min(run.num_forwards for run in s.values()),
                 )
@@ -72,8 +68,8 @@ def per_sample_oracle(samples: Sequence[Mapping[int, SampleRun]]) -> Oracle:
     )
 
 
-def _mean(runs: Sequence[SampleRun]) -> Point:
-    return Point(
+def _mean(runs: Sequence[GradedRun]) -> MeanRun:
+    return MeanRun(
         accuracy=float(np.mean([r.accuracy for r in runs])),
         num_forwards=float(np.mean([r.num_forwards for r in runs])),
     )
@@ -141,31 +137,3 @@ def mean_consensus(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
         total[:, : one.shape[1]] += np.nan_to_num(one)
         count[:, : one.shape[1]] += ~np.isnan(one)
     return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
-
-
-def draw_consensus(outputs: Mapping[int, Sequence[int]], path: Path) -> None:
-    """Write one sample's consensus heat map as PNG, a dashed line at the first bifurcation."""
-    shares = consensus(outputs)
-    split = min(bifurcation_lengths(outputs).values(), default=shares.shape[1])
-    draw_shares(shares, sorted(outputs), path, split=split if split < shares.shape[1] else None)
-
-
-def draw_shares(
-    shares: Array, lengths: Sequence[int], path: Path, *, split: int | None = None, title: str = ""
-) -> None:
-    """Write consensus shares (S, P) as PNG: positions across, block lengths down; grey where an output has ended."""
-    figure = Figure(
-        figsize=(min(16.0, max(6.0, shares.shape[1] / 14)), 0.5 * len(lengths) + 1.8), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    panel = figure.subplots()
-    panel.set_facecolor("#cccccc")
-    image = panel.imshow(shares, aspect="auto", cmap="RdYlGn", vmin=1 / len(lengths), vmax=1.0, interpolation="none")
-    panel.set_yticks(range(len(lengths)), [str(n) for n in lengths])
-    panel.set_ylabel("block length")
-    panel.set_xlabel("position behind the prompt")
-    panel.set_title(title, fontsize="medium")
-    if split is not None:
-        panel.axvline(split - 0.5, color="black", linestyle="--", linewidth=1)
-    figure.colorbar(image, ax=panel, label="share that agrees")
-    figure.savefig(path, format="png", dpi=130)

@@ -1,7 +1,6 @@
-"""KV caches as points: BlockBatch's trajectory coordinates and the bounds of its Propositions 1 to 3 (App. C).
+"""The bounds of BlockBatch's Propositions 1 to 3 (App. C) on measured caches.
 
-A cache is one vector per event, all keys and values of a lane flattened position by position. The bounds are
-statements about measured numbers: each check returns what was measured beside what the paper says it cannot exceed.
+Each check returns what was measured beside what the paper says it cannot exceed.
 
 Shape legend: N events or branches, L positions, D numbers of one position, V = L * D numbers of one cache.
 """
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-EventKind = Literal["block", "refresh"]
+from mbd_core.studies.block_batch.cache_geometry import Array, Coordinates
+
+ForwardKind = Literal["block", "refresh"]
 
 
 @dataclass(frozen=True)
@@ -29,50 +28,6 @@ class Bound:
         return self.value <= self.bound * (1 + 1e-6) + 1e-9
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane (N,), and the rest's length.
-
-    frame  (3, V): u0, e1, e2, orthonormal; a tangent direction is zero where the points span none
-    """
-
-    anchor: Array
-    frame: Array
-    z_N: Array
-    a_N: Array
-    q_N: Array
-    rest_N: Array
-
-    @property
-    def points(self) -> Array:
-        """(N, 3)."""
-        return np.stack((self.z_N, self.a_N, self.q_N), axis=1)
-
-
-def coordinates(caches_NV: Array, initial_N: Sequence[bool]) -> Coordinates:
-    """Eqs. 3 and 4: the anchor c0 is the mean of the initial caches, u0 its direction, e1 and e2 the leading right
-    singular vectors of the centred residuals. `ValueError` without an initial cache, or if the anchor is zero."""
-    if len(initial_N) != len(caches_NV) or not any(initial_N):
-        raise ValueError(f"{sum(initial_N)} of {len(caches_NV)} caches are initial ({len(initial_N)} flags); give one")
-    anchor = caches_NV[np.asarray(initial_N)].mean(axis=0)
-    norm = np.linalg.norm(anchor)
-    if norm == 0:
-        raise ValueError("the anchor is the zero vector and has no direction; give caches that hold keys")
-    u0 = anchor / norm
-    delta = caches_NV - anchor
-    z = delta @ u0
-    residual = delta - z[:, None] * u0
-    centred = residual - residual.mean(axis=0)
-    _, strength, right = np.linalg.svd(centred, full_matrices=False)
-    tangents = np.zeros((2, len(anchor)))
-    for i in range(min(2, len(strength))):
-        if strength[i] > 1e-9 * max(float(np.linalg.norm(caches_NV)), 1.0):
-            tangents[i] = right[i]
-    a, q = residual @ tangents[0], residual @ tangents[1]
-    rest = np.linalg.norm(residual - a[:, None] * tangents[0] - q[:, None] * tangents[1], axis=1)
-    return Coordinates(anchor, np.stack((u0, *tangents)), z, a, q, rest)
-
-
 def distance_bounds(
     caches_NV: Array, where: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], Bound]:
@@ -84,47 +39,6 @@ def distance_bounds(
         (i, j): Bound(float(np.linalg.norm(points[i] - points[j])), float(np.linalg.norm(caches_NV[i] - caches_NV[j])))
         for i, j in pairs
     }
-
-
-def dispersion(caches_NV: Array) -> float:
-    """D_t: the mean squared distance over ordered pairs of branches at one event (App. C.4); 0 for a single one."""
-    count = len(caches_NV)
-    if count < 2:
-        return 0.0
-    spread = caches_NV - caches_NV.mean(axis=0)
-    return float(2 * count * (spread**2).sum() / (count * (count - 1)))
-
-
-def pair_dispersion(squared_BB: Array) -> float:
-    """`dispersion` of B branches whose squared distances to one another are known."""
-    count = len(squared_BB)
-    return float(squared_BB.sum() / (count * (count - 1))) if count > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class SyncContraction:
-    """What copying lanes at a synchronisation does to the dispersion of the branches."""
-
-    before: float
-    after: float
-
-    @property
-    def gamma(self) -> float | None:
-        """Gamma = D_post / D_pre; `None` where the branches had not been apart."""
-        return self.after / self.before if self.before > 0 else None
-
-
-def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> SyncContraction:
-    """The dispersion before and after `copies` (source, target), in order, of branches at these squared distances.
-
-    A copied branch stands where its source does, so no cache has to be looked at again.
-    """
-    now_BB = squared_BB.copy()
-    for source, target in copies:
-        now_BB[target] = now_BB[source]
-        now_BB[:, target] = now_BB[:, source]
-        now_BB[target, target] = 0.0
-    return SyncContraction(pair_dispersion(squared_BB), pair_dispersion(now_BB))
 
 
 @dataclass(frozen=True)
@@ -237,7 +151,7 @@ class Drift:
         return a**count * error + self.block_noise * sum(a**i for i in range(count))
 
     def after_refreshes(self, error: float, interval: int, count: int) -> float:
-        """Bound on the error right after `count` refreshes, each behind `interval` block forwards."""
+        """Bound on the error right after `count` refreshes, each after `interval` block forwards."""
         rate, constant = self.rate(interval), self._constant(interval)
         return rate**count * error + constant * sum(rate**j for j in range(count))
 
@@ -250,7 +164,7 @@ class Drift:
         return self.contraction * self.after_blocks(0.0, interval) + self.refresh_noise
 
 
-def measured_drift(errors: Sequence[float], kinds: Sequence[EventKind], *, growth: float = 0.0) -> Drift:
+def measured_drift(errors: Sequence[float], kinds: Sequence[ForwardKind], *, growth: float = 0.0) -> Drift:
     """The smallest noise with which a run's events satisfy the premises, for a given `growth` and contraction 0.
 
     `errors` has one number before the first event and one after each of `kinds`.
@@ -266,7 +180,7 @@ def measured_drift(errors: Sequence[float], kinds: Sequence[EventKind], *, growt
     )
 
 
-def error_bounds(errors: Sequence[float], kinds: Sequence[EventKind], drift: Drift) -> list[Bound]:
+def error_bounds(errors: Sequence[float], kinds: Sequence[ForwardKind], drift: Drift) -> list[Bound]:
     """Prop. 2 along a run: each event's error against the recurrence from the first one; intervals may vary."""
     _check_events(errors, kinds)
     bound, out = errors[0], []
@@ -277,8 +191,8 @@ def error_bounds(errors: Sequence[float], kinds: Sequence[EventKind], drift: Dri
     return out
 
 
-def _check_events(errors: Sequence[float], kinds: Sequence[EventKind]) -> None:
+def _check_events(errors: Sequence[float], kinds: Sequence[ForwardKind]) -> None:
     if len(errors) != len(kinds) + 1:
         raise ValueError(
-            f"{len(errors)} errors for {len(kinds)} events; give the first error and one behind each event"
+            f"{len(errors)} errors for {len(kinds)} events; give the first error and one after each event"
         )

@@ -18,15 +18,9 @@ from mbd_core.canvas.branch import BranchStats
 from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.plan import CanvasPlan, Query
 from mbd_core.models.decoder import Decoder
-from mbd_core.studies.cache_record import BranchedRun, CacheRun, Event, Kind, Sync
-from mbd_core.studies.kv_trajectory import (
-    Array,
-    BlockMovement,
-    pair_dispersion,
-    projected_energy,
-    projected_norm_bound,
-    sync_contraction,
-)
+from mbd_core.studies.block_batch.cache_bounds import BlockMovement, projected_energy, projected_norm_bound
+from mbd_core.studies.block_batch.cache_events import BranchedRun, BranchSync, CacheEvent, CacheEventKind, CacheRun
+from mbd_core.studies.block_batch.cache_geometry import Array, pair_dispersion, sync_contraction
 
 CHUNK = 8192
 
@@ -101,7 +95,7 @@ class SingleWatch:
         error_L = squared_difference(cache, 0, self._fresh, 0)
         norm = math.hypot(_norm(cache.k[:, 0]), _norm(cache.v[:, 0]))
         self.run.events.append(
-            Event(
+            CacheEvent(
                 branch=self._size,
                 step=step,
                 kind="initial" if step == 0 else "refresh" if whole else "block",
@@ -154,14 +148,14 @@ class SingleWatch:
 class BranchWatch:
     """The `Watch` of a BlockBatch run; what it measured is in `run`.
 
-    Synchronisations are Algorithm 2's, told from the branches' counts: a lane that the next forward computes anew as a
-    whole, or that is complete, is not really copied. Distances run over the branches that still have masks.
+    Synchronisations are Algorithm 2's, recognised by the branches' counts: the decoder does not copy a lane that is
+    complete, or that the next forward computes anew as a whole. Distances run over the branches that still have masks.
     """
 
     def __init__(self, sketch: Sketch, decoder: BranchedCanvas) -> None:
         self._sketch, self._decoder = sketch, decoder
         self._parts: list[Tensor] = []
-        self._before = decoder.stats()
+        self._last_stats = decoder.stats()
         self._running: list[int] = []
         self._squared_BB = np.zeros((decoder.num_lanes,) * 2)
         self._step = 0
@@ -186,11 +180,11 @@ class BranchWatch:
         if len(self._running) > 1:
             squared = self._squared_BB[np.ix_(self._running, self._running)]
             self.run.dispersions.append((self._step, pair_dispersion(squared)))
-        self._before = now
+        self._last_stats = now
         self._step += 1
 
     def _find_sync(self, now: list[BranchStats]) -> None:
-        targets = [i for i, b in enumerate(now) if b.num_copied > self._before[i].num_copied]
+        targets = [i for i, b in enumerate(now) if b.num_copied > self._last_stats[i].num_copied]
         if not targets:
             return
         leader = max((i for i in range(len(now)) if i not in targets), key=lambda i: (now[i].num_decoded, -i))
@@ -199,7 +193,7 @@ class BranchWatch:
         copies = [(among.index(leader), among.index(target)) for target in targets]
         lengths = [b.block_length for b in now]
         self.run.syncs.append(
-            Sync(
+            BranchSync(
                 step=self._step,
                 leader=lengths[leader],
                 overwritten=tuple(lengths[target] for target in targets),
@@ -218,9 +212,9 @@ class BranchWatch:
                 sketched = np.linalg.norm(_total(self._parts[i] - self._parts[j]))
                 self.run.ratios.append(float(sketched) / math.sqrt(squared))
 
-    def _add(self, lane: int, kind: Kind) -> None:
-        length = self._before[lane].block_length
-        self.run.events.append(Event(branch=length, step=self._step, kind=kind, sketch=_total(self._parts[lane])))
+    def _add(self, lane: int, kind: CacheEventKind) -> None:
+        length = self._last_stats[lane].block_length
+        self.run.events.append(CacheEvent(branch=length, step=self._step, kind=kind, sketch=_total(self._parts[lane])))
 
 
 def _total(part_LC: Tensor) -> Array:

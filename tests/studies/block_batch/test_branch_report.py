@@ -1,7 +1,6 @@
 """The report on block lengths: its numbers agree with one another and with runs made apart; bad input exits 2."""
 
 import json
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -9,37 +8,55 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from full_attention_folder import MAX_TOKENS, decoder_of, make_folder
 
 from jobs.branch_report import main
-from mbd_core.bench.plain_loops import ContiguousCache, run_canvas
-from mbd_core.canvas.branches import BranchedCanvas
-from mbd_core.canvas.canvas_decoder import canvas_decoder
-from mbd_core.canvas.plan import CanvasPlan
+from mbd_core.bench.plain_loops import run_canvas
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.canvas_config import Branches, Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab
-from mbd_core.models.decoder import Decoder
-from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.studies.block_length_measures import BranchStudy, Decoded, Sample, oracle_of
-from mbd_core.studies.block_length_report import method_points
-from mbd_core.studies.block_length_tokens import bifurcation_matrix, mean_consensus
-from mbd_core.studies.cache_watch import BranchWatch, Sketch
-from mbd_core.studies.kv_trajectory import dispersion, sync_contraction
+from mbd_core.files import MANIFEST
+from mbd_core.studies.block_batch.branch_report import method_means
+from mbd_core.studies.block_batch.study import BranchStudy, DecodedPrompt, StudiedPrompt, oracle_of
 
-LENGTHS, MAX_TOKENS, TAU = (4, 8, 16), 24, 0.6
+LENGTHS, TAU = (4, 8, 16), 0.6
 BRANCHES = {"tau_sync": 2, "refresh": 16}
 PROMPTS = [[5, 9, 14, 33, 21, 8, 77], [3, 40, 7, 7, 19], [61, 2, 30]]
-
-
-def make_folder(family: str, folder: Path, tokenizer: Any = None) -> Path:
-    vocabulary = {} if tokenizer is None else {"vocab_size": 512, "mask_token_id": 0, "eos_token_ids": (1,)}
-    config = replace(SHAPES[f"tiny-{family}"], **vocabulary)
-    model = random_model(config, device=torch.device("cpu"), dtype=torch.float32, std=0.2)
-    model.lm_head.weight.mul_(3.0)  # else random weights are sure of nothing
-    save_model(folder, model, tokenizer=tokenizer)
-    return folder
+BAD: list[tuple[dict[str, str], str]] = [
+    ({"--model": "nowhere"}, "unknown model 'nowhere'"),
+    ({"--model": "BLOCKS"}, "attends in blocks"),
+    ({"--prompts": "missing.jsonl"}, "missing.jsonl"),
+    ({"--prompts": "EMPTY"}, "holds no prompts"),
+    ({"--prompts": "BROKEN"}, "line 2: not valid JSON"),
+    ({"--prompts": "BOTH"}, "either prompt or prompt_ids"),
+    ({"--prompts": "FAR"}, "lies outside the vocabulary"),
+    ({"--prompts": "TEXT"}, "no tokenizer"),
+    ({"--prompts": "LONG"}, "exceed the model's 512 positions"),
+    ({"--block-lengths": "4"}, "at least two lengths"),
+    ({"--block-lengths": "8,4"}, "ascending"),
+    ({"--block-lengths": "4,x"}, "whole number of at least 1"),
+    ({"--block-lengths": "4,64"}, "exceeds --max-tokens 24"),
+    ({"--tau": "1.5"}, "canvas.tau=1.5"),
+    ({"--limit": "0"}, "--limit"),
+    ({"--watch": "-1"}, "--watch"),
+    ({"--data": "x.jsonl"}, "belongs to a --task"),
+    ({"--decoding": "{"}, "is not JSON"),
+    ({"--decoding": "[1]"}, "must be a JSON object"),
+    ({"--decoding": '{"canvas": {"cache": "none"}}'}, "canvas.cache"),
+    ({"--decoding": '{"canvas": {"branches": {"block_lengths": [4]}}}'}, "branches.block_lengths"),
+    ({"--decoding": '{"tau_m2t": 0.5}'}, "tau_m2t"),
+    ({"--decoding": '{"canvas": {"leap": {}}}'}, "canvas.leap"),
+    ({"--decoding": '{"canvas": {"tau": 0.5}}', "--tau": "0.5"}, "twice"),
+]
+FILES = {
+    "GOOD": '{"prompt_ids": [1, 2]}',
+    "EMPTY": "\n",
+    "BROKEN": '{"prompt_ids": [1]}\n{',
+    "BOTH": '{"prompt_ids": [1], "prompt": "a"}',
+    "FAR": '{"prompt_ids": [99999]}',
+    "TEXT": '{"prompt": "a"}',
+    "LONG": json.dumps({"prompt_ids": [1] * 500}),
+}
 
 
 @pytest.fixture(scope="module", params=["llada", "dream"])
@@ -64,22 +81,10 @@ def report(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {**json.loads((place / "out" / "report.json").read_text()), "folder": place / "out"}
 
 
-def decoder_of(model: Decoder, prompt: list[int], canvas: Canvas) -> Any:
-    return canvas_decoder(
-        tuple(prompt),
-        MAX_TOKENS,
-        canvas,
-        Sampling(),
-        eos_token_ids=model.config.eos_token_ids,
-        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size),
-        shift=model.config.shift_logits,
-    )
-
-
 def test_the_files_are_there(report: dict[str, Any]) -> None:
     wanted = {"forwards.png", "bifurcation.png", "consensus.png", "consensus_0.png", "trajectory_0.png"}
     assert set(report["plots"]) == wanted
-    assert {p.name for p in report["folder"].iterdir()} == wanted | {"report.md", "report.json"}
+    assert {p.name for p in report["folder"].iterdir()} == wanted | {"report.md", "report.json", MANIFEST}
     for name in wanted:
         assert (report["folder"] / name).read_bytes().startswith(b"\x89PNG")
     text = (report["folder"] / "report.md").read_text()
@@ -156,83 +161,30 @@ def test_the_caches_and_the_bounds(report: dict[str, Any]) -> None:
     assert 0 < third["value"] <= third["bound"]
 
 
-def test_a_branch_watch_sees_every_copy(folder: Path) -> None:
-    """Its sketches, kept part by part through windows and syncs, are those of the caches; its D_t is theirs."""
-    model = load_model(folder, dtype=torch.float32)
-    settings = Branches(block_lengths=LENGTHS, **BRANCHES)
-    decoder = decoder_of(model, PROMPTS[0], Canvas(tau=TAU, branches=settings))
-    assert isinstance(decoder, BranchedCanvas)
-    sketch = Sketch(model, length=decoder.length)
-    watch = BranchWatch(sketch, decoder)
-    copied = 0
-
-    def check(plan: CanvasPlan, cache: ContiguousCache) -> None:
-        nonlocal copied
-        watch(plan, cache)
-        copied += len(plan.copies) if decoder.num_forwards > 1 else 0
-        last = {event.branch: event for event in watch.run.events}
-        for q in plan.queries if decoder.num_forwards else []:
-            fresh = sketch.positions(cache, q.lane, 0, decoder.length).double().sum(0).numpy()
-            np.testing.assert_allclose(last[LENGTHS[q.lane]].sketch, fresh, atol=1e-3)
-        running = [i for i, b in enumerate(decoder.stats()) if b.num_filled < MAX_TOKENS]
-        if decoder.num_forwards and len(running) > 1:
-            flat = np.stack([cache.positions(i).double().numpy().ravel() for i in running])
-            assert watch.run.dispersions[-1] == (decoder.num_forwards, pytest.approx(dispersion(flat), rel=1e-5))
-
-    run_canvas(model, decoder, watch=check)
-    assert copied > 0 and len(watch.run.syncs) > 0
-    assert sum(len(s.overwritten) for s in watch.run.syncs) >= copied
-
-
-def test_a_sync_contracts_as_the_copied_caches_do() -> None:
-    caches = np.random.default_rng(0).normal(size=(4, 6))
-    squared = ((caches[:, None] - caches[None]) ** 2).sum(-1)
-    found = sync_contraction(squared, [(2, 0), (2, 3)])
-    copied = caches[[2, 1, 2, 2]]
-    assert (found.before, found.after) == (pytest.approx(dispersion(caches)), pytest.approx(dispersion(copied)))
-    assert found.gamma == pytest.approx(dispersion(copied) / dispersion(caches))
-    assert sync_contraction(np.zeros((3, 3)), [(0, 1)]).gamma is None
-
-
-def test_a_sketch_keeps_distances_and_its_seed(folder: Path) -> None:
-    model = load_model(folder, dtype=torch.float32)
-    ratios = []
-    for seed in range(8):
-        one, other = (ContiguousCache(model, num_lanes=1, length=6) for _ in range(2))
-        generator = torch.Generator().manual_seed(seed)
-        for cache in (one, other):
-            cache.k.normal_(generator=generator)
-            cache.v.normal_(generator=generator)
-        sketch = Sketch(model, length=6, seed=seed)
-        apart = (sketch.positions(one, 0, 0, 6) - sketch.positions(other, 0, 0, 6)).sum(0)
-        ratios.append(float(apart.square().sum() / (one.positions(0) - other.positions(0)).square().sum()))
-        again = Sketch(model, length=6, seed=seed).positions(one, 0, 2, 4)
-        assert torch.equal(again, sketch.positions(one, 0, 2, 4))
-    assert abs(np.mean(ratios) - 1) < 0.1 and max(abs(np.array(ratios) - 1)) < 0.4
-
-
-def test_matrices_over_samples() -> None:
-    samples = [{4: [1, 2, 3], 8: [1, 5]}, {4: [7], 8: [7, 1, 1]}]
-    assert bifurcation_matrix(samples).tolist() == [[2.0, 1.0], [1.0, 2.5]]
-    np.testing.assert_allclose(mean_consensus(samples), [[1.0, 0.5, 0.5], [1.0, 0.5, 0.5]])
-    ended = mean_consensus([{4: [1], 8: [1, 2]}])
-    assert np.isnan(ended[0, 1]) and ended[1, 1] == 0.5
-
-
 def test_graded_prompts_take_the_most_accurate_length() -> None:
-    def run(accuracy: float, num_forwards: int) -> Decoded:
-        return Decoded(tokens=[1], num_forwards=num_forwards, finish_reason="length", accuracy=accuracy)
+    def run(accuracy: float, num_forwards: int) -> DecodedPrompt:
+        return DecodedPrompt(tokens=[1], num_forwards=num_forwards, finish_reason="length", accuracy=accuracy)
 
-    def sample(one: Decoded, other: Decoded) -> Sample:
-        return Sample(
+    def sample(one: DecodedPrompt, other: DecodedPrompt) -> StudiedPrompt:
+        return StudiedPrompt(
             name="a", prompt_length=1, single={4: one, 8: other}, block_batch=run(1, 5), winner=4, branches=[]
         )
 
     samples = [sample(run(1, 30), run(0, 10)), sample(run(1, 20), run(1, 8))]
-    study = BranchStudy(block_lengths=[4, 8], samples=samples, graded=True, rounding=1e-7)
-    points = method_points(study, oracle_of(samples))
+    study = BranchStudy(block_lengths=[4, 8], prompts=samples, graded=True, rounding=1e-7)
+    points = method_means(study, oracle_of(samples))
     assert (points["oracle"].accuracy, points["oracle"].num_forwards) == (1.0, 19.0)
     assert points["B = 8"].accuracy == 0.5 and points["BlockBatch"].num_forwards == 5.0
+
+
+def test_an_existing_folder_is_kept(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the refusal comes before a prompt or a model is read."""
+    (tmp_path / "report.md").write_text("a user's")
+    asked = ["--model", str(folder), "--prompts", str(tmp_path / "none.jsonl"), "--out", str(tmp_path)]
+    for argv in (asked, [*asked, "--overwrite"]):
+        assert main(argv) == 2
+        assert "was not written by this project" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["report.md"]
 
 
 def test_a_task_is_graded(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -246,43 +198,6 @@ def test_a_task_is_graded(tiny_model_dir: Path, tmp_path: Path) -> None:
     for row in report["prompts"]:
         assert row["caches"] is None and row["block_batch"]["accuracy"] in (0.0, 1.0)
     assert not list(out.glob("trajectory*"))
-
-
-BAD: list[tuple[dict[str, str], str]] = [
-    ({"--model": "nowhere"}, "unknown model 'nowhere'"),
-    ({"--model": "BLOCKS"}, "attends in blocks"),
-    ({"--prompts": "missing.jsonl"}, "missing.jsonl"),
-    ({"--prompts": "EMPTY"}, "holds no prompts"),
-    ({"--prompts": "BROKEN"}, "line 2: not valid JSON"),
-    ({"--prompts": "BOTH"}, "either prompt or prompt_ids"),
-    ({"--prompts": "FAR"}, "lies outside the vocabulary"),
-    ({"--prompts": "TEXT"}, "no tokenizer"),
-    ({"--prompts": "LONG"}, "exceed the model's 512 positions"),
-    ({"--block-lengths": "4"}, "at least two lengths"),
-    ({"--block-lengths": "8,4"}, "ascending"),
-    ({"--block-lengths": "4,x"}, "whole numbers"),
-    ({"--block-lengths": "4,64"}, "exceeds --max-tokens 24"),
-    ({"--tau": "1.5"}, "canvas.tau=1.5"),
-    ({"--limit": "0"}, "--limit 0"),
-    ({"--watch": "-1"}, "--watch -1"),
-    ({"--data": "x.jsonl"}, "belongs to a --task"),
-    ({"--decoding": "{"}, "is not JSON"),
-    ({"--decoding": "[1]"}, "must be a JSON object"),
-    ({"--decoding": '{"canvas": {"cache": "none"}}'}, "canvas.cache"),
-    ({"--decoding": '{"canvas": {"branches": {"block_lengths": [4]}}}'}, "branches.block_lengths"),
-    ({"--decoding": '{"tau_m2t": 0.5}'}, "tau_m2t"),
-    ({"--decoding": '{"canvas": {"leap": {}}}'}, "canvas.leap"),
-    ({"--decoding": '{"canvas": {"tau": 0.5}}', "--tau": "0.5"}, "twice"),
-]
-FILES = {
-    "GOOD": '{"prompt_ids": [1, 2]}',
-    "EMPTY": "\n",
-    "BROKEN": '{"prompt_ids": [1]}\n{',
-    "BOTH": '{"prompt_ids": [1], "prompt": "a"}',
-    "FAR": '{"prompt_ids": [99999]}',
-    "TEXT": '{"prompt": "a"}',
-    "LONG": json.dumps({"prompt_ids": [1] * 500}),
-}
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=[message for _, message in BAD])

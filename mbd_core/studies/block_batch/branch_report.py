@@ -1,48 +1,50 @@
 """A report on BlockBatch's analyses: report.json with all numbers, report.md, and the pictures beside them."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mbd_core.studies.block_length_measures import BranchStudy, CacheRecord, Check, Sample, checks_of, oracle_of
-from mbd_core.studies.block_length_plots import draw_bifurcations, draw_forwards, draw_trajectories
-from mbd_core.studies.block_length_tokens import (
+from mbd_core.files import write_json, write_text
+from mbd_core.studies.block_batch.bound_checks import BoundCheck, checks_of
+from mbd_core.studies.block_batch.branch_plots import (
+    draw_bifurcations,
+    draw_consensus,
+    draw_forwards,
+    draw_shares,
+    draw_trajectories,
+)
+from mbd_core.studies.block_batch.cache_record import CacheRecord
+from mbd_core.studies.block_batch.output_measures import (
+    MeanRun,
     Oracle,
-    Point,
     bifurcation_lengths,
     bifurcation_matrix,
-    draw_consensus,
-    draw_shares,
     mean_consensus,
 )
+from mbd_core.studies.block_batch.study import BranchStudy, StudiedPrompt, oracle_of
 
 RUN_LABELS = {"single": "one block length", "block_batch": "BlockBatch"}
 
 
-def write_branch_report(study: BranchStudy, folder: Path, *, draw: int) -> str:
-    """Write the PNG files (of the first `draw` prompts), report.md and, last, report.json; returns the Markdown."""
-    folder.mkdir(parents=True, exist_ok=True)
-    oracle, checks = oracle_of(study.samples), checks_of(study.samples, rounding=study.rounding)
+def write_branch_report(study: BranchStudy, folder: Path, *, draw: int, settings: Mapping[str, object]) -> str:
+    """Write PNG files (of the first `draw` prompts), report.md and report.json into `folder`; returns the Markdown."""
+    oracle, checks = oracle_of(study.prompts), checks_of(study.prompts, rounding=study.rounding)
     plots = _draw(study, oracle, folder, draw=draw)
-    text = render_markdown(study, oracle, checks, plots=plots)
-    content = _content(study, oracle, checks, plots)
-    for name, body in (("report.md", text), ("report.json", json.dumps(content, indent=1) + "\n")):
-        beside = folder / f".{name}.partial"
-        beside.write_text(body, encoding="utf-8")
-        beside.replace(folder / name)
+    text = render_markdown(study, oracle, checks, plots=plots, settings=settings)
+    write_text(folder / "report.md", text)
+    write_json(folder / "report.json", {"settings": dict(settings), **_content(study, oracle, checks, plots)})
     return text
 
 
-def method_points(study: BranchStudy, oracle: Oracle) -> dict[str, Point]:
+def method_means(study: BranchStudy, oracle: Oracle) -> dict[str, MeanRun]:
     """Mean forwards and accuracy of every method, in the order of the report."""
-    together = [s.block_batch for s in study.samples]
+    together = [s.block_batch for s in study.prompts]
     return {
         **{f"B = {n}": oracle.fixed[n] for n in study.block_lengths},
-        "BlockBatch": Point(
+        "BlockBatch": MeanRun(
             accuracy=float(np.mean([r.accuracy or 0.0 for r in together])),
             num_forwards=float(np.mean([r.num_forwards for r in together])),
         ),
@@ -51,14 +53,14 @@ def method_points(study: BranchStudy, oracle: Oracle) -> dict[str, Point]:
 
 
 def _draw(study: BranchStudy, oracle: Oracle, folder: Path, *, draw: int) -> list[str]:
-    lengths, outputs = study.block_lengths, [s.outputs for s in study.samples]
+    lengths, outputs = study.block_lengths, [s.outputs for s in study.prompts]
     names = ["forwards.png", "bifurcation.png"]
-    draw_forwards(method_points(study, oracle), folder / names[0], graded=study.graded)
+    draw_forwards(method_means(study, oracle), folder / names[0], graded=study.graded)
     draw_bifurcations(bifurcation_matrix(outputs), lengths, folder / names[1])
     if any(tokens for one in outputs for tokens in one.values()):
         names.append("consensus.png")
         draw_shares(mean_consensus(outputs), lengths, folder / names[-1], title=f"mean over {len(outputs)} prompts")
-    for number, sample in enumerate(study.samples[:draw]):
+    for number, sample in enumerate(study.prompts[:draw]):
         if any(sample.outputs.values()):
             names.append(f"consensus_{number}.png")
             draw_consensus(sample.outputs, folder / names[-1])
@@ -68,11 +70,18 @@ def _draw(study: BranchStudy, oracle: Oracle, folder: Path, *, draw: int) -> lis
     return names
 
 
-def render_markdown(study: BranchStudy, oracle: Oracle, checks: Sequence[Check], *, plots: Sequence[str]) -> str:
+def render_markdown(
+    study: BranchStudy,
+    oracle: Oracle,
+    checks: Sequence[BoundCheck],
+    *,
+    plots: Sequence[str],
+    settings: Mapping[str, object],
+) -> str:
     """The tables of the analyses, the pictures, and what the words mean."""
     lines = ["# Block lengths side by side", "", "## Forwards", ""]
     lines += ["| method | accuracy | NFE | chosen by the oracle |", "|---|---|---|---|"]
-    for name, point in method_points(study, oracle).items():
+    for name, point in method_means(study, oracle).items():
         n = int(name.removeprefix("B = ")) if name.startswith("B = ") else None
         accuracy = f"{100 * point.accuracy:.1f} %" if study.graded else "not graded"
         chosen = f"{oracle.chosen[n]}" if n is not None else ""
@@ -83,14 +92,14 @@ def render_markdown(study: BranchStudy, oracle: Oracle, checks: Sequence[Check],
     lines += ["", ORACLE_GRADED if study.graded else ORACLE_UNGRADED]
     lines += ["", "## Bifurcation lengths (model tokens)", ""]
     lines += ["| | " + " | ".join(map(str, study.block_lengths)) + " |", "|---|" + "---|" * len(study.block_lengths)]
-    for n, row in zip(study.block_lengths, bifurcation_matrix([s.outputs for s in study.samples]), strict=True):
+    for n, row in zip(study.block_lengths, bifurcation_matrix([s.outputs for s in study.prompts]), strict=True):
         lines.append(f"| {n} | " + " | ".join(f"{value:.1f}" for value in row) + " |")
     lines += ["", *_branch_table(study)]
-    records = [s.caches for s in study.samples if s.caches is not None]
+    records = [s.caches for s in study.prompts if s.caches is not None]
     if records:
         lines += ["", *_cache_tables(records), "", *_check_table(checks)]
     lines += ["", *(f"![{Path(p).stem.replace('_', ' ')}]({p})" for p in plots), "", NOTES]
-    lines += [f"- {name}: {value}" for name, value in study.settings.items()]
+    lines += [f"- {name}: {value}" for name, value in settings.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -116,8 +125,8 @@ def _branch_table(study: BranchStudy) -> list[str]:
     lines += ["| block length | won | block forwards | refreshes | own tokens | merged | copied |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for number, n in enumerate(study.block_lengths):
-        stats = [s.branches[number] for s in study.samples]
-        won = sum(s.winner == n for s in study.samples)
+        stats = [s.branches[number] for s in study.prompts]
+        won = sum(s.winner == n for s in study.prompts)
         means = [
             float(np.mean([getattr(b, name) for b in stats]))
             for name in ("num_block", "num_refresh", "num_decoded", "num_merged", "num_copied")
@@ -143,7 +152,7 @@ def _cache_tables(records: Sequence[CacheRecord]) -> list[str]:
     return lines
 
 
-def _check_table(checks: Sequence[Check]) -> list[str]:
+def _check_table(checks: Sequence[BoundCheck]) -> list[str]:
     lines = ["## Bounds of Props. 1 to 3", "", "Value and bound are those of the tightest check.", ""]
     lines += ["| Prop. | statement | B | value | | bound | held | holds |", "|---|---|---|---|---|---|---|---|"]
     for c in checks:
@@ -165,16 +174,15 @@ def _sketch_error(records: Sequence[CacheRecord]) -> float | None:
     return float(np.median(np.abs(np.array(ratios) - 1))) if ratios else None
 
 
-def _content(study: BranchStudy, oracle: Oracle, checks: Sequence[Check], plots: Sequence[str]) -> dict[str, Any]:
-    def point(p: Point) -> dict[str, float | None]:
+def _content(study: BranchStudy, oracle: Oracle, checks: Sequence[BoundCheck], plots: Sequence[str]) -> dict[str, Any]:
+    def point(p: MeanRun) -> dict[str, float | None]:
         return {"accuracy": p.accuracy if study.graded else None, "num_forwards": p.num_forwards}
 
-    outputs = [s.outputs for s in study.samples]
+    outputs = [s.outputs for s in study.prompts]
     return {
-        "settings": study.settings,
         "block_lengths": study.block_lengths,
         "graded": study.graded,
-        "methods": {name: point(p) for name, p in method_points(study, oracle).items()},
+        "methods": {name: point(p) for name, p in method_means(study, oracle).items()},
         "oracle": {
             "num_forwards": oracle.oracle.num_forwards,
             "accuracy": oracle.oracle.accuracy if study.graded else None,
@@ -184,12 +192,12 @@ def _content(study: BranchStudy, oracle: Oracle, checks: Sequence[Check], plots:
         "bifurcation": bifurcation_matrix(outputs).tolist(),
         "consensus": [[None if np.isnan(v) else round(float(v), 4) for v in row] for row in mean_consensus(outputs)],
         "bounds": [{**asdict(c), "holds": c.holds} for c in checks],
-        "prompts": [_sample(s) for s in study.samples],
+        "prompts": [_sample(s) for s in study.prompts],
         "plots": list(plots),
     }
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample(sample: StudiedPrompt) -> dict[str, Any]:
     return {
         "name": sample.name,
         "prompt_length": sample.prompt_length,
@@ -213,8 +221,8 @@ def _caches(record: CacheRecord) -> dict[str, Any]:
                 "step": s.step,
                 "leader": s.leader,
                 "overwritten": list(s.overwritten),
-                "before": s.contraction.before,
-                "after": s.contraction.after,
+                "before": s.contraction.pre,
+                "after": s.contraction.post,
                 "gamma": s.contraction.gamma,
             }
             for s in record.syncs
