@@ -12,52 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoint_folders import CONFIGS, LLADA2, SDAR, contents, write_model
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import FileSystemReader
 
 from jobs.convert_checkpoint import main
 from mbd_core.checkpoint import conversion
 from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.dcp import save_dcp
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.saving import save_model
 from mbd_core.files import MANIFEST
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
-
-LLADA2 = ModelConfig(
-    architecture="LLaDA2MoeModelLM", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4,
-    num_kv_heads=2, head_dim=8, rope_theta=6e5, rms_norm_eps=1e-6, max_positions=64, tie_word_embeddings=False,
-    mask_token_id=0, eos_token_ids=(1,), block_size=32, rotary_dim=4,
-    moe=MoEConfig(
-        num_experts=8, experts_per_token=2, intermediate_size=6, score="sigmoid", norm_topk_prob=True,
-        num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
-    ),
-)  # fmt: skip
-SDAR_MOE = replace(
-    LLADA2,
-    architecture="SDARMoeForCausalLM",
-    rotary_dim=None,
-    moe=MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=6, score="softmax", norm_topk_prob=True),
-)
-SDAR = replace(LLADA2, architecture="SDARForCausalLM", rotary_dim=None, moe=None, tie_word_embeddings=True)
-CONFIGS = {"llada2": LLADA2, "sdar-moe": SDAR_MOE, "sdar": SDAR}
-
-
-def saved(folder: Path, config: ModelConfig, **options) -> Path:
-    model = Decoder(config)
-    init_weights(model, seed=0)
-    for name, tensor in model.state_dict().items():
-        if name.endswith("expert_bias"):
-            tensor.copy_(torch.arange(8) * 1.001)
-    save_model(folder, model, dtype=torch.bfloat16, extra={"notes.txt": "beside the weights"}, **options)
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def run(*args: object) -> int:
@@ -67,7 +31,7 @@ def run(*args: object) -> int:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("middle", ["hf", "dcp"])
 def test_there_and_back_is_the_same_bytes(tmp_path: Path, config: ModelConfig, middle: str) -> None:
-    start = saved(tmp_path / "start", config)
+    start = write_model(tmp_path / "start", config)
     stacked = ["--experts", "fused"] if config.moe is not None else []
     assert run("--from", start, "--to", tmp_path / "there", *stacked, "--format", middle) == 0
     assert (
@@ -81,7 +45,7 @@ def test_there_and_back_is_the_same_bytes(tmp_path: Path, config: ModelConfig, m
 
 
 def test_fused_is_the_training_layout(tmp_path: Path) -> None:
-    start = saved(tmp_path / "start", LLADA2)
+    start = write_model(tmp_path / "start", LLADA2)
     convert(start, tmp_path / "fused", experts="fused")
     single = load_file(start / "model.safetensors")
     stacked = load_file(tmp_path / "fused" / "model.safetensors")
@@ -96,7 +60,7 @@ def test_fused_is_the_training_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_several_shards(tmp_path: Path, to: str) -> None:
-    start = saved(tmp_path / "start", LLADA2, max_shard_bytes=4000)
+    start = write_model(tmp_path / "start", LLADA2, max_shard_bytes=4000)
     shards = sorted(start.glob("*.safetensors"))
     assert len(shards) > 3 and all(p.stat().st_size < 8000 for p in shards)
     convert(start, tmp_path / "there", experts="fused", to=to)
@@ -104,65 +68,9 @@ def test_several_shards(tmp_path: Path, to: str) -> None:
     assert contents(tmp_path / "back") == contents(start)
 
 
-def test_dcp_has_about_as_many_files_as_there_are_shards(tmp_path: Path) -> None:
-    """Many tensors in a few files, none larger than asked, and read by DCP's own reader."""
-    start = saved(tmp_path / "start", LLADA2, max_shard_bytes=8000)
-    convert(start, tmp_path / "dcp", to="dcp", max_shard_bytes=8000)
-    files = sorted((tmp_path / "dcp").glob("*.distcp"))
-    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
-    held = dict.fromkeys((f.name for f in files), 0)
-    for index, where in metadata.storage_data.items():
-        tensor = metadata.state_dict_metadata[index.fqn]
-        held[where.relative_path] += tensor.size.numel() * tensor.properties.dtype.itemsize
-    assert len(files) == len(list(start.glob("*.safetensors"))) > 2
-    assert 0 < min(held.values()) <= max(held.values()) <= 8000
-    assert len(metadata.state_dict_metadata) > 10 * len(files)
-    stored = {name: t for file in start.glob("*.safetensors") for name, t in load_file(file).items()}
-    state = {"model": {name: torch.zeros_like(t) for name, t in stored.items()}}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(t, state["model"][name]) for name, t in stored.items())
-
-
-def test_dcp_makes_a_tensor_when_its_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is made before the files in front of its own are closed."""
-    start = saved(tmp_path / "start", LLADA2)
-    seen = []
-
-    def watched(folder: Path, planned: dict[str, torch.Tensor], make, **options) -> None:
-        def noted(name: str) -> torch.Tensor:
-            seen.append(sum(p.stat().st_size for p in folder.glob("*.distcp")))
-            return make(name)
-
-        save_dcp(folder, planned, noted, **options)
-
-    monkeypatch.setattr(conversion, "save_dcp", watched)
-    convert(start, tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
-    assert seen == sorted(seen)
-    assert len(set(seen)) >= len(list((tmp_path / "dcp").glob("*.distcp"))) > 5
-
-
-def test_trainers_checkpoint_becomes_a_model(tmp_path: Path) -> None:
-    start = saved(tmp_path / "start", LLADA2)
-    model = load_model(start)
-    state = {"model": model.state_dict(), "optimizer": {"momentum": torch.ones(3)}, "step": 7}
-    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
-    code = run("--from", tmp_path / "step-7", "--to", tmp_path / "hf", "--format", "hf", "--config", start)
-    assert code == 0
-    assert contents(tmp_path / "hf") == contents(start)
-
-
-def test_dcp_can_be_loaded_by_a_trainer(tmp_path: Path) -> None:
-    start = saved(tmp_path / "start", SDAR_MOE)
-    convert(start, tmp_path / "dcp", experts="fused", to="dcp")
-    model = load_model(start)
-    state = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert all(torch.equal(t, state["model"][n]) for n, t in model.state_dict().items())
-
-
 def test_memory_is_about_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the writer holds back never exceeds a shard, and of the source one tensor is kept."""
-    start = saved(tmp_path / "start", replace(LLADA2, num_layers=6))
+    start = write_model(tmp_path / "start", replace(LLADA2, num_layers=6))
     held = []
 
     class Watched(conversion.ShardWriter):
@@ -177,7 +85,7 @@ def test_memory_is_about_one_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start = saved(tmp_path / "start", LLADA2)
+    start = write_model(tmp_path / "start", LLADA2)
 
     def refused(sentence: str, *more: object, source: Path = start, target: Path = tmp_path / "out") -> None:
         assert run("--from", source, "--to", target, "--experts", "fused", *more) == 2
@@ -190,7 +98,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     refused("exists already", target=start)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     refused("link exists already", target=tmp_path / "link")
-    refused("experts='fused' stacks experts and the SDARForCausalLM in", source=saved(tmp_path / "dense", SDAR))
+    refused("experts='fused' stacks experts and the SDARForCausalLM in", source=write_model(tmp_path / "dense", SDAR))
     refused("start, which is read; give a folder elsewhere", target=start / "inside")
     refused("is not a model folder: it has no config.json", source=start / "config.json")
     convert(start, tmp_path / "dcp", to="dcp")
@@ -220,7 +128,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_that_is_there_is_replaced_only_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only one that the project wrote, and only if it holds nothing else."""
-    start, foreign = saved(tmp_path / "start", SDAR), tmp_path / "foreign"
+    start, foreign = write_model(tmp_path / "start", SDAR), tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
     convert(start, tmp_path / "out", to="dcp")
@@ -239,7 +147,7 @@ def test_a_folder_that_is_there_is_replaced_only_on_demand(tmp_path: Path, capsy
 
 
 def test_a_source_is_never_replaced(tmp_path: Path) -> None:
-    start = saved(tmp_path / "start", SDAR)
+    start = write_model(tmp_path / "start", SDAR)
     for target in (start, start / "inside"):
         with pytest.raises(ValueError, match=r"lies inside .*start, which is read"):
             convert(start, target, overwrite=True)
@@ -273,7 +181,7 @@ def test_options_that_do_not_fit_are_refused(
 
 
 def test_other_formats_weights_are_not_copied_along(tmp_path: Path) -> None:
-    start = saved(tmp_path / "start", SDAR)
+    start = write_model(tmp_path / "start", SDAR)
     whole = contents(start)
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "old.pt", "old.pth", "q4.gguf"):
         (start / name).write_text("weights")
@@ -285,7 +193,7 @@ def test_other_formats_weights_are_not_copied_along(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_told_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], random: bool
 ) -> None:
-    start = saved(tmp_path / "start", SDAR)
+    start = write_model(tmp_path / "start", SDAR)
     needed = sum(t.nbytes for t in load_file(start / "model.safetensors").values())
     asked: list[Path] = []
 
@@ -320,7 +228,7 @@ sys.exit(convert_checkpoint.main(sys.argv[1:]))
 
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGINT, "hf"), (signal.SIGTERM, "dcp"), (signal.SIGHUP, "hf")])
 def test_a_stopped_conversion_leaves_nothing(tmp_path: Path, number: signal.Signals, to: str) -> None:
-    start, target = saved(tmp_path / "start", SDAR), tmp_path / "out"
+    start, target = write_model(tmp_path / "start", SDAR), tmp_path / "out"
     command = [sys.executable, "-c", SLOWLY, "--from", start, "--to", target, "--format", to]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import run_interpreted
 from torch import Tensor
+from triton_interpreter import run_interpreted
 
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.ops.confidence import confidence, stretches

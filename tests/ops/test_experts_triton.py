@@ -1,6 +1,6 @@
 """The fused experts are the loop, the kernels being interpreted."""
 
-from interpreted import run_interpreted
+from triton_interpreter import run_interpreted
 
 FUSED_ON_CPU = """
 import torch

@@ -1,4 +1,4 @@
-"""A script that runs Triton kernels under Triton's interpreter, on the CPU."""
+"""Running a script with Triton kernels under Triton's interpreter, on the CPU."""
 
 import importlib.util
 import os
