@@ -21,7 +21,7 @@ LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[
 
 @dataclass(frozen=True)
 class Prediction:
-    """The token predicted at each position, its confidence, and its score in the fallback; 0 at positions without logits."""
+    """A token for each position, its confidence, and its score in the fallback; all 0 at positions without logits."""
 
     token_RNB: Tensor
     confidence_RNB: Tensor
@@ -93,8 +93,8 @@ def accept_m2t(
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
-    """DMax's acceptance -> (R, N, B) bool: open positions from the left up to the first that is not over `tau_R`; that
-    first open position itself where `gate_RN` allows."""
+    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one that is not over `tau_R`; where
+    `gate_RN` allows, the leftmost open position always."""
     over = confidence_RNB.double() > tau_R[:, None, None]
     prefix = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
     first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
