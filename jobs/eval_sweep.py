@@ -156,7 +156,7 @@ def run_on_cluster(sweep: Sweep, out: Path, *, num_actors: int, overwrite: bool,
         sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, seconds=seconds
     )
     rows = build_rows(samples)
-    labels = {drawn.task.name: drawn.task.label for drawn in sweep.problem_sets}
+    labels = {problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets}
     return write_report(out, rows, build_aup(rows), labels=labels, settings=settings)
 
 

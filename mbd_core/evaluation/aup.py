@@ -25,8 +25,7 @@ class WeightedAup:
 
 def aup_eq41(points: Iterable[AupPoint]) -> float:
     """The area of the trapezoids between neighbouring points sorted by TPF (MBD-LMs paper Eq. 4.1)."""
-    kept = _sorted(points)
-    return sum((y0 + y1) / 2 * (p1 - p0) for (p0, y0), (p1, y1) in pairwise(kept))
+    return sum((y0 + y1) / 2 * (p1 - p0) for (p0, y0), (p1, y1) in pairwise(_sorted(points)))
 
 
 def aup_d3llm(
@@ -39,22 +38,22 @@ def aup_d3llm(
     raises instead where the fastest point is one of them. Raises `ValueError` for no points or a `y_max` that is not
     above 0 although an accuracy is.
     """
-    given = _sorted(points)
-    floor = given[0][1] - y_min_offset
-    kept = [point for point in given if point[1] >= floor]
-    if y_max <= 0 and any(y > 0 for _, y in kept):
+    curve = _sorted(points)
+    floor = curve[0][1] - y_min_offset
+    accurate = [point for point in curve if point[1] >= floor]
+    if y_max <= 0 and any(y > 0 for _, y in accurate):
         raise ValueError(f"y_max={y_max} must be the best accuracy of the task, in percent")
 
-    def weighted(y: float) -> float:
+    def weighted_accuracy(y: float) -> float:
         return y * min(math.exp(-alpha * (1 - y / y_max)), 1.0) if y > 0 else 0.0
 
-    area = kept[0][0] * kept[0][1]
-    for (p0, y0), (p1, y1) in pairwise(kept):
-        area += (p1 - p0) * (weighted(y1) + weighted(y0)) / 2
+    area = accurate[0][0] * accurate[0][1]
+    for (p0, y0), (p1, y1) in pairwise(accurate):
+        area += (p1 - p0) * (weighted_accuracy(y1) + weighted_accuracy(y0)) / 2
     return WeightedAup(
         value=area,
-        points=tuple(kept),
-        dropped=tuple(point for point in given if point[1] < floor),
+        points=tuple(accurate),
+        dropped=tuple(point for point in curve if point[1] < floor),
         y_max=y_max,
         alpha=alpha,
     )

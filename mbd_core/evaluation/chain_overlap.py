@@ -32,8 +32,8 @@ def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
     }
 
 
-def overlap_table(folders: Sequence[Path], trained: Collection[Chain]) -> str:
-    """Accuracy by model, method, threshold and whether the chain is in `trained`, as Markdown.
+def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> str:
+    """Accuracy by model, method, threshold and whether the chain is in `training`, as Markdown.
 
     `folders` are sweeps on gsm-mini's test split, whose problems are drawn again.
     """
@@ -43,14 +43,14 @@ def overlap_table(folders: Sequence[Path], trained: Collection[Chain]) -> str:
         problems = itertools.islice(
             gsm_mini.generate(split="test", seed=settings["seed"]), settings["tasks"]["gsm-mini"]["n"]
         )
-        in_training = {row["question"]: chain(row["answer"]) in trained for row in problems}
+        is_known = {row["question"]: chain(row["answer"]) in training for row in problems}
         for row in read_samples(folder):
             if row["task"] == "gsm-mini":
                 tau_m2t = json.loads(row["config"])["tau_m2t"]
-                correct[row["model"], row["method"], tau_m2t, in_training[row["prompt"]]].append(row["correct"])
+                correct[row["model"], row["method"], tau_m2t, is_known[row["prompt"]]].append(row["correct"])
     lines = ["| model | method | tau_m2t | chain | n | Acc (%) |", "|---|---|---|---|---|---|"]
-    for (model, method, tau_m2t, trained_on), values in sorted(correct.items()):
-        name = "in training" if trained_on else "unseen"
+    for (model, method, tau_m2t, known), values in sorted(correct.items()):
+        name = "in training" if known else "unseen"
         accuracy = 100 * sum(values) / len(values)
         lines.append(f"| {model} | {method} | {tau_m2t} | {name} | {len(values)} | {accuracy:.2f} |")
     return "\n".join(lines)

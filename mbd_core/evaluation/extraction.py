@@ -1,7 +1,7 @@
-"""Taking the one number out of a worked answer, and reading it exactly.
+"""The one number of a worked answer, by two rules, and its exact value.
 
-The two rules are those of lm-eval's `gsm8k`: strict takes what follows the first `#### `, flexible the last number
-of the text. Each gives a single answer, so no second guess can be right in its place.
+The rules are those of lm-eval's `gsm8k`: strict takes what follows the first `#### `, flexible takes the last number
+of the text. Each gives one answer at most, so a second guess cannot be right in its place.
 """
 
 import re
@@ -14,25 +14,25 @@ _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 def strict_number(text: str) -> str | None:
     """What the first `#### N` gives as N, as written; `None` without one."""
-    found = _STRICT.search(text)
-    return found.group(1) if found else None
+    match = _STRICT.search(text)
+    return match.group(1) if match else None
 
 
 def flexible_number(text: str) -> str | None:
     """The last number of the text, as written; `None` without one."""
-    found = _FLEXIBLE.findall(text)
-    return found[-1] if found else None
+    numbers = _FLEXIBLE.findall(text)
+    return numbers[-1] if numbers else None
 
 
-def parse_number(written: str | None) -> Fraction | None:
-    """The exact value of a decimal, `,` `$` and a trailing `.` aside; `None` where it is not one."""
-    if written is None:
+def parse_number(text: str | None) -> Fraction | None:
+    """The exact value of a decimal, `,`, `$` and a trailing `.` ignored; `None` if it is not a decimal."""
+    if text is None:
         return None
-    plain = written.replace(",", "").replace("$", "").removesuffix(".")
+    plain = text.replace(",", "").replace("$", "").removesuffix(".")
     return Fraction(plain) if _NUMBER.fullmatch(plain) else None
 
 
-def same_number(given: str | None, reference: str) -> bool:
+def same_number(answer: str | None, reference: str) -> bool:
     """Whether both are numbers of the same exact value: `1,000.` is `$1000`, `0.30` is `.3`."""
-    value = parse_number(given)
+    value = parse_number(answer)
     return value is not None and value == parse_number(reference)

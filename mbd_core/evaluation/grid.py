@@ -1,7 +1,7 @@
-"""What a sweep runs: decoding configurations per model and method, out of a grid given as text.
+"""The decoding configurations of a sweep: a grid over the fields of named methods.
 
-A method is a name with decoding fields: those of `decoding.methods` are known, others are given as JSON. A grid field
-is varied under every method that it has a meaning for, in place of the method's own value.
+A method is a name with decoding fields: those of `decoding.methods`, and those that the user defines as JSON. A grid
+field is varied under every method that it has a meaning for, in place of the method's own value.
 """
 
 import itertools
@@ -49,13 +49,13 @@ def parse_grid(text: str) -> Grid:
     return grid
 
 
-def parse_methods(given: Iterable[str]) -> Methods:
+def parse_methods(definitions: Iterable[str]) -> Methods:
     """`NAME={"t2t": {"tau": 0.4}}` as name -> decoding fields, beside the known methods; `ValueError` names a bad one.
 
     The fields themselves are checked against each model by `plan_variants`.
     """
     methods = dict(METHODS)
-    for item in given:
+    for item in definitions:
         name, equals, text = (p.strip() for p in item.partition("="))
         if not (name and equals) or "," in name:
             raise ValueError(f"--method {item} must be NAME=JSON, the name without a comma")
@@ -198,6 +198,6 @@ def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
             try:
                 return kind(text)
             except ValueError:
-                wanted = "a whole number" if kind is int else "a number"
-                raise ValueError(f"grid value {name}={text} is not {wanted}") from None
+                expected = "a whole number" if kind is int else "a number"
+                raise ValueError(f"grid value {name}={text} is not {expected}") from None
     return text

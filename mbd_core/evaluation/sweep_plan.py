@@ -1,5 +1,6 @@
 """What a sweep runs, loaded and checked before anything is computed: models, configurations, problems, engine."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,18 +8,9 @@ from typing import Any
 
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.decoding.methods import METHODS, MULTI, SINGLE
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.grid import (
-    METHODS,
-    MULTI,
-    SINGLE,
-    Grid,
-    Methods,
-    Variant,
-    parse_grid,
-    parse_methods,
-    plan_variants,
-)
+from mbd_core.evaluation.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.problem_set import ProblemSet, load_problems
 from mbd_core.evaluation.tasks import find_task
 from mbd_core.tasks.split import Split
@@ -31,8 +23,8 @@ class SweepOptions:
     models          names of shipped models, or paths of model folders
     tasks           names of tasks
     grid            decoding fields and their values, as `parse_grid` reads them
-    methods         names of methods (default: single, multi and the defined ones)
-    definitions     methods defined as NAME=JSON
+    methods         names of methods (default: single, multi and those of `definitions`)
+    definitions     methods of the user's own, as NAME=JSON
     data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
     limit           problems a task (default: 500 generated ones, all of a file)
     engine          the engine's sizes; its slots are those of the configuration that has most
@@ -58,7 +50,7 @@ class Sweep:
 
     models    names to folders, as `model_folder` takes them
     methods   the decoding fields of the methods that are run
-    notes     sentences that a reader needs before he judges the numbers
+    notes     sentences that a reader of the numbers must know
     """
 
     models: dict[str, str]
@@ -74,7 +66,7 @@ class Sweep:
 
     @property
     def num_samples(self) -> int:
-        num_problems = sum(len(drawn.problems) for drawn in self.problem_sets)
+        num_problems = sum(len(problem_set.problems) for problem_set in self.problem_sets)
         return num_problems * sum(len(variants) for variants in self.variants.values())
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -82,14 +74,14 @@ class Sweep:
         other."""
         sample = 0
         for model, variants in self.variants.items():
-            for drawn in self.problem_sets:
-                for problem in drawn.problems:
+            for problem_set in self.problem_sets:
+                for problem in problem_set.problems:
                     for variant in variants:
                         yield {
                             "sample": sample,
                             "model": model,
                             "method": variant.method,
-                            "task": drawn.task.name,
+                            "task": problem_set.task.name,
                             **asdict(problem),
                             "config": json.dumps(asdict(variant.decoding)),
                             "max_tokens": self.max_tokens,
@@ -103,26 +95,26 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     tasks = [find_task(name) for name in options.tasks]
     files = _data_files(options.data, [task.name for task in tasks])
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
-    defined = [name for name in methods if name not in METHODS]
-    method_names = [SINGLE, MULTI, *defined] if options.methods is None else list(options.methods)
+    own = [name for name in methods if name not in METHODS]
+    method_names = [SINGLE, MULTI, *own] if options.methods is None else list(options.methods)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
-    for given in options.models:
-        folder = model_folder(given)
+    for model in options.models:
+        folder = model_folder(model)
         name = folder.resolve().name
         if name in models:
-            raise ValueError(f"two models are named '{name}': {models[name]} and {given}; rename one folder")
-        models[name] = given if folder == SHIPPED / given else str(folder.resolve())
-        checked = read_folder(folder)
-        variants[name] = _model_variants(name, checked, grid, method_names, methods, options.tensor_parallel)
-        model_notes = (edit_note(name, checked.defaults, variant.decoding) for variant in variants[name])
+            raise ValueError(f"two models are named '{name}': {models[name]} and {model}; rename one folder")
+        models[name] = model if folder == SHIPPED / model else str(folder.resolve())
+        contents = read_folder(folder)
+        variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
+        model_notes = (edit_note(name, contents.defaults, variant.decoding) for variant in variants[name])
         notes += dict.fromkeys(note for note in model_notes if note is not None)
     problem_sets = [
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
         for task in tasks
     ]
-    slots = max(variant.decoding.buffer_size for planned in variants.values() for variant in planned)
+    num_slots = max(variant.decoding.buffer_size for variant in itertools.chain.from_iterable(variants.values()))
     return Sweep(
         models=models,
         variants=variants,
@@ -131,7 +123,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         methods={name: methods[name] for name in method_names},
         max_tokens=options.max_tokens,
         seed=options.seed,
-        engine=replace(options.engine, buffer_size=slots),
+        engine=replace(options.engine, buffer_size=num_slots),
         tensor_parallel=options.tensor_parallel,
         notes=notes,
     )
@@ -162,10 +154,10 @@ def _model_variants(
     return variants
 
 
-def _data_files(given: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
+def _data_files(options: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
     """Paths by task, from TASK=PATH, or from PATH alone where there is one task."""
     files: dict[str, str] = {}
-    for item in given:
+    for item in options:
         task, equals, path = item.partition("=")
         if not (equals and task in tasks):
             if equals and "/" not in task:

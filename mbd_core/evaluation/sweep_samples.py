@@ -23,10 +23,10 @@ def collect_samples(tables: Iterable[pa.Table], sweep: Sweep, *, folder: Path) -
     Raises `RuntimeError` if samples are missing at the end.
     """
     samples: dict[ReportKey, list[GradedSample]] = {
-        ReportKey(model, variant.method, drawn.task.name, json.dumps(asdict(variant.decoding))): []
+        ReportKey(model, variant.method, problem_set.task.name, json.dumps(asdict(variant.decoding))): []
         for model, variants in sweep.variants.items()
         for variant in variants
-        for drawn in sweep.problem_sets
+        for problem_set in sweep.problem_sets
     }
     with tqdm(total=sweep.num_samples, unit="sample", desc="sweep", mininterval=1.0) as bar:
         for number, table in enumerate(tables):

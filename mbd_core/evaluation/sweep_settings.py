@@ -23,13 +23,13 @@ def sweep_settings(
         "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
         "grid": sweep.grid,
         "tasks": {
-            drawn.task.name: {
-                "rule": drawn.task.rule,
-                "source": drawn.source,
-                "n": len(drawn.problems),
-                "sha256": drawn.sha256,
+            problem_set.task.name: {
+                "rule": problem_set.task.rule,
+                "source": problem_set.source,
+                "n": len(problem_set.problems),
+                "sha256": problem_set.sha256,
             }
-            for drawn in sweep.problem_sets
+            for problem_set in sweep.problem_sets
         },
         "seed": sweep.seed,
         "max_tokens": sweep.max_tokens,

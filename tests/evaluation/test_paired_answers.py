@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from jobs.paired_test import main
 from mbd_core.evaluation.paired_answers import load_answers, pair_answers
 from mbd_core.evaluation.sweep_folder import write_samples
 
@@ -48,3 +49,26 @@ def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         load_answers(folders, model="z", **SETTING)
     with pytest.raises(ValueError, match="hold different problems"):
         pair_answers(*(load_answers(folders, model=model, **SETTING) for model in ("x", "y")))
+
+
+def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps = [
+        sweep(tmp_path / "x", "x", {"a": True, "b": True}),
+        sweep(tmp_path / "y", "y", {"a": False, "b": True}),
+    ]
+    command = [
+        *map(str, sweeps),
+        "--first",
+        "x",
+        "--task",
+        "gsm-mini",
+        "--tau-m2t",
+        "0.9",
+        "--buffer-size",
+        "4",
+        "--second",
+    ]
+    assert main([*command, "y"]) == 0
+    assert capsys.readouterr().out == ("2 problems; only x right: 1, only y: 0\nsign test, two-sided: p = 1.000\n")
+    assert main([*command, "z"]) == 2
+    assert capsys.readouterr().err.startswith("paired_test: no samples of z on gsm-mini")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.seed_table import main
 from mbd_core.evaluation.seed_table import seed_table
 
 
@@ -44,3 +45,11 @@ def test_sweeps_that_make_no_table_are_refused(tmp_path: Path) -> None:
         seed_table([one, other])
     with pytest.raises(ValueError, match=r"has no report.json"):
         seed_table([one, tmp_path])
+
+
+def test_the_command_prints_the_table_or_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [sweep(tmp_path / name, {0.7: 90.0}) for name in ("a", "b")]
+    assert main([str(folder) for folder in folders]) == 0
+    assert capsys.readouterr().out.strip() == seed_table(folders)
+    assert main([str(folders[0])]) == 2
+    assert capsys.readouterr().err == "seed_table: a standard error over seeds needs at least two sweeps\n"
