@@ -7,8 +7,7 @@ blocks begin evenly apart, and all slots are resident all the time.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -152,63 +151,82 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
     another, for a step is launched before the one before it is read; where the step is replayed as a graph its forward
     is one too.
     """
-    runner, device = engine.runner, engine.buffer.tokens_RNB.device
     for _ in range(2 * engine.block_size):
         engine.step()
         if bool(engine.buffer.resident_RN.all()):
             break
     assert bool(engine.buffer.resident_RN.all()), "every slot of every row is in use"
+    on_gpu = engine.buffer.tokens_RNB.is_cuda
     recorder = TraceRecorder(block_size=engine.block_size) if case.trace else None
-
-    def bare() -> None:
-        assert runner.last_batch is not None, "a step runs a forward"
-        runner.logits(runner.forward(runner.last_batch))
-
-    def layout() -> None:
-        assert runner.last_batch is not None
-        runner.bind(runner.last_batch)
-
-    gpu = device.type == "cuda"
-    captured: dict[int, Callable[[], object]] = {}  # each program has a batch of its own
-
-    def forward() -> Callable[[], object]:
-        if not engine.graphs:
-            return bare
-        return captured.get(key := id(runner.last_batch)) or captured.setdefault(key, _captured(bare))
-
-    taken: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
-    shapes = []
-    if gpu:
-        taken["step"] = [_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
+    timing = _StepParts(engine, recorder)
+    if on_gpu:
+        timing.seconds["step"] = [_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
         engine.land()
     plan = engine.schedule()
     for _ in range(WARM_UP + case.steps):
-        begun, (plan, step, _) = plan, _step_apart(engine, plan)
-        if not gpu:
-            taken["step"].append(step)
-        assert runner.last_batch is not None
-        shapes.append((len(runner.last_batch.input_ids_T), len(runner.last_batch.logits_at_A)))
-        for name, run in (("forward", forward()), ("layout", layout)):
-            taken[name].append(_seconds(run, wait=gpu))
-        if recorder is not None:
-            report = engine.last_report
-            taken["recorder"].append(_seconds(partial(record_step, recorder, begun.number, begun.decoding, report)))
-            bare()  # a step always follows a forward: none finds emptier caches
+        current = plan
+        plan, seconds, _ = _step_apart(engine, current)
+        if not on_gpu:
+            timing.seconds["step"].append(seconds)
+        timing.time_parts(current, wait=on_gpu)
         tick()
-    of = {name: statistics.median(values[WARM_UP:]) for name, values in taken.items() if values}
-    own = None
-    if recorder is not None:
-        recorder.table()  # the first table loads code
-        own = of["recorder"] + _seconds(recorder.table) / (WARM_UP + case.steps)
-    return StepTimes(
-        step=of["step"],
-        forward=of["forward"],
-        layout=of["layout"],
-        recorder=own,
-        num_tokens=statistics.fmean(tokens for tokens, _ in shapes[WARM_UP:]),
-        num_logits=statistics.fmean(logits for _, logits in shapes[WARM_UP:]),
-        backend=engine.attention.name,
-    )
+    return timing.medians()
+
+
+class _StepParts:
+    """What a step consists of, timed apart on the batch of the last step."""
+
+    def __init__(self, engine: Engine, recorder: TraceRecorder | None) -> None:
+        self._engine, self._runner, self._recorder = engine, engine.runner, recorder
+        self._graphs: dict[int, Callable[[], object]] = {}  # each captured step has a batch of its own
+        self._sizes: list[tuple[int, int]] = []
+        self.seconds: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
+
+    def time_parts(self, plan: StepPlan, *, wait: bool) -> None:
+        """The forward, its layout and the recorder, for the step of `plan`, which has just been taken."""
+        batch = self._batch
+        self._sizes.append((len(batch.input_ids_T), len(batch.logits_at_A)))
+        self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=wait))
+        self.seconds["layout"].append(_seconds(lambda: self._runner.bind(batch), wait=wait))
+        if self._recorder is not None:
+            report = self._engine.last_report
+            record = partial(record_step, self._recorder, plan.number, plan.decoding, report)
+            self.seconds["recorder"].append(_seconds(record))
+            self._forward()  # a step always follows a forward: none finds emptier caches
+
+    def medians(self) -> StepTimes:
+        of = {name: statistics.median(values[WARM_UP:]) for name, values in self.seconds.items() if values}
+        own = None
+        if self._recorder is not None:
+            self._recorder.table()  # the first table loads code
+            own = of["recorder"] + _seconds(self._recorder.table) / len(self._sizes)
+        return StepTimes(
+            step=of["step"],
+            forward=of["forward"],
+            layout=of["layout"],
+            recorder=own,
+            num_tokens=statistics.fmean(tokens for tokens, _ in self._sizes[WARM_UP:]),
+            num_logits=statistics.fmean(logits for _, logits in self._sizes[WARM_UP:]),
+            backend=self._engine.attention.name,
+        )
+
+    @property
+    def _batch(self) -> Batch:
+        batch = self._runner.last_batch
+        assert batch is not None, "a step runs a forward"
+        return batch
+
+    def _forward(self) -> None:
+        self._runner.logits(self._runner.forward(self._batch))
+
+    def _forward_as_in_steps(self) -> Callable[[], object]:
+        """The bare forward, as a graph where steps are graphs."""
+        if not self._engine.graphs:
+            return self._forward
+        key = id(self._batch)
+        if key not in self._graphs:
+            self._graphs[key] = _captured(self._forward)
+        return self._graphs[key]
 
 
 def measure_host(engine: Engine, case: StepCase) -> float:
@@ -251,7 +269,7 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
     def no_forward(batch: Batch) -> Tensor:
         return some_AD.expand(len(batch.logits_at_A), -1)
 
-    def no_logits(hidden_AD: Tensor, *, split: Seq[int] | None = None) -> Tensor:
+    def no_logits(hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         return some_AV.expand(len(hidden_AD), -1)
 
     runner.forward, runner.logits = no_forward, no_logits  # type: ignore[method-assign]

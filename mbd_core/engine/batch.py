@@ -1,7 +1,7 @@
-"""What one forward needs, and how rows of different origins (prompt blocks, slots, canvas windows) are packed for it.
+"""What one forward needs, and how rows from prompts, slots and canvases are packed for it.
 
-A row is a run of neighbouring positions of one sequence that attends, without order, to the sequence's keys up to some
-length. That is all the methods have in common, and all the kernels need.
+A row is a run of neighbouring positions of one sequence. It attends, without causal order, to the sequence's keys up to
+some length. That is all that the methods have in common, and all that the kernels need.
 
 Shape legend: K rows, T packed tokens, P pages a row, A positions whose logits are asked for.
 """
@@ -20,11 +20,11 @@ class Rows:
 
     lengths_K    tokens of each row; one number where all are alike
     kv_lens_K    keys each row attends to, its own included
-    pages_KP     the pages of its sequence, the null page where it has none
-    stored_K     whether its keys are kept; the others go to the null page
+    pages_KP     the pages of its sequence, padded with the null page
+    stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
-    logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r is the one remembered of
-                 sequence row r
+    logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
+                 state that the runner remembers for batch row r
     """
 
     tokens_T: Tensor
@@ -39,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One forward. `write_loc_T` points to the null page where nothing is to be stored.
+    """One forward. `write_loc_T` points into the null page for tokens that are not stored.
 
     logits_at_A  packed tokens whose hidden states give logits; T + r stands for the hidden state that the runner
                  remembers for row r (models whose logits predict the next position)
@@ -59,7 +59,7 @@ class Batch:
 
 
 def to_device(values: Sequence[object], device: torch.device) -> Tensor:
-    """Whole numbers of the host, as int64 on `device`, by a copy that the host does not wait for."""
+    """Integers of the host as an int64 tensor on `device`; the host does not wait for the copy."""
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

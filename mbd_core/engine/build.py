@@ -78,7 +78,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
             Ledger(config.max_rows, block_size=block_size, page_size=page_size),
-            CanvasRuns(c, runner.cache, state.vocab, block_size=block_size),
+            CanvasRuns(c, runner.cache, state.vocab),
             state.tables_RP,
         ),
         state=state,

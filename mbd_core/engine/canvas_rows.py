@@ -29,15 +29,15 @@ class CanvasRun:
 
 
 class CanvasRuns:
-    """All canvases that hold a row of the engine."""
+    """All canvases that hold a batch row."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab, *, block_size: int) -> None:
-        self._config, self._cache, self.block_size = config, cache, block_size
+    def __init__(self, config: ModelConfig, cache: PagedKVCache, vocab: Vocab) -> None:
+        self._config, self._cache = config, cache
         self._vocab = vocab
         self._runs: dict[int, CanvasRun] = {}
 
     def join(self, sequence: SequenceState) -> None:
-        """Begin a canvas in the row its sequence has been given; a preempted one begins anew, its keys being gone."""
+        """Begin a canvas in its sequence's row; after a preemption it begins anew, because its keys are gone."""
         request, config = sequence.request, self._config
         assert request.decoding.canvas is not None
         decoder = canvas_decoder(

@@ -240,6 +240,7 @@ class Engine:
                 tables_RP,
                 plan.chunks,
                 canvases,
+                block_size=self.block_size,
                 shift=self.model.config.shift_logits,
                 softens=plan.kind.work.softens,
                 whole=self.config.batch_invariant,

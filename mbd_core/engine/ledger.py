@@ -1,4 +1,4 @@
-"""What the host keeps of each buffer row, in arrays: a step's own work is then the same for one row and for many.
+"""What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
 Shape legend: R rows (sequences), K parts of the optional work.
 """
@@ -13,13 +13,15 @@ from mbd_core.engine.step_report import Report
 
 
 class Ledger:
-    """The sequences in the Block Buffer, by row: how far they are, what they ask of a step, and their counts.
+    """The sequences in the Block Buffer, by batch row: their progress, what they need of a step, and their counts.
 
-    sequences  by row; another dict after every coming and going, so that a step can keep the one it began with
-    num_rows   rows in use, those between them counted in
+    sequences  by row; a new dict whenever a sequence is seated or leaves, so that a step can keep the one it began
+               with
+    num_rows   rows up to the last one in use
 
-    By row: tokens `committed`; its `span`, the positions it may ever store, and its `window`, those of its whole
-    buffer; its pages; the positions whose logits its next forward may ask for (`num_asked`); which work it asks for.
+    The arrays hold for each row: tokens committed; `span`, the positions it may ever store; `window`, the positions of
+    its whole buffer; its number of pages; `num_asked`, the positions whose logits its next forward may need; and the
+    optional work it needs.
     """
 
     def __init__(self, num_rows: int, *, block_size: int, page_size: int) -> None:
@@ -33,7 +35,7 @@ class Ledger:
         self._hold({})
 
     def seat(self, sequence: SequenceState) -> None:
-        """A sequence takes its row of the buffer."""
+        """A sequence takes its batch row."""
         row = sequence.row
         self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
@@ -47,12 +49,12 @@ class Ledger:
         self.num_rows = max(sequences, default=-1) + 1
 
     def update(self, sequence: SequenceState) -> None:
-        """A sequence has committed more, or has other pages."""
+        """Read a sequence's progress and pages anew, after it has committed or got pages."""
         self._committed_R[sequence.row] = sequence.committed
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
     def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> None:
-        """A step of `seconds` in which these rows took part."""
+        """Count a step of `seconds` in which the rows `decoding` took part."""
         at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
         self._num_forwards_R[at] += 1
         self._num_store_forwards_R[at] += report.storing_only_R[at] > 0
@@ -60,7 +62,7 @@ class Ledger:
         self._num_asked_R[at] = report.num_asked_R[at]
 
     def leave(self, sequence: SequenceState) -> None:
-        """A sequence leaves its row and takes its counts along."""
+        """A sequence leaves its row; its counts are added to its own."""
         row = sequence.row
         sequence.num_forwards += int(self._num_forwards_R[row])
         sequence.num_store_forwards += int(self._num_store_forwards_R[row])
@@ -74,12 +76,12 @@ class Ledger:
         return Work(*np.logical_or.reduce(self._work_RK).tolist())
 
     def upto_R(self, *, unread: int) -> np.ndarray:
-        """Positions for which each row needs pages in its next step, `unread` steps being under way: each may commit a
-        window."""
+        """Positions for which each row needs pages in its next step. `unread` steps are under way, and each can commit
+        a whole window."""
         return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
 
     def missing_pages_R(self, *, unread: int) -> np.ndarray:
-        """Pages that each row lacks of those."""
+        """How many of the pages for `upto_R` each row lacks."""
         return np.maximum(-(-self.upto_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
 
     @property
@@ -91,6 +93,6 @@ class Ledger:
         return int(self._num_pages_R.max())
 
     def asks_at_most(self, *, unread: int) -> int:
-        """Positions whose logits the next forward of all rows may ask for, `unread` steps being under way: each of
-        them may open one block more."""
+        """Positions whose logits the next forward of all rows may need. `unread` steps are under way, and each can
+        activate one block more in every row."""
         return int(np.minimum(self._num_asked_R + unread * self._block_size, self._window_R).sum())

@@ -40,12 +40,10 @@ class FusedVocab(Vocab):
 
 
 class ModelRunner:
-    """Kernel by kernel. Rows computed apart go through the decoder, all others through its fused form.
+    """Runs the decoder over batches: its fused form, or, for batch-invariant rows, the decoder itself, row by row.
 
-    Positions must lie below `num_positions`.
-
-    For models whose logits predict the next position it remembers, for each of `num_rows` sequences, the hidden state
-    of the last committed position: the first open position behind it is predicted from there.
+    Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of the
+    position before a block; the runner remembers the last committed position's for each of `num_rows` batch rows.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class ModelRunner:
         self.model, self.cache, self.attention = model, cache, attention
         self._fused = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
-        self.last_batch: Batch | None = None  # of a captured step, what its replays fill anew
+        self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
         self._hidden_TD = weights.new_zeros((0, model.config.hidden_size))
         self.last_RD = weights.new_zeros((num_rows, model.config.hidden_size))
 

@@ -1,9 +1,9 @@
-"""Who owns which page of KV memory, and which pages hold a prefix that others may share.
+"""Which sequence owns which page of KV memory, and which pages hold a prefix that others may share.
 
-A page is in one of three places: free, owned (by one sequence, or by several once it is published), or cached: it is
-published and nobody owns it, so that its content waits to be found again until the memory is needed.
+A page is free, owned (by one sequence, or by several once it is published), or cached: published and without an owner,
+so that its content can be found until the memory is needed.
 
-    free --alloc--> owned --release--> free                      a page nobody else can know
+    free --alloc--> owned --release--> free                      a page that was never published
                       |
                    publish
                       v
@@ -11,9 +11,9 @@ published and nobody owns it, so that its content waits to be found again until 
        |  --share-->
        '--alloc (least recently used first)--> owned
 
-A chain names content: the hash of a page covers its tokens, the hash of the page before it, and at the root the
-namespace (a model). Block-causality makes the keys of a page a function of exactly that. Page 0 is nobody's: writes
-that must go nowhere land there.
+A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
+the namespace (a model). Block-causality makes the keys of a page a function of exactly that. Page 0 is the null page:
+it has no owner, and writes that must have no effect go there.
 """
 
 from array import array
@@ -26,7 +26,7 @@ DIGEST_BYTES = 16
 
 
 def chain_root(namespace: str) -> bytes:
-    """The parent of every first page; chains of different namespaces never meet."""
+    """The parent hash of every first page; chains of different namespaces share no page."""
     return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"kv root").digest()
 
 
@@ -43,8 +43,8 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class PagePool:
     """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
 
-    `lookups` and `hits` are tokens: of the prefixes that were looked up when a request was first admitted, and of
-    those the ones found. The scheduler counts them, for only it knows which lookups led to an admission.
+    `lookups` counts the prefix tokens that were looked up when requests were first admitted, `hits` those of them that
+    were found. The scheduler counts them, because only it knows which lookups led to an admission.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -61,17 +61,17 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `alloc` can hand out, `num_cached` of them at the price of what they hold."""
+        """Pages that `alloc` can hand out; `num_cached` of them lose their content then."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Published pages that nobody owns."""
+        """Published pages without an owner."""
         return len(self._cached)
 
     @property
     def capacity(self) -> int:
-        """Pages that can be owned at all."""
+        """Pages that sequences can own: all but the null page."""
         return self.num_pages - 1
 
     def alloc(self, count: int) -> list[int] | None:
@@ -99,7 +99,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more owner for published pages, which therefore stay."""
+        """Add an owner to published pages, so that they are not evicted."""
         for page in pages:
             assert page in self._hash_of, f"page {page} is not published, so it cannot be shared"
             self._cached.pop(page, None)
@@ -114,19 +114,19 @@ class PagePool:
         return known == page
 
     def release(self, pages: Sequence[int], chain: Sequence[bytes] = ()) -> None:
-        """One owner less for a sequence's pages, in their order; the caller must have stopped using them.
+        """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
 
-        `chain` holds the hashes of the leading ones that are stored for good. The last page is taken first, so that
-        of one chain the later pages are evicted before the earlier ones, without which they could not be found. For
-        the same reason a page whose twin was published first takes its twin's place if that has been evicted, and
-        counts as a use of it if it has not.
+        `chain` holds the hashes of the leading pages whose tokens are final. The last page is released first, so that
+        later pages of a chain are evicted before the earlier ones that lead to them. For the same reason, where two
+        pages have the same content, the second is published when the first was evicted, and otherwise counts as a use
+        of the first.
         """
         for index in reversed(range(len(pages))):
             page = pages[index]
             if index < len(chain):
                 self.publish(page, chain[index])
             self._num_owners[page] -= 1
-            assert self._num_owners[page] >= 0, f"page {page} was released by somebody who does not own it"
+            assert self._num_owners[page] >= 0, f"page {page} was released and has no owner"
             if not self._num_owners[page]:
                 if page in self._hash_of:
                     self._cached[page] = None

@@ -41,6 +41,7 @@ def packed_rows(
     chunks: Sequence[PrefillChunk],
     canvases: CanvasRuns,
     *,
+    block_size: int,
     shift: bool,
     softens: bool,
     whole: bool,
@@ -51,7 +52,7 @@ def packed_rows(
     softens  embed filled positions as DMax's mixtures
     whole    logits at every position of a slot, so that a row's product has the same shape whatever is open in it
     """
-    prompts = [prompt_rows(chunks, tables_RP, block_size=canvases.block_size)] if chunks else []
+    prompts = [prompt_rows(chunks, tables_RP, block_size=block_size)] if chunks else []
     num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
     slots = StepRows(groups=[])
     if buffer is not None:

@@ -1,13 +1,13 @@
-"""Who takes part in the next forward, and with which pages: age decides everything.
+"""Which sequences take part in the next forward, and with which pages: age decides everything.
 
-Running sequences are always older than waiting ones: the oldest waiting one is admitted first and none is passed
-over, and when pages run out the youngest running one gives its own up and waits again, in front. So the oldest always
-goes on to its end, nobody starves, and no order of events can lock the rest up.
+Running sequences are always older than waiting ones. The oldest waiting sequence is admitted first and none is passed
+over. When pages run out, the youngest running sequence is preempted: it loses its pages and waits again, in front. So
+the oldest sequence always runs to its end, none starves, and admission cannot deadlock.
 
-A sequence is admitted with pages for its prefix and its first window, and grows as it decodes. Whole pages of tokens
-that are stored for good, prompt or generated, are published in the pool, where the next request with the same
-beginning (the next turn of a conversation, a preempted sequence coming back) finds them. What it does not find is
-stored in whole blocks under a token budget a step, so a long prompt does not stall those who decode.
+A sequence is admitted with pages for its prefix and its first window, and grows as it decodes. Whole pages of final
+tokens, prompt or generated, are published in the pool, where the next request with the same prefix (the next turn of a
+conversation, a preempted sequence) finds them. The rest of a prefix is stored in whole blocks under a token budget a
+step, so that a long prompt does not stall the sequences that decode.
 
 One step of the engine:
 
@@ -37,9 +37,9 @@ class PrefillChunk:
 
 
 class Scheduler:
-    """Waiting sequences, running ones by row (both oldest first), and the pages they own.
+    """Waiting sequences, running ones by batch row (both oldest first), and the pages they own.
 
-    `namespace` (a model's name) keeps prefixes apart that mean different keys. `page_size` is a multiple of
+    `namespace` (a model's name) separates equal prefixes of different models. `page_size` is a multiple of
     `block_size`. With `compute_last_block` the last block of a prefix is never taken from the cache.
     """
 
@@ -87,7 +87,7 @@ class Scheduler:
         return self.running.get(sequence.row) is sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Let a sequence go, at its end or before it, running or waiting; what it published stays to be found."""
+        """Remove a sequence, at its end or before it, running or waiting; its published pages can still be found."""
         del self._by_id[sequence.request.request_id]
         if self.is_running(sequence):
             self._vacate(sequence)
@@ -102,15 +102,16 @@ class Scheduler:
     ) -> list[SequenceState]:
         """Give every running sequence, oldest first, pages for its tokens [0, upto(sequence)).
 
-        `among` names those of them, oldest first, that may lack any.
+        `among` limits this to the sequences that may lack pages, oldest first.
 
-        When they run out the youngest is preempted, be it the asking one itself. Returns the preempted ones, youngest
-        first: their pages are gone and they wait again; `row` still tells whose buffer row is to be saved.
+        When pages run out the youngest running sequence is preempted, even if it is the one that needs pages. Returns
+        the preempted sequences, youngest first: they have no pages and wait again; `row` is still the buffer row that
+        is to be saved.
         """
         preempted: list[SequenceState] = []
         for sequence in list(self.running.values()) if among is None else among:
             if not self.is_running(sequence):
-                continue  # preempted meanwhile
+                continue  # preempted in this very loop
             missing = sequence.num_lanes * -(-upto(sequence) // self.page_size) - len(sequence.pages)
             if missing <= 0:
                 continue
@@ -134,12 +135,12 @@ class Scheduler:
         return youngest
 
     def admit(self) -> list[SequenceState]:
-        """Move waiting sequences, oldest first, to free rows while their pages can be had; those now running."""
+        """Move waiting sequences, oldest first, to free rows while there are pages for them; returns those."""
         admitted = []
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
             if sequence is self._blocked:
-                break  # since it was tried no page came back, and none that it could share came up
+                break  # no page was released or published since its last attempt
             if not self._take_pages(sequence):
                 assert self.running, f"'{sequence.request.request_id}' alone needs more pages than there are"
                 self._blocked = sequence
@@ -191,9 +192,11 @@ class Scheduler:
     # -- pages --------------------------------------------------------------------------------------------------
 
     def _take_pages(self, sequence: SequenceState) -> bool:
-        """Pages for a waiting sequence, the leading ones shared if they are known; false, and none, if too few.
+        """Give a waiting sequence its pages, the leading ones shared where their content is known; false, and no page,
+        if there are too few.
 
-        A page is left for each running sequence that will still grow: else it would be taken back at once.
+        One page is left for each running sequence that will still grow; otherwise the new sequence would be preempted
+        at once.
         """
         chain: list[bytes] = []
         if self.prefix_caching and sequence.shares_prefix:
@@ -219,7 +222,7 @@ class Scheduler:
         return True
 
     def _publish(self, sequence: SequenceState, upto: int) -> None:
-        """Its tokens [0, upto) are stored for good: publish the pages that are newly complete."""
+        """Publish the pages that are complete now that the tokens [0, upto) are final and stored."""
         if not (self.prefix_caching and sequence.shares_prefix):
             return
         num_whole = upto // self.page_size
@@ -231,7 +234,7 @@ class Scheduler:
         sequence.num_shareable = max(sequence.num_shareable, num_whole)
 
     def _extend_chain(self, sequence: SequenceState, num_pages: int) -> None:
-        """Hash its first `num_pages` pages, those that are not hashed yet."""
+        """Hash those of its first `num_pages` pages that are not hashed yet."""
         chain, size = sequence.chain, self.page_size
         for index in range(len(chain), num_pages):
             parent = chain[-1] if chain else self._root

@@ -1,4 +1,4 @@
-"""One request as the engine sees it: its tokens and lengths, its pages, its counts."""
+"""One request's state in the engine: its tokens and lengths, its pages, its counts."""
 
 from dataclasses import dataclass, field
 
@@ -10,26 +10,31 @@ from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 
 @dataclass(eq=False)
 class SequenceState:
-    """Its lengths, in tokens, kept apart: `prefilled` (of its prefix, stored or being stored), `committed` (stored or
-    being stored, never to change again; 0 until the prefix is), `emitted` (the useful ones that have been given out).
-    What is filled but not final yet stands in the Block Buffer; what is allocated is its pages.
+    """A sequence has four lengths, in tokens:
 
-    row                where it runs; after a preemption the row it had
-    arrival            its age: a lower number is older, and goes first
-    tokens             the prompt and all that was committed behind it
-    origin             where its block grid begins
+        allocated   what its pages hold
+        prefilled   how much of its prefix is stored, or is being stored by the forward under way
+        committed   final tokens that are stored, or are being stored; 0 until the prefix is
+        emitted     useful tokens that were handed out
+
+    Tokens that are filled and not final stand in the Block Buffer.
+
+    row                its batch row; after a preemption the row it had
+    arrival            its age: the sequence with the lower number is older
+    tokens             the prompt and the committed tokens after it
+    origin             the position at which its block grid begins
     end                one past the last position it may fill
-    span               positions it may ever store: to its end, the last block whole
-    window             positions of a full buffer of its
-    num_lanes          how many times it holds its positions: once, or once a lane of a canvas
+    span               positions it may ever store: up to `end`, the last block whole
+    window             positions of its whole buffer
+    num_lanes          copies of its positions in the cache: one, or one for each lane of a canvas
     is_canvas          it decodes on a canvas, not in blocks
-    prefix_length      tokens to be stored before it decodes: whole blocks of the prompt, or of all `tokens` after a
-                       preemption; the whole prompt at least where the prompt attends in full; 0 for a canvas
-    saved              what the engine keeps of its Block Buffer row while it is preempted
-    num_tabled         of its pages, those that stand in the device's page table
+    prefix_length      tokens to be stored before it decodes: the whole blocks of the prompt, or of all `tokens` after
+                       a preemption; at least the prompt where the prompt attends in full; 0 for a canvas
+    saved              its Block Buffer row, while it is preempted
+    num_tabled         how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
-    num_shareable      leading pages that are stored for good, so that others may share them
-    num_cached_tokens  of the prompt, found in the prefix cache at the first admission
+    num_shareable      leading pages whose tokens are final, so that other sequences may share them
+    num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     """
 
     request: Request
@@ -71,17 +76,17 @@ class SequenceState:
 
     @property
     def first_window(self) -> int:
-        """Positions it needs to begin decoding: its prefix and a full buffer behind it; a canvas needs all."""
+        """Positions it needs to begin decoding: its prefix and a whole buffer after it; a canvas needs all."""
         return self.span if self.is_canvas else min(self.span, self.prefix_length + self.window)
 
     @property
     def prompt_stored(self) -> bool:
-        """Its prefix is stored, or is being stored in this very step: it decodes."""
+        """Its prefix is stored, or is being stored by this step."""
         return self.prefilled == self.prefix_length
 
     @property
     def decodes(self) -> bool:
-        """It takes part in the next forward with blocks of its own."""
+        """It takes part in the next forward with blocks of the Block Buffer."""
         return not self.is_canvas and self.prefilled == self.prefix_length
 
     @property
@@ -97,9 +102,8 @@ class SequenceState:
             self.committed = stop
 
     def commit(self, tokens: list[int]) -> None:
-        """Whole blocks from `committed` on are final, or none; the boundary block repeats the prompt's remainder.
-
-        A canvas has no blocks: its tokens go behind those that are there.
+        """Append final tokens: whole blocks from position `committed` on, of which the boundary block repeats the
+        prompt's remainder. A canvas has no blocks: its tokens are appended as they are.
         """
         if not tokens:
             return
@@ -112,7 +116,7 @@ class SequenceState:
         self.committed = len(self.tokens)
 
     def rewind(self) -> None:
-        """It has given up its pages: all that was committed has to be stored again before it goes on."""
+        """It has lost its pages: its committed tokens must be stored again before it goes on."""
         self.prefilled = self.committed = 0
         self.prefix_length = self._whole_prefix()
         self.num_preemptions += 1
@@ -150,7 +154,7 @@ def grid_origin(request: Request) -> int:
 
 
 def lanes(request: Request) -> int:
-    """Sets of keys a request needs: one, or one a lane of its canvas."""
+    """Copies of its keys that a request needs: one, or one for each lane of its canvas."""
     canvas = request.decoding.canvas
     return 1 if canvas is None else num_lanes(canvas, request.max_tokens)
 
