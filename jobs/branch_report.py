@@ -116,13 +116,12 @@ def run(
         raise ValueError(f"--data {data} belongs to a --task; there is none")
     folder = model_folder(model)
     config = load_config(folder)
-    lengths = numbers(block_lengths, "--block-lengths")
-    fields = json_object(decoding, "--decoding")
+    lengths, fields = numbers(block_lengths, "--block-lengths"), json_object(decoding, "--decoding")
     canvases = compared_canvases(config, lengths, max_tokens=max_tokens, tau=tau, fields=fields)
-    if prompts is not None:
+    if task is None:
+        assert prompts is not None
         study_prompts, tokenizer = _prompts_of_file(prompts, folder, limit)
     else:
-        assert task is not None
         study_prompts, tokenizer = _prompts_of_task(find_task(task), folder, limit, data)
     check_prompts(study_prompts, config, max_tokens=max_tokens)
     decoder = StudyDecoder(

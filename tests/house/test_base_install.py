@@ -1,0 +1,47 @@
+"""What needs no cluster runs on the base install: no Ray, and only packages that it brings."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ("bench_decoders", "bench_engine", "branch_report", "fp8_report", "trace_report")
+OPTIONAL = {"flash_attn", "flashinfer", "kernels", "triton", "vllm"}  # imported where a GPU is there, each in a try
+
+
+def imported_packages(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(str(node.module))
+    return {name.split(".")[0] for name in names}
+
+
+def test_every_package_that_is_imported_is_a_base_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    files = [*(ROOT / "mbd_core").rglob("*.py"), *(ROOT / "jobs" / f"{job}.py" for job in JOBS)]
+    known = base | OPTIONAL | set(sys.stdlib_module_names) | {"mbd_core", "jobs"}
+    assert {
+        name: sorted(missing) for f in files if (missing := imported_packages(f) - known) for name in [f.name]
+    } == {}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_that_needs_no_cluster_loads_without_ray(job: str) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('ray', 'fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
+        f"import jobs.{job} as job\n"
+        "sys.exit(job.main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
