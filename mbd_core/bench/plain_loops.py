@@ -1,4 +1,4 @@
-"""Plain loops: one request, no engine, no pages. The baseline that the engine is measured against, with its tokens.
+"""Plain loops: one request, no engine, no pages. The baseline that the engine is measured against; same tokens.
 
 Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas is driven
 by its own decoder; decoding in blocks, D2F too, is the literal algorithm of `decoding/literal_algorithms.py` and one forward.
@@ -24,7 +24,7 @@ from mbd_core.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What a plain loop made: tokens (EOS excluded), why it ended, and its forwards counted as in `Counts`."""
+    """One request decoded: tokens (EOS excluded), why it ended, and its forwards counted as in `Counts`."""
 
     tokens: list[int]
     finish_reason: FinishReason
@@ -58,7 +58,7 @@ Watch = Callable[[CanvasPlan, ContiguousCache], None]
 
 @dataclass(frozen=True)
 class LaneAttention:
-    """The `Attend` of a canvas forward: write every query's keys, then let each attend to its whole lane."""
+    """The `Attend` of a canvas forward: every query's keys are written, then each query attends to its whole lane."""
 
     cache: ContiguousCache
     queries: list[Query]
@@ -79,7 +79,7 @@ class LaneAttention:
 
 @dataclass(frozen=True)
 class GridAttention:
-    """The `Attend` of blocks from `start` on, on a grid that begins at `origin`: each sees all up to its own end."""
+    """The `Attend` of blocks from `start` on, on a grid from `origin` on: each attends to all up to its own end."""
 
     cache: ContiguousCache
     origin: int
@@ -87,7 +87,7 @@ class GridAttention:
     block_size: int
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries (T, H, C), keys and values (T, K, C) -> (T, H, C); what lies before `origin` is one block."""
+        """Queries (T, H, C), keys and values (T, K, C) -> (T, H, C); positions before `origin` are one block."""
         stop = self.start + len(q)
         self.cache.k[layer, 0, self.start : stop] = k
         self.cache.v[layer, 0, self.start : stop] = v
@@ -145,39 +145,41 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
 def multi_bd(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
 ) -> PlainRun:
-    """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` for what it has not.
+    """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` for what the loop cannot decode.
 
     A prefill forward stores the prompt's whole blocks; then every step is one forward of the resident blocks, whose
-    keys are written where they belong, so that those of a final block are stored. A D2F prompt is stored in full, and
-    the algorithm does not see it.
+    keys are written at their positions, so that those of a final block are stored. A D2F prompt is stored in full, and
+    the algorithm is given none of it.
     """
     if config.canvas is not None or config.ranks_by_score:
-        raise ValueError("a plain block loop has no canvas (run_canvas has), and no fallback by margin or entropy")
+        raise ValueError(
+            "the plain block loop decodes no canvas (run_canvas does), and has no fallback by margin or entropy"
+        )
     if config.prompt_attention == "full" and model.config.attention != "full":
         raise ValueError(
             f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"
         )
     size, device, shift = config.block_size, model.lm_head.weight.device, model.config.shift_logits
-    origin = len(prompt) if config.prompt_attention == "full" else 0
+    origin = config.grid_origin(len(prompt))
     num_stored = origin + (len(prompt) - origin) // size * size
     span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
     cache = ContiguousCache(model, num_lanes=1, length=span)
     vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
     hidden, hidden_start = torch.zeros(0), 0  # of the last forward, and where it began
-    before: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
+    last_hidden: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
 
     def forward(ids: list[int], start: int, weights: list[float] | None = None) -> Tensor:
-        nonlocal hidden, hidden_start, before
+        nonlocal hidden, hidden_start, last_hidden
         positions = torch.arange(start, start + len(ids), device=device)
         if start > hidden_start:
-            before = hidden[start - 1 - hidden_start]
+            last_hidden = hidden[start - 1 - hidden_start]
         soft = None if weights is None else torch.tensor(weights, device=device)
         attend = GridAttention(cache, origin, start, size)
         hidden = model(torch.tensor(ids, device=device), positions, attend, soft_weight=soft)
         hidden_start = start
         if not shift:
             return hidden
-        return torch.cat((hidden[:1] if before is None else before[None], hidden[:-1]))
+        return torch.cat((hidden[:1] if last_hidden is None else last_hidden[None], hidden[:-1]))
 
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]

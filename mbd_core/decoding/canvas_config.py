@@ -1,7 +1,7 @@
 """How a full-attention model (LLaDA, Dream, DiffuCoder) fills a canvas: the prompt and `max_tokens` masks.
 
-The methods differ in four things: which positions may be filled now (`block_length`), how many are (`accept`), by
-which score (`score`), and what of the canvas a forward computes anew (`cache`, `refresh`).
+The methods differ in four things: which positions may be filled now (`block_length`), how many of them a step fills
+(`accept`), by which score (`score`), and what part of the canvas a forward computes anew (`cache`, `refresh`).
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ LEAST_TAU_MERGE = 0.01  # bounds how many of a position's likeliest tokens a bra
 
 @dataclass(frozen=True, kw_only=True)
 class Leap:
-    """LocalLeap: near a position that is over `tau` (an anchor), `tau_relaxed` is enough.
+    """LocalLeap: near a position over `tau` (an anchor) a confidence of `tau_relaxed` is enough.
 
     radius  how many positions to either side of an anchor count as near
     """
@@ -29,8 +29,8 @@ class Leap:
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """dLLM-Cache: the prompt's keys and values are computed anew every `prompt_interval` steps, all of the response's
-    every `response_interval`; the steps between compute the current block only.
+    """dLLM-Cache: keys and values of the prompt are computed anew every `prompt_interval` steps, those of the whole
+    response every `response_interval` steps; other steps compute the current block only.
     """
 
     prompt_interval: int = 25
@@ -41,23 +41,26 @@ class Refresh:
         check_count("refresh.", "response_interval", self.response_interval)
 
 
+EosTest = Literal["always", "block_forward"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Branches:
-    """BlockBatch: the same canvas decoded with several block lengths at once.
+    """BlockBatch: the same canvas decoded with several block lengths at once, a branch each.
 
-    block_lengths  one branch each, ascending
-    tau_merge      a branch takes over another's token when its own probability of it exceeds this (1: never)
+    block_lengths  ascending
+    tau_merge      a branch takes over another's token when its own probability of that token exceeds this (1: never)
     tau_sync       a branch that is more than this many tokens behind the leader is overwritten by it
     refresh        tokens of completed blocks after which a branch asks for a full forward of all branches
-    eos_test       when a branch may end the request: whenever its block with the EOS is complete, or, as Algorithm 1
-                   line 19 and the released code have it, only right after a block forward of that branch
+    eos_test       when a branch may end the request. always: whenever its block with the EOS is complete.
+                   block_forward: only right after a block forward of that branch (Alg. 1 line 19, the released code)
     """
 
     block_lengths: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
     tau_merge: float = 0.5
     tau_sync: int = 8
     refresh: int = 32
-    eos_test: Literal["always", "block_forward"] = "always"
+    eos_test: EosTest = "always"
 
     def __post_init__(self) -> None:
         if not isinstance(self.block_lengths, list | tuple):
@@ -72,11 +75,12 @@ class Branches:
             raise ValueError(f"branches.tau_merge={self.tau_merge} must be at least {LEAST_TAU_MERGE}")
         check_count("branches.", "tau_sync", self.tau_sync, least=0)
         check_count("branches.", "refresh", self.refresh)
-        check_choice("branches.", "eos_test", self.eos_test, ("always", "block_forward"))
+        check_choice("branches.", "eos_test", self.eos_test, get_args(EosTest))
 
 
 Accept = Literal["quota", "schedule", "origin", "threshold", "factor"]
 Score = Literal["confidence", "margin", "neg_entropy", "random"]
+Cache = Literal["none", "prefix", "dual"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,28 +88,28 @@ class Canvas:
     """One full-attention method; the defaults are Fast-dLLM's threshold decoding without a cache.
 
     block_length       positions that may be filled now, from the prompt's end on; `None`: the whole canvas (Dream)
-    steps              forwards over the whole canvas for accept = quota, schedule and origin (default max_tokens);
-                       with threshold, what bounds its candidates: those of a step are 1 / steps of the canvas and
-                       what earlier steps left over (Fast-dLLM for Dream; default: no bound)
+    steps              with accept = quota, schedule and origin: forwards over the whole canvas (default: max_tokens).
+                       With threshold it bounds a step's tokens: 1 / steps of the canvas, and what earlier steps left
+                       over (Fast-dLLM for Dream; default: no bound)
     accept             quota      as many a step as spread the block evenly over its steps (LLaDA)
-                       schedule   int(masked * (1 - s / t)) a step, times from 1 to `eps` (Dream); always `steps`
-                                  forwards, also where that is 0: the baseline's cost is part of its definition
-                       origin     each position by chance 1 - s / t (Dream's `origin`)
+                       schedule   int(masked * (1 - s / t)) a step, for times from 1 to `eps` (Dream). It takes
+                                  `steps` forwards even where one accepts nothing: that is the baseline's cost
+                       origin     each position with chance 1 - s / t (Dream's `origin`)
                        threshold  all with confidence >= tau, at least the best (Fast-dLLM; ">=" as released)
                        factor     the longest run of best ones with (n + 1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)
     score              what "best" means: probability of the token, its lead over the second, negative entropy, or
                        chance
     score_temperature  quota and schedule draw their positions with odds exp(score / score_temperature) (Dream's
-                       `alg_temp`; 0: the best)
+                       `alg_temp`; 0: take the best)
     cache              none: every forward computes the whole canvas. prefix: a full forward a block, then the block
                        and all behind it. dual: a full forward a block, then the block alone (Fast-dLLM)
     refresh            dLLM-Cache's intervals instead of `cache`
-    cfg_scale          classifier-free guidance: un + (cfg_scale + 1)(cond - un), one more sequence a forward (LLaDA)
-    forbid_eos         EOS is never predicted and has no share of the probability (LLaDA's `logits_eos_inf`)
+    cfg_scale          classifier-free guidance: logits are un + (cfg_scale + 1)(cond - un), from one more lane (LLaDA)
+    forbid_eos         EOS is never predicted and has probability 0 (LLaDA's `logits_eos_inf`)
     leap               LocalLeap's relaxed threshold
     branches           BlockBatch
 
-    Raises `ValueError` naming the field, also for a field that has no say under the others.
+    Raises `ValueError` naming the field, also for a field that has no effect beside the others.
     """
 
     block_length: int | None = 32
@@ -116,7 +120,7 @@ class Canvas:
     tau: float = 0.9
     factor: float = 1.0
     eps: float = 1e-3
-    cache: Literal["none", "prefix", "dual"] = "none"
+    cache: Cache = "none"
     refresh: Refresh | None = None
     cfg_scale: float = 0.0
     forbid_eos: bool = False
@@ -127,7 +131,7 @@ class Canvas:
         for name in ("block_length", "steps"):
             if getattr(self, name) is not None:
                 check_count("canvas.", name, getattr(self, name))
-        for name, hint in (("accept", Accept), ("score", Score), ("cache", Literal["none", "prefix", "dual"])):
+        for name, hint in (("accept", Accept), ("score", Score), ("cache", Cache)):
             check_choice("canvas.", name, getattr(self, name), get_args(hint))
         for name in ("tau", "eps"):
             check_share("canvas.", name, getattr(self, name))
@@ -141,19 +145,19 @@ class Canvas:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """What cannot be honoured together."""
+        """Refuse fields that cannot be honoured together."""
         for name, needed in NEEDS_ACCEPT.items():
             if self.accept not in needed and getattr(self, name) != DEFAULTS[name]:
                 raise ValueError(
-                    f"canvas.{name}={getattr(self, name)!r} has no say with canvas.accept={self.accept!r}; "
+                    f"canvas.{name}={getattr(self, name)!r} has no effect with canvas.accept={self.accept!r}; "
                     f"leave it out, or let accept be {' or '.join(needed)}"
                 )
         if self.leap and self.leap.tau_relaxed > self.tau:
             raise ValueError(f"canvas.leap.tau_relaxed={self.leap.tau_relaxed} exceeds canvas.tau={self.tau}")
         if self.score_temperature and self.score == "random":
-            raise ValueError("canvas.score_temperature has no say with canvas.score='random'; leave it out")
+            raise ValueError("canvas.score_temperature has no effect with canvas.score='random'; leave it out")
         if self.refresh and self.cache != "none":
-            raise ValueError(f"canvas.refresh comes instead of canvas.cache={self.cache!r}; leave one of them out")
+            raise ValueError(f"canvas.refresh cannot be honoured with canvas.cache={self.cache!r}; leave one out")
         if self.refresh and self.block_length is None and self.refresh.response_interval > 1:
             raise ValueError(
                 f"canvas.refresh.response_interval={self.refresh.response_interval} needs canvas.block_length: "

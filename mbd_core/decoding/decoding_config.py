@@ -1,4 +1,4 @@
-"""How one request is decoded: the thresholds of the papers, validated once, carried by the request."""
+"""How one request is decoded: the papers' methods and thresholds as one value that is checked once."""
 
 import types
 import typing
@@ -17,8 +17,8 @@ PromptAttention = Literal["block_causal", "full"]
 class T2T:
     """Token-to-token editing (LLaDA2.1; Alg. 5 line 15).
 
-    tau        a filled token gives way to another prediction whose confidence > tau
-    max_edits  forwards that may still edit a block that is complete; then it is final as it stands
+    tau        a filled token is replaced by another predicted one whose confidence > tau
+    max_edits  forwards that may edit a complete block; then it is final as it is
     """
 
     tau: float = 0.5
@@ -31,10 +31,10 @@ class T2T:
 
 @dataclass(frozen=True, kw_only=True)
 class Soft:
-    """Soft parallel decoding (DMax): accept from the left, revise all that is filled, feed mixed embeddings.
+    """Soft parallel decoding (DMax): accept from the left, revise every filled position, feed mixed embeddings.
 
-    stop_confidence  a complete block is final when every prediction's confidence >= stop_confidence, when nothing
-                     changed, or after as many forwards as it has positions
+    stop_confidence  a complete block is final when every prediction has confidence >= stop_confidence, when a forward
+                     changes nothing, or after as many forwards as it has positions
     """
 
     stop_confidence: float = 0.9
@@ -47,24 +47,25 @@ class Soft:
 class DecodingConfig:
     """Every decoding method as one value: block by block (the fields below), or a canvas (`canvas`).
 
-    SingleBD is `buffer_size=1`, MultiBD more (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision; D2F is
-    `prompt_attention="full"`, its cache-only ablation that with `buffer_size=1`, and its fully block-causal variant
-    (App. C.5) the same thresholds without it.
+    SingleBD is `buffer_size=1`, MultiBD more (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision. D2F is
+    `prompt_attention="full"`; with `buffer_size=1` that is its cache-only ablation, and the same thresholds without
+    `prompt_attention` are its fully block-causal variant (App. C.5).
 
-    block_size        B, tokens of a diffusion block; the one the model was trained with
+    block_size        B, tokens of a diffusion block: the model's own
     buffer_size       N_buf, blocks of the request that may be resident at once
     tau_add           the next block is activated when the last active one has progress > tau_add
-    tau_stable        and stability > tau_stable: the share of its filled positions that the last forward predicted
-                      again (needs `t2t` or `soft`)
+    tau_stable        and has stability > tau_stable, the share of its filled positions whose tokens the last forward
+                      predicted again (needs `t2t` or `soft`)
     tau_semi          a block may fall back to its best positions when its predecessor has progress >= tau_semi
     tau_m2t           a masked position becomes a token when its confidence > tau_m2t (1.0: only by fallback)
-    tokens_per_step   the fallback's quota: with fewer positions over tau_m2t, the best `tokens_per_step` are taken
+    tokens_per_step   the fallback's quota: with fewer positions over tau_m2t, the best `tokens_per_step` are accepted
     fallback          what "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over
                       the second token, or lowest entropy (D2F's margin_confidence and neg_entropy)
     prompt_attention  how the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)
     prefix_cache      share stored blocks with other requests; `None`: wherever that is exact
-    t2t, soft         revision of filled positions, `None` = off
-    canvas            decode a full-attention model instead; the fields above then have no say
+    t2t, soft         revision of filled positions; `None`: off
+    canvas            fill a canvas by a full-attention model instead; then all fields but `block_size` and
+                      `prefix_cache` must be left out
 
     Progress counts editable positions only: not the prompt's remainder in the boundary block, not positions past
     `max_tokens`. Raises `ValueError` naming the field.
@@ -110,7 +111,7 @@ class DecodingConfig:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """What cannot be honoured together."""
+        """Refuse fields that cannot be honoured together."""
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
@@ -173,9 +174,9 @@ def _is_union(hint: Any) -> bool:
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
     """A request's config: the fields of `generation_config.json` that concern decoding, then the request's own.
 
-    Foreign keys in `defaults` (Hugging Face keeps much there) are passed over; an unknown key in `overrides`, or in
-    either a `block_size` the model was not trained with, is a `ValueError`. Where the two speak of different methods
-    (one names `canvas`, the other does not) the request's own method counts.
+    Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. Raises `ValueError` for an
+    unknown key in `overrides`, and for a `block_size` in either that is not the model's. Where one of the two names
+    `canvas` and the other decodes block by block, the request's own method counts.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))

@@ -1,4 +1,4 @@
-"""The nouns that cross rooms: what goes into the engine, what comes out, and what a step leaves behind."""
+"""What crosses rooms: a request that goes into an engine, its outputs, and the traces of its steps."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class Request:
     """One prompt to be continued by at most `max_tokens` tokens; EOS ends it unless `ignore_eos`.
 
-    logprobs  report the log-probability of every token at the forward that accepted it
+    logprobs  report the log-probability of every token in the forward that accepted it
     """
 
     request_id: str
@@ -27,15 +27,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """A request's raw counts, of which every rate is computed.
+    """A request's raw counts, from which every rate is computed.
 
-    num_forwards          NFE: forwards its blocks took part in, store-only ones included
-    num_store_forwards    those of them in which no block of it was being decoded (SingleBD's bubble)
-    num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     num_tokens            useful tokens: generated before EOS, at most max_tokens
+    num_forwards          NFE: forwards that its blocks took part in, store-only ones included
+    num_store_forwards    those of them in which none of its blocks was being decoded (SingleBD's bubble)
+    num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     decode_seconds        wall time of the steps counted in num_forwards
-    num_cached_tokens     of the prompt, found in the prefix cache
-    num_preemptions       how often it had to leave its pages to an older request
+    num_cached_tokens     tokens of the prompt that the prefix cache held
+    num_preemptions       how often its pages were taken for an older request
     """
 
     num_prompt_tokens: int
@@ -57,7 +57,7 @@ class Counts:
 class Output:
     """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
 
-    logprobs  natural log-probability of each token at its acceptance, where the request asked for it
+    logprobs  natural log-probability of each token in the forward that accepted it, where the request asked for it
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one step committed for one request: the new useful tokens, and the whole output if that was the last."""
+    """What one step committed for one request: the new useful tokens, and the whole output if the request is done."""
 
     request_id: str
     new_tokens: tuple[int, ...]
@@ -79,13 +79,15 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """One slot in one step. `state` (a `SlotState`'s name, or CANVAS for a lane of a full-attention request) and
-    `mask_ratio` are what the forward saw, the rest is what it did.
+    """One slot of a request in one step; for a canvas, one lane.
 
+    block        index of the slot's block, from the beginning of the request's block grid
+    state        name of the slot's `SlotState` in the forward, or `CANVAS_STATE`
+    mask_ratio   share of the block that the forward saw masked
     accepted     positions that became tokens
     edited       tokens that were overwritten
-    tokens       on request: the slot's tokens after the step, -1 where masked
-    confidences  on request: of each position, the confidence at which its token was last accepted, 0 where masked
+    tokens       where the trace is detailed: the tokens after the step, -1 where masked
+    confidences  likewise: the confidence of each token in the forward that accepted it last, 0 where masked
     """
 
     request_id: str
