@@ -1,7 +1,7 @@
 """What one forward needs, and how rows from prompts, slots and canvases are packed for it.
 
-A row is a run of neighbouring positions of one sequence. It attends, without causal order, to the sequence's keys up to
-some length. That is all that the methods have in common, and all that the kernels need.
+A row is a run of neighbouring positions of one sequence. It attends, without causal order, to the sequence's keys up
+to some length. That is all that the methods have in common, and all that the kernels need.
 
 Shape legend: K rows, T packed tokens, P pages a row, A positions whose logits are asked for.
 """

@@ -42,8 +42,8 @@ class FusedVocab(Vocab):
 class ModelRunner:
     """Runs the decoder over batches: its fused form, or, for batch-invariant rows, the decoder itself, row by row.
 
-    Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of the
-    position before a block; the runner remembers the last committed position's for each of `num_rows` batch rows.
+    Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of
+    the position before a block; the runner remembers the last committed position's for each of `num_rows` batch rows.
     """
 
     def __init__(

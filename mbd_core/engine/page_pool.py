@@ -126,7 +126,7 @@ class PagePool:
             if index < len(chain):
                 self.publish(page, chain[index])
             self._num_owners[page] -= 1
-            assert self._num_owners[page] >= 0, f"page {page} was released and has no owner"
+            assert self._num_owners[page] >= 0, f"page {page} was released by somebody who does not own it"
             if not self._num_owners[page]:
                 if page in self._hash_of:
                     self._cached[page] = None
