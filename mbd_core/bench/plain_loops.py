@@ -1,7 +1,7 @@
 """Plain loops: one request, no engine, no pages. The baseline that the engine is measured against; same tokens.
 
-Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas is driven
-by its own decoder; decoding in blocks, D2F too, is the literal algorithm of `decoding/literal_algorithms.py` and one forward.
+Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas has
+a decoder of its own; decoding in blocks, D2F included, is the algorithm of `decoding/literal_algorithms.py`.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.
@@ -145,7 +145,7 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
 def multi_bd(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
 ) -> PlainRun:
-    """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` for what the loop cannot decode.
+    """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` if it cannot decode so.
 
     A prefill forward stores the prompt's whole blocks; then every step is one forward of the resident blocks, whose
     keys are written at their positions, so that those of a final block are stored. A D2F prompt is stored in full, and

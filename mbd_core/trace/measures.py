@@ -28,7 +28,7 @@ class RunMeasures:
 
     num_other           full-attention requests, which are left out
     num_forwards        NFE summed over requests, store-only ones included
-    num_accepted        positions that became tokens; what lies behind an EOS counts here too
+    num_accepted        positions that became tokens; positions after an EOS count here too
     tpf                 num_accepted / num_forwards
     store_only_share    share of forwards in which nothing was decoded (the bubble)
     active_blocks       ACTIVE slots of a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
@@ -36,7 +36,7 @@ class RunMeasures:
     mask_ratio_gaps     second ACTIVE slot's ratio less the first's, and so on; `NUM_BINS` bins over [-1, 1]
     lifetimes           forwards from a block's activation to its leaving, both counted; histogram from 1
     waiting             those of them in which it was final (TO_CACHE), its store included; histogram from 0
-    num_unfinished      blocks that never left: dropped behind an EOS, or the trace ended before
+    num_unfinished      blocks that never left: dropped after an EOS, or the trace ended earlier
     token_efficiency    eta = TPF_s / Q_s with Q_s = N_buf * B (paper Section 4.5), `None` without a block size
     resident_efficiency the same with the resident blocks alone for Q_s: what dynamic packing would reach
     """
