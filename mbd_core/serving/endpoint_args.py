@@ -9,6 +9,7 @@ from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
+from mbd_core.serving.load import decoding_defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,10 @@ def endpoint_args(
 
 def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> None:
     """The engine can serve a request that asks for nothing special."""
-    name, defaults, block_size = folder.path.name, folder.defaults, folder.config.block_size
-    if engine.block_size is not None and folder.config.attention == "full":
-        defaults, block_size = {**defaults, "block_size": engine.block_size}, engine.block_size
-    elif engine.block_size not in (None, block_size):
-        raise ValueError(f"block_size={engine.block_size} cannot be honoured: {name} has {block_size}")
-    default = decoding_config(defaults, {}, block_size=block_size)
+    name, block_size = folder.path.name, engine.block_size or folder.config.block_size
+    if block_size != folder.config.block_size and folder.config.attention != "full":
+        raise ValueError(f"block_size={block_size} cannot be honoured: {name} has {folder.config.block_size}")
+    default = decoding_config(decoding_defaults(folder, engine), {}, block_size=block_size)
     if default.buffer_size > engine.buffer_size:
         raise ValueError(
             f"{name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "

@@ -92,6 +92,9 @@ def _api_error(
     fields = {"prompt": prompt_field, "max_tokens": asked.budget_field, "decoding": "decoding"}
     param, message = fields.get(refused.field), str(refused)
     if asked.budget is None and refused.code == "context_length_exceeded":
-        param = prompt_field
-        message = f"{prompt_length} tokens leave no room to generate; the limit is {admission.max_length} in all"
+        param, message = prompt_field, f"{prompt_length} tokens leave no room to generate; "
+        if admission.room(prompt_length):
+            message += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
+        else:
+            message += f"the limit is {admission.max_length} in all"
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=refused.code)

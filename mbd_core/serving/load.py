@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine
@@ -81,9 +81,9 @@ def load_engine(
 ) -> LoadedModel:
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
 
-    Without `device` it goes to the GPU if there is one. There weights stay as stored; a CPU computes in float32.
-    With `fp8` the weights of its experts, or all of its layers', are rounded to FP8 (`models.quantize`). With
-    `tensor_parallel` ranks the model is cut among as many processes, rank r on GPU r, or all on the CPU.
+    device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
+    fp8              which weights are rounded to FP8: the experts', or those of all layers (`models.quantize`)
+    tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
     """
     found = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,10 +107,15 @@ def load_engine(
         if fp8 is not None:
             quantize_weights(model, fp8)
         engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
-    defaults = found.defaults
-    if config.block_size is not None and found.config.attention == "full":
-        defaults = {**defaults, "block_size": config.block_size}  # such a model was not trained with any
+    defaults = decoding_defaults(found, config)
     return LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
+
+
+def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:
+    """The folder's `generation_config.json`, with the engine's block size for a model that was trained without one."""
+    if config.block_size is None or folder.config.attention != "full":
+        return folder.defaults
+    return {**folder.defaults, "block_size": config.block_size}
 
 
 def _name(dtype: torch.dtype) -> str:

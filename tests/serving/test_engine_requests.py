@@ -56,7 +56,7 @@ def test_without_a_budget_an_answer_gets_what_fits(prompt_length: int, max_token
 
 
 def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -> None:
-    """Three lanes hold the prompt each: 12 pages a lane. Nobody gave `max_tokens`, so nobody is refused for it."""
+    """Three lanes hold the prompt each, with 12 pages a lane. The client gave no `max_tokens` to be refused for."""
     assert BLOCK_BATCH.canvas is not None and num_lanes(BLOCK_BATCH.canvas, 64) == 3
     limits = admission(model=replace(MODEL, architecture="LLaDAModelLM", attention="full"), num_pages=36)
     (admitted,) = build(completion(), [[5] * 100], limits, decoding=BLOCK_BATCH)
@@ -64,6 +64,10 @@ def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -
     with pytest.raises(ApiError, match=r"max_tokens: .* KV pages") as caught:
         build(completion(max_tokens=93), [[5] * 100], limits, decoding=BLOCK_BATCH)
     assert caught.value.param == "max_tokens"
+    with pytest.raises(
+        ApiError, match=r"prompt: 200 tokens leave no room to generate; decoding.canvas keeps them once"
+    ):
+        build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
 
 
 @pytest.mark.parametrize(
