@@ -1,7 +1,6 @@
 """The Block Buffer's tensors against the literal algorithms, for random confidences, thresholds and shapes."""
 
 import hashlib
-import itertools
 import random
 from typing import Any
 
@@ -9,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbd_core.decoding.acceptance import Prediction, predict
+from mbd_core.decoding.acceptance import Prediction
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.literal_algorithms import Tokens, Weights, block_buffer_multibd, naive_multibd
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Vocab
 
 MASK, EOS, VOCAB = 0, 1, 12
 
@@ -162,19 +160,3 @@ def test_what_leaves_is_exact(problem) -> None:
     assert not stops or EOS not in tokens
     # every decoding forward of the front block yields something: at most one per token and one store per block
     assert forwards - stores <= max_tokens + 1 or config.buffer_size > 1 or config.revises
-
-
-def test_mask_and_padded_tail_are_never_predicted_and_ties_go_to_the_lowest_id() -> None:
-    logits = torch.tensor([[9.0, 1.0, 1.0, 8.0], [0.0, 0.0, 0.0, 0.0]])
-    for at, chunk in itertools.product((None, torch.tensor([0, 1])), (1, 2, 5)):
-        found = predict(lambda part: logits[part], 2, at, Vocab(0, 3), shape=torch.Size((1, 1, 2)), chunk=chunk)
-        assert found.token_RNB.flatten().tolist() == [1, 1]
-        assert torch.allclose(found.confidence_RNB.flatten(), logits.softmax(-1)[:, 1])
-
-
-def test_predictions_stand_where_they_were_asked_and_a_place_behind_the_last_is_none() -> None:
-    logits = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
-    shape = torch.Size((1, 2, 2))
-    found = predict(lambda part: logits[part], 3, torch.tensor([3, 1, 4]), Vocab(2, 3), shape=shape, chunk=2)
-    assert found.token_RNB.tolist() == [[[0, 0], [0, 1]]]
-    assert (found.confidence_RNB > 0).tolist() == [[[False, True], [False, True]]]
