@@ -1,6 +1,8 @@
 """The state of a run in one process, kept in one file: written on the way, read to go on."""
 
 import pickle
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ def save_state(path: Path, trainer: Trainer, *, recipe: str) -> None:
 
 def read_state(path: Path, *, recipe: str) -> dict[str, Any]:
     """What `save_state` wrote; `ValueError` for a file that is no such state, or another recipe's."""
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
-        state = None
+    state = None
+    if zipfile.is_zipfile(path):  # `torch.save` writes one; what else lies there raises whatever its bytes lead to
+        with suppress(pickle.UnpicklingError, RuntimeError):
+            state = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(state, dict) or not {"recipe", "precision", "trainer"} <= state.keys():
         raise ValueError(f"{path} is not the state of a training run; give a file that is yet to be written")
     if state["recipe"] != recipe:

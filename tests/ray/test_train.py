@@ -2,19 +2,24 @@
 
 import json
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
-from actors.training import TrainingResult, fit
+from actors.training import STATE, TrainingResult, fit
+from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.preparation import prepare
@@ -23,6 +28,7 @@ from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_run import LOSSES, RECORD, TrainingRun, begin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PATIENCE = 600.0  # seconds until a test gives up waiting for a state
 
 
 def start(recipe, storage: Path, name: str, **settings) -> TrainingRun:
@@ -56,18 +62,52 @@ def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
         torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-2, atol=5e-3)  # written in bfloat16
 
 
-def kill_a_worker_after(checkpoint: Path, killed: list[int]) -> None:
-    """SIGKILL one training process once `checkpoint` is there."""
-    from ray.util.state import list_actors
+class HeldCheckpoint:
+    """The checkpoint of one step, which a run begins to write and cannot finish before `kill_a_worker`.
 
-    deadline = time.monotonic() + 60
-    workers: list[Any] = []
-    while not workers and time.monotonic() < deadline:  # asking takes long, so ask before the moment has come
-        workers = list_actors(filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")])
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(workers[-1].pid, signal.SIGKILL)
-    killed.append(workers[-1].pid)
+    Where its file should lie there is a named pipe that nobody reads: the write fills the pipe and waits.
+    """
+
+    def __init__(self, run: TrainingRun, step: int) -> None:
+        self.run, self.step = run, step
+        folder = run.folder / f"step_{step:06d}"
+        folder.mkdir()
+        self.pipe = folder / STATE
+        os.mkfifo(self.pipe)
+        self.reader = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def kill_a_worker(self) -> None:
+        """SIGKILL one of two training processes while this checkpoint is being written and the one before is recorded.
+
+        A later start writes a plain file. If anything fails here the write fails too, and with it the run.
+        """
+        from ray.util.state import list_actors
+
+        def workers() -> list[Any]:
+            return list_actors(filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")], timeout=60)
+
+        try:
+            written = select.poll()
+            written.register(self.reader, select.POLLIN)
+            assert written.poll(PATIENCE * 1000), f"step {self.step} was not reached"
+            recorded = self.run.folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+            wait_until(lambda: f"step_{self.step - 1:06d}" in recorded.read_text())
+            wait_until(lambda: len(workers()) == 2)
+            self.pipe.unlink()
+            os.kill(workers()[-1].pid, signal.SIGKILL)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        os.close(self.reader)
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < deadline, "the awaited state was not reached"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("max_failures", [1, 0], ids=["worker-killed", "run-lost-then-resumed"])
@@ -75,21 +115,20 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
     from ray.train import TrainingFailedError
 
     run = start(tiny_recipe, tmp_path, "disturbed", checkpoint_every=1, max_failures=max_failures)
-    killed: list[int] = []
-    killer = threading.Thread(target=kill_a_worker_after, args=(run.folder / "step_000003", killed))
-    killer.start()
-    if max_failures:
-        result = fit(run)
-    else:
-        with pytest.raises(TrainingFailedError):
-            fit(run)
-        assert not run.out.exists()
-        begin(run, resume=True)
-        result = fit(run)
-    killer.join()
-    assert len(killed) == 1
-    # While step 3 is being written, Ray may not have recorded step 2 yet; step 1 it has, or 2 could not be reported.
-    assert result.resumed_after >= 1
+    held = HeldCheckpoint(run, step=3)
+    with ThreadPoolExecutor() as threads:
+        killer = threads.submit(held.kill_a_worker)
+        if max_failures:
+            result = fit(run)
+        else:
+            with pytest.raises(TrainingFailedError):
+                fit(run)
+            assert not run.out.exists()
+            begin(run, resume=True)
+            result = fit(run)
+        killer.result()
+    held.release()
+    assert result.resumed_after == 2
     assert curve(run) == curve(undisturbed)
 
 
@@ -98,58 +137,78 @@ def test_a_submitted_job_shows_its_loss_and_writes_a_model(dashboard_url, tmp_pa
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(dashboard_url)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + PATIENCE
     job = None
     while job is None:
         try:
             job = client.submit_job(
                 entrypoint=f"python jobs/train_multitf.py --recipe tiny-bd --steps 2 --storage {tmp_path}",
-                runtime_env={"working_dir": str(ROOT), "excludes": [".git", ".venv"]},
+                runtime_env={"working_dir": str(ROOT), "excludes": [".git", ".venv", "tests"]},
             )
         except RuntimeError as error:  # a cluster takes jobs some seconds after it is up
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(1.0)
-    while not client.get_job_status(job).is_terminal() and time.monotonic() < deadline:
-        time.sleep(0.5)
+    wait_until(lambda: client.get_job_status(job).is_terminal())
     log = client.get_job_logs(job)
     assert client.get_job_status(job) == JobStatus.SUCCEEDED, log
     assert "step 2/2  loss " in log
-    assert load_model(tmp_path / "tiny-bd" / "model").config.block_size == RECIPES["tiny-bd"].states.block_size
-
-
-def test_a_shortened_recipe_takes_only_the_samples_it_consumes(tiny_recipe):
-    full = RECIPES["tiny-bd-b8"]
-    short = shortened(replace(full, base="somewhere"), 35)
-    assert short.data.per_task * 2 == 35 * full.train.batch_size
-    assert short.train.steps == 35 and short.train.warmup == round(full.train.warmup * 35 / full.train.steps)
-    assert shortened(full, full.train.steps).data == full.data
-    assert shortened(full, 1).data.per_task == 4000
-
-
-def test_a_run_is_begun_once_and_resumed_as_itself(tiny_recipe, tmp_path):
-    run = start(tiny_recipe, tmp_path, "mine")
-    with pytest.raises(ValueError, match="--resume"):
-        begin(run, resume=False)
-    begin(run, resume=True)
-    other = replace(run, recipe=replace(tiny_recipe, max_length=300))
-    with pytest.raises(ValueError, match=RECORD):
-        begin(other, resume=True)
+    model = tmp_path / "tiny-bd" / "model"
+    assert load_model(model).config.block_size == RECIPES["tiny-bd"].states.block_size
+    records = [json.loads(path.read_text()) for path in (tmp_path / "tiny-bd" / RECORD, model / "recipe.json")]
+    assert records[0] == records[1]
+    assert records[0]["train"]["precision"] in ("float32", "bfloat16")
+    assert f" samples in {records[0]['train']['precision']}, 2 workers" in log
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["--recipe", "nope"], "tiny-bd"),
-        (["--recipe", "tiny-bd", "--steps", "0"], "at least 1"),
+        (["--recipe", "tiny-bd", "--steps", "0"], "--steps"),
         (["--recipe", "tiny-bd", "--workers", "7"], "does not divide over 7 workers"),
-        (["--recipe", "tiny-bd", "--base", "nowhere"], "nowhere is not a model folder"),
+        (
+            ["--recipe", "tiny-bd", "--base", "nowhere"],
+            "known name; known: tiny-bd, tiny-bd-b8, tiny-mbd",
+        ),
         (["--recipe", "tiny-bd", "--resume", "--storage", "."], "there is no run"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(arguments, said, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, sentence, tmp_path):
     command = [sys.executable, str(ROOT / "jobs" / "train_multitf.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
+    assert process.returncode == 2
+    assert sentence in process.stderr and "Traceback" not in process.stderr
+    assert len(process.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_a_folder_of_the_users_is_refused_before_anything_begins(options, tmp_path, capsys, monkeypatch):
+    import ray
+
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("training must not begin")
+
+    monkeypatch.setattr(ray, "init", fail)
+    out, storage = tmp_path / "mine", tmp_path / "runs"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    arguments = ["--recipe", "tiny-mbd", "--steps", "1", "--out", str(out), "--storage", str(storage), *options]
+    assert train_multitf.main(arguments) == 2
+    assert f"{out} exists already" in capsys.readouterr().err
+    assert not storage.exists()
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+    assert (out / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tmp_path):
+    out = tmp_path / "model"
+    shutil.copytree(undisturbed.out, out)
+    run = TrainingRun(recipe=tiny_recipe, name="again", storage=tmp_path, out=out, checkpoint_every=100)
+    with pytest.raises(ValueError, match=r"holds a model; give another folder, or --overwrite"):
+        begin(run, resume=False)
+    assert not run.folder.exists()
+    run = replace(run, recipe=shortened(tiny_recipe, 1), overwrite=True)
+    begin(run, resume=False)
+    fit(run)
+    assert json.loads((out / "recipe.json").read_text())["train"]["steps"] == 1

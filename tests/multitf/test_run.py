@@ -1,0 +1,96 @@
+"""A recipe in one process: what it writes, where it refuses to, and how it goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import SHIPPED
+from mbd_core.multitf import precision, run
+from mbd_core.multitf.recipes import RECIPES, TrainingRecipe, with_precision
+
+
+@pytest.fixture
+def recipe(tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The tiny recipe by name, in a folder of the test's own, on a CPU without bfloat16."""
+    monkeypatch.setitem(RECIPES, tiny_recipe.name, with_precision(tiny_recipe, "auto"))
+    monkeypatch.setattr(precision, "computes_bfloat16", lambda device: False)
+    monkeypatch.chdir(tmp_path)
+    return tiny_recipe.name
+
+
+def test_a_run_writes_a_model_and_says_its_precision(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--recipe", recipe, "--steps", "2"]) == 0
+    out = Path("out") / recipe
+    assert load_model(out).config.block_size == 4
+    recorded = json.loads((out / "recipe.json").read_text())
+    assert recorded["train"]["precision"] == "float32"
+    assert recorded["train"]["steps"] == 2
+    assert "2 steps of 8 samples in float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_a_folder_that_is_there_is_refused_before_a_sample_is_generated(
+    recipe: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda recipe: pytest.fail("training must not begin"))
+    mine = Path("out") / recipe / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert run.main(["--recipe", recipe, *options]) == 2
+    error = capsys.readouterr().err
+    assert f"out/{recipe} exists already" in error and len(error.splitlines()) == 1
+    assert mine.read_text() == "mine"
+
+
+def test_a_model_of_the_project_is_replaced_on_demand(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--recipe", recipe, "--steps", "1", "--out", "model"]) == 0
+    assert run.main(["--recipe", recipe, "--steps", "2", "--out", "model"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run.main(["--recipe", recipe, "--steps", "2", "--out", "model", "--overwrite"]) == 0
+    assert json.loads(Path("model/recipe.json").read_text())["train"]["steps"] == 2
+
+
+@pytest.mark.parametrize("name", ["tiny-bd-b8", "tiny-bd", "tiny-mbd", "tiny-tf"])
+def test_no_recipe_writes_into_the_package_by_default(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    targets: list[Path] = []
+
+    def check(folder: Path, *, overwrite: bool) -> None:
+        targets.append(folder.resolve())
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(run, "check_export", check)
+    assert run.main(["--recipe", name]) == 2
+    assert targets == [tmp_path / "out" / name]
+    assert SHIPPED not in targets[0].parents
+
+
+def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--checkpoint", "state.pt", "--every", "5"]
+    assert run.main([*options, "--out", "whole"]) == 0
+    assert torch.load("state.pt", weights_only=True)["trainer"]["step"] == 10
+    assert run.main([*options, "--out", "resumed"]) == 0
+    whole, resumed = (load_model(Path(folder)).state_dict() for folder in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert run.main(["--recipe", "tiny-bd", "--checkpoint", "state.pt"]) == 2
+    assert f"state of a run of {recipe}, not of tiny-bd" in capsys.readouterr().err
+    Path("state.pt").write_text("something else")
+    assert run.main([*options, "--out", "again"]) == 2
+    assert "is not the state of a training run" in capsys.readouterr().err
+    assert Path("state.pt").read_text() == "something else"
+
+
+def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        (["--recipe", "nope"], "unknown recipe 'nope'; known: tiny-bd"),
+        (["--recipe", "tiny-bd", "--precision", "half"], "--precision"),
+        ([], "--recipe"),
+    ):
+        assert run.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and len(error.splitlines()) == 1

@@ -1,0 +1,85 @@
+"""A training run's folder: claimed once, resumed as itself, and never where something is that would be lost."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.multitf.recipes import TrainingRecipe, with_precision
+from mbd_core.multitf.training_run import (
+    RECORD,
+    TrainingRun,
+    begin,
+    checked_base,
+    record_recipe,
+    recorded_precision,
+)
+
+
+def new_run(recipe: TrainingRecipe, storage: Path) -> TrainingRun:
+    return TrainingRun(recipe=recipe, name="mine", storage=storage, out=storage / "mine" / "model")
+
+
+def test_a_run_is_begun_once_and_resumed_as_itself(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    run = new_run(tiny_recipe, tmp_path)
+    begin(run, resume=False)
+    with pytest.raises(ValueError, match="--resume"):
+        begin(run, resume=False)
+    begin(run, resume=True)
+    other = replace(run, recipe=replace(tiny_recipe, max_length=300))
+    with pytest.raises(ValueError, match=RECORD):
+        begin(other, resume=True)
+
+
+def test_a_resumed_run_keeps_the_precision_it_began_in(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    run = new_run(with_precision(tiny_recipe, "auto"), tmp_path)
+    begin(run, resume=False)
+    assert recorded_precision(run) == "auto"
+    record_recipe(run, with_precision(tiny_recipe, "float32"))
+    begin(run, resume=True)
+    assert recorded_precision(run) == "float32"
+    begin(new_run(with_precision(tiny_recipe, "float32"), tmp_path), resume=True)
+    with pytest.raises(ValueError, match="other settings"):
+        begin(new_run(with_precision(tiny_recipe, "bfloat16"), tmp_path), resume=True)
+
+
+def test_a_target_that_is_there_is_refused_before_the_run_claims_its_folder(
+    tiny_recipe: TrainingRecipe, tmp_path: Path
+) -> None:
+    out = tmp_path / "notes"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for overwrite in (False, True):
+        run = replace(new_run(tiny_recipe, tmp_path / "runs"), out=out, overwrite=overwrite)
+        with pytest.raises(ValueError, match="was not written by this project"):
+            begin(run, resume=False)
+        assert not run.storage.exists()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_shipped_model_is_never_replaced(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    run = replace(new_run(tiny_recipe, tmp_path), out=model_folder("tiny-mbd"), overwrite=True)
+    with pytest.raises(ValueError, match="was not written by this project"):
+        begin(run, resume=False)
+
+
+@pytest.mark.parametrize("out", ["mine", "."])
+def test_the_model_cannot_hold_the_runs_own_folder(tiny_recipe: TrainingRecipe, tmp_path: Path, out: str) -> None:
+    with pytest.raises(ValueError, match="would hold the run's own folder"):
+        replace(new_run(tiny_recipe, tmp_path), out=tmp_path / out)
+
+
+def test_a_base_is_a_known_name_or_a_folder(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model_dir.parent)
+    assert checked_base("tiny-bd") == "tiny-bd"
+    assert checked_base(tiny_model_dir.name) == str(tiny_model_dir)
+    with pytest.raises(ValueError, match=r"unknown model 'nope'.*known: tiny-bd, tiny-bd-b8, tiny-mbd"):
+        checked_base("nope")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["SDARForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        checked_base(str(tmp_path / "model"))
