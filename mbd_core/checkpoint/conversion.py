@@ -21,7 +21,7 @@ from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.safetensor_files import INDEX, MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room
 from mbd_core.checkpoint.tensor_matching import decoder_shapes, match_tensors
-from mbd_core.checkpoint.tensor_names import ExpertLayout, Stored, stored_tensors
+from mbd_core.checkpoint.tensor_names import ExpertLayout, StoredTensor, stored_tensors
 from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
 from mbd_core.files import MANIFEST, check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
@@ -79,7 +79,7 @@ class _Plan:
 
     config: ModelConfig
     to: Format
-    wanted: dict[str, Stored]
+    wanted: dict[str, StoredTensor]
     dtypes: dict[str, torch.dtype]
     pieces: TensorPieces
 

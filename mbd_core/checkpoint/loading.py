@@ -17,7 +17,7 @@ from torch import Tensor
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.safetensor_files import DTYPES, METADATA, TensorInfo, list_tensors, open_file, read_json
 from mbd_core.checkpoint.tensor_matching import match_tensors
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, Stored
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.shard import Shard, split_dim
 
@@ -90,7 +90,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def _copy_in(weights: dict[str, Tensor], source: Any, stored: Stored, shard: Shard) -> list[Tensor]:
+def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shard: Shard) -> list[Tensor]:
     """Copy a stored tensor's parts, or this rank's slices of them, into the model; returns where they were copied."""
     places: list[Tensor] = []
     start = 0

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from mbd_core.checkpoint.safetensor_files import TensorInfo
-from mbd_core.checkpoint.tensor_names import ExpertLayout, Shape, Stored, stored_tensors
+from mbd_core.checkpoint.tensor_names import ExpertLayout, StoredTensor, TensorShape, stored_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 
 
 def match_tensors(
     folder: Path, config: ModelConfig, listed: Mapping[str, TensorInfo]
-) -> tuple[dict[str, TensorInfo], dict[str, Stored], ExpertLayout]:
+) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], ExpertLayout]:
     """The checkpoint's tensors that are needed, the decoder tensors that each of them holds, and the experts' layout.
 
     `listed` are all tensors of the files. Raises `ValueError` naming the file and the tensor if they are not exactly
@@ -28,14 +28,14 @@ def match_tensors(
     return needed, stored, layout
 
 
-def decoder_shapes(config: ModelConfig) -> dict[str, Shape]:
+def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
     """The shape of every tensor of the whole decoder, which is made without memory."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
 
 
 def _check_tensors(
-    folder: Path, config: ModelConfig, listed: dict[str, TensorInfo], expected: dict[str, Stored]
+    folder: Path, config: ModelConfig, listed: dict[str, TensorInfo], expected: dict[str, StoredTensor]
 ) -> None:
     """Every expected tensor is there in its shape, and no other; `ValueError` names the file and the tensor."""
     for name, info in listed.items():
@@ -56,7 +56,7 @@ def _check_tensors(
         raise ValueError(f"{folder} lacks the tensor '{missing[0]}'{more}, which config.json asks for")
 
 
-def _detect_layout(config: ModelConfig, shapes: dict[str, Shape], listed: Iterable[str]) -> ExpertLayout:
+def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], listed: Iterable[str]) -> ExpertLayout:
     """The layout whose names fit best, because no key of a config.json says it reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(listed)

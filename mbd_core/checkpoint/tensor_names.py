@@ -10,11 +10,11 @@ from mbd_core.models.model_config import ModelConfig
 
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
 FLOAT32_ALWAYS = ("expert_bias",)  # tensors whose names end so are float32 whatever the checkpoint's dtype
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What a stored tensor holds of the decoder: the tensor `target`, or only its expert number `expert`."""
 
     target: str
@@ -22,36 +22,38 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A checkpoint's tensor: its shape, and the decoder tensors that it holds one after another along dimension 0.
 
     `lengths` are the rows that each of them takes.
     """
 
-    shape: Shape
-    parts: tuple[Part, ...]
+    shape: TensorShape
+    parts: tuple[TensorPart, ...]
     lengths: tuple[int, ...]
 
 
-def stored_tensors(config: ModelConfig, shapes: Mapping[str, Shape], experts: ExpertLayout) -> dict[str, Stored]:
+def stored_tensors(
+    config: ModelConfig, shapes: Mapping[str, TensorShape], experts: ExpertLayout
+) -> dict[str, StoredTensor]:
     """Every tensor of this model's checkpoint, by its name there; `shapes` are those of the whole decoder.
 
     Published checkpoints are "per_expert". Training checkpoints are "fused", with a layer's experts stacked, or, from
     our own trainer, "decoder", with the decoder's own names and shapes.
     """
     names: Mapping[str, str] = {} if experts == "decoder" else FAMILIES[config.architecture].names
-    grouped: dict[str, list[Part]] = {}
+    grouped: dict[str, list[TensorPart]] = {}
     for ours in shapes:
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = _stored_name(ours, names)
         if "{e}" not in theirs:
-            grouped.setdefault(theirs, []).append(Part(ours))
+            grouped.setdefault(theirs, []).append(TensorPart(ours))
         elif experts == "fused":
-            grouped[ours] = [Part(ours)]
+            grouped[ours] = [TensorPart(ours)]
         else:
             for expert in range(shapes[ours][0]):
-                grouped[theirs.replace("{e}", str(expert))] = [Part(ours, expert)]
+                grouped[theirs.replace("{e}", str(expert))] = [TensorPart(ours, expert)]
     return {name: _stored(parts, shapes) for name, parts in grouped.items()}
 
 
@@ -66,7 +68,7 @@ def _stored_name(ours: str, names: Mapping[str, str]) -> str:
     return f"{names.get(module, module)}.{leaf}".replace("{i}", number)
 
 
-def _stored(parts: list[Part], shapes: Mapping[str, Shape]) -> Stored:
+def _stored(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -> StoredTensor:
     each = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
     lengths = tuple(shape[0] for shape in each)
-    return Stored((sum(lengths), *each[0][1:]), tuple(parts), lengths)
+    return StoredTensor((sum(lengths), *each[0][1:]), tuple(parts), lengths)

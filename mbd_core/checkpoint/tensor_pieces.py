@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint.safetensor_files import TensorInfo
-from mbd_core.checkpoint.tensor_names import Part, Stored
+from mbd_core.checkpoint.tensor_names import StoredTensor, TensorPart
 
 
 class WeightsFolder(Protocol):
@@ -31,9 +31,9 @@ class _Place:
 class TensorPieces:
     """Assembles a target's tensors from a source's. It keeps the last tensor read, which the next part often needs."""
 
-    def __init__(self, source: WeightsFolder, stored: dict[str, Stored]) -> None:
+    def __init__(self, source: WeightsFolder, stored: dict[str, StoredTensor]) -> None:
         self.source = source
-        self.places: dict[Part, _Place] = {}
+        self.places: dict[TensorPart, _Place] = {}
         self.num_experts: dict[str, int] = {}
         for name, tensor in stored.items():
             start = 0
@@ -44,12 +44,12 @@ class TensorPieces:
                     self.num_experts[part.target] = self.num_experts.get(part.target, 0) + 1
         self._last: tuple[str, Tensor] | None = None
 
-    def make(self, wanted: Stored) -> Tensor:
+    def make(self, wanted: StoredTensor) -> Tensor:
         """A tensor of the target, read and assembled now."""
         parts = [self._part(part) for part in wanted.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def dtype(self, wanted: Stored) -> torch.dtype:
+    def dtype(self, wanted: StoredTensor) -> torch.dtype:
         """The dtype of all parts of a tensor; `ValueError` names two parts whose dtypes differ."""
         infos = [(n, self.source.tensors[n].dtype) for part in wanted.parts for n in self._names(part)]
         for name, dtype in infos:
@@ -57,22 +57,22 @@ class TensorPieces:
                 raise ValueError(f"'{name}' is {dtype} but '{infos[0][0]}', beside it in one tensor, is {infos[0][1]}")
         return infos[0][1]
 
-    def _names(self, part: Part) -> Iterator[str]:
+    def _names(self, part: TensorPart) -> Iterator[str]:
         """The source tensors that hold a part."""
         if part in self.places:
             yield self.places[part].name
         elif part.expert is not None:
-            yield self.places[Part(part.target)].name
+            yield self.places[TensorPart(part.target)].name
         else:
             for expert in range(self.num_experts[part.target]):
-                yield self.places[Part(part.target, expert)].name
+                yield self.places[TensorPart(part.target, expert)].name
 
-    def _part(self, part: Part) -> Tensor:
+    def _part(self, part: TensorPart) -> Tensor:
         if part in self.places:
             place = self.places[part]
             return self._read(place.name)[place.start : place.stop]
         if part.expert is not None:
-            return self._read(self.places[Part(part.target)].name)[part.expert]
+            return self._read(self.places[TensorPart(part.target)].name)[part.expert]
         stacked: Tensor | None = None
         for expert, name in enumerate(self._names(part)):
             single = self._read(name)

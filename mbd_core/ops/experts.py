@@ -81,10 +81,6 @@ class ExpertsKernel:
     call: ExpertsFunction
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def describe(self) -> str:
-        """One line to print when an engine starts."""
-        return "; ".join([f"experts: {self.name}", *(f"not {name}: {why}" for name, why in self.reasons.items())])
-
 
 def resolve_experts(
     device: torch.device,
