@@ -73,16 +73,18 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
     check_target_folder(folder, kind, overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = beside.with_name(f"{beside.name}-replaced")
     try:
         yield beside
         beside.chmod(0o755)
         _write_manifest(beside, kind, sorted(_files(beside)))
         if folder.exists():
             check_target_folder(folder, kind, overwrite=overwrite)  # it may have been filled meanwhile
-            shutil.rmtree(folder)
+            folder.rename(replaced)
         beside.rename(folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        for leftover in (beside, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def claim_folder(folder: Path, kind: str, files: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -93,7 +95,8 @@ def claim_folder(folder: Path, kind: str, files: Sequence[str], *, overwrite: bo
     check_target_folder(folder, kind, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _files(folder):
-        (folder / name).unlink()
+        if name != MANIFEST:
+            (folder / name).unlink()
     _write_manifest(folder, kind, files)
     return folder
 
@@ -105,14 +108,14 @@ def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
 def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        found, patterns = manifest["kind"], manifest["files"]
+        present, patterns = manifest["kind"], manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "
             "give a folder that is yet to be made"
         ) from None
-    if found != kind:
-        raise ValueError(f"{folder} exists already and holds a {found}, not a {kind}; give another folder")
+    if present != kind:
+        raise ValueError(f"{folder} exists already and holds a {present}, not a {kind}; give another folder")
     if not overwrite:
         raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
     foreign = [n for n in _files(folder) if n != MANIFEST and not any(_is_named(n, p) for p in patterns)]

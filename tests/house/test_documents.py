@@ -1,0 +1,48 @@
+"""What the documents name is there: files, links, and the options of commands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|tests|docs|k8s)/[\w/.-]*\w)")
+MODULE = re.compile(r"(?:from|-m) (mbd_core(?:\.\w+)+)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_files_modules_and_links_exist(document: Path) -> None:
+    text = document.read_text()
+    for name in NAMED.findall(text):
+        assert (ROOT / name).exists(), f"{document.name} names {name}"
+    for name in MODULE.findall(text):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or path.is_dir(), f"{document.name} names {name}"
+    for link in LINK.findall(text):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+def commands() -> dict[str, set[str]]:
+    """Every job that a document runs, and the options it is given there."""
+    options: dict[str, set[str]] = {}
+    for document in DOCUMENTS:
+        text = document.read_text().replace("\\\n", " ")
+        for job, rest in re.findall(r"python (?:jobs/)?(\w+)\.py((?: [^\n`#|]*)?)", text):
+            if (ROOT / "jobs" / f"{job}.py").exists():
+                options.setdefault(job, set()).update(re.findall(r"(?<![\w-])(--[a-z0-9-]+)", rest))
+    return options
+
+
+@pytest.mark.parametrize("job", sorted(commands()))
+def test_the_options_in_documents_are_the_commands(job: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "jobs" / f"{job}.py", "--help"], capture_output=True, text=True, timeout=300,
+        env={"COLUMNS": "200", "PATH": "", "TERM": "dumb"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for option in commands()[job]:
+        assert option in done.stdout, f"{job}.py has no {option}"

@@ -1,0 +1,125 @@
+"""Nothing that is there is lost, and what is there is whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mbd_core.files import (
+    MANIFEST,
+    check_new_file,
+    check_target_folder,
+    claim_folder,
+    file_beside,
+    folder_beside,
+    write_json,
+)
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def written(folder: Path, text: str = "one", *, kind: str = "model", overwrite: bool = False) -> None:
+    with folder_beside(folder, kind, overwrite=overwrite) as beside:
+        (beside / "weights").write_text(text)
+
+
+def test_a_folder_is_written_whole_with_its_manifest(tmp_path: Path) -> None:
+    written(tmp_path / "a" / "model")
+    manifest = json.loads((tmp_path / "a" / "model" / MANIFEST).read_text())
+    assert manifest == {"written_by": "mbd-cluster", "kind": "model", "files": ["weights"]}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_the_project_did_not_write_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter1").write_text("two years of work")
+    with pytest.raises(ValueError, match="was not written by this project"):
+        written(folder, overwrite=overwrite)
+    assert everything(folder) == {"chapter1": "two years of work"}
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("x")
+    link.symlink_to(tmp_path / "nowhere")
+    for target in (file, link):
+        with pytest.raises(ValueError, match="not a folder"):
+            check_target_folder(target, "model", overwrite=overwrite)
+
+
+def test_ours_is_replaced_only_when_asked_and_only_by_its_own_kind(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written(folder)
+    with pytest.raises(ValueError, match="holds a model; give another folder, or --overwrite"):
+        written(folder, "two")
+    with pytest.raises(ValueError, match="holds a model, not a sweep"):
+        written(folder, "two", kind="sweep", overwrite=True)
+    assert (folder / "weights").read_text() == "one"
+    written(folder, "two", overwrite=True)
+    assert (folder / "weights").read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "deep/notes.txt"])
+def test_a_foreign_file_in_ours_is_kept(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    written(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"{name} in it was not written by this project"):
+        written(folder, "two", overwrite=True)
+    assert (folder / name).read_text() == "mine" and (folder / "weights").read_text() == "one"
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written(folder)
+    with pytest.raises(KeyboardInterrupt), folder_beside(folder, "model", overwrite=True) as beside:  # noqa: PT012
+        (beside / "weights").write_text("half")
+        raise KeyboardInterrupt
+    assert (folder / "weights").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_claimed_folder_gives_up_its_own_files_and_no_others(tmp_path: Path) -> None:
+    patterns = ["samples/part-*.parquet", "report.json"]
+    folder = claim_folder(tmp_path / "sweep", "sweep", patterns)
+    (folder / "samples").mkdir()
+    for name in ("samples/part-0.parquet", "report.json", "samples/.part-1.parquet.7.partial.parquet"):
+        (folder / name).write_text("old")
+    with pytest.raises(ValueError, match="--overwrite"):
+        claim_folder(folder, "sweep", patterns)
+    (folder / "samples/part-9.csv").write_text("mine")
+    with pytest.raises(ValueError, match=r"part-9\.csv in it was not written"):
+        claim_folder(folder, "sweep", patterns, overwrite=True)
+    (folder / "samples/part-9.csv").unlink()
+    claim_folder(folder, "sweep", patterns, overwrite=True)
+    assert list(everything(folder)) == [MANIFEST]
+
+
+def test_an_empty_folder_can_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    written(tmp_path / "model")
+    assert (tmp_path / "model" / "weights").exists()
+
+
+def test_a_file_is_new_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.json"
+    check_new_file(path)
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"x": float("nan")})
+    assert not path.exists()
+    write_json(path, {"x": 1})
+    with pytest.raises(ValueError, match="exists already"):
+        check_new_file(path)
+    with pytest.raises(RuntimeError), file_beside(path) as beside:  # noqa: PT012
+        beside.write_text("half")
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {"x": 1} and [p.name for p in path.parent.iterdir()] == ["report.json"]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_new_file(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match="longer than 200 bytes"):
+        check_target_folder(tmp_path / ("x" * 201), "model")
