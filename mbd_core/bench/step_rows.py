@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.kv_memory import free_host_memory
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
@@ -103,7 +103,8 @@ class StepBenchmark:
         """The weights and the pages of the largest case must fit the memory that is free."""
         pages = max(case.kv_bytes(self.config, self.dtype) for case in self.cases)
         needed = self.config.num_parameters * self.dtype.itemsize + pages
-        free = free_bytes(self.device)
+        on_gpu = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_host_memory()
         if needed > free:
             raise ValueError(
                 f"{self.model} needs {needed / 1e9:.1f} GB in {_name(self.dtype)} and {self.device} has "
@@ -206,18 +207,6 @@ def usable_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name} cannot be used; take cpu or cuda")
     return device
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; on a CPU what the kernel says, or the container's limit if that is less."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def device_name(device: torch.device) -> str:

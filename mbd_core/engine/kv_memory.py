@@ -42,7 +42,7 @@ def fit_num_pages(
         budget = free - activations - int((1 - config.kv_memory_fraction) * total)
         most = budget // each
     else:
-        budget = int(config.kv_memory_fraction * _free_host_memory())
+        budget = int(config.kv_memory_fraction * free_host_memory())
         most = min(budget // each, config.max_rows * longest_in_pages(model, config, page_size) + 1)
     if most < 2:
         raise ValueError(
@@ -84,7 +84,7 @@ def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> Pa
     return PagedKVCache(model, num_pages=2, page_size=page_size, dtype=weights.dtype, device=weights.device)
 
 
-def _free_host_memory() -> int:
+def free_host_memory() -> int:
     """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit."""
     available = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
