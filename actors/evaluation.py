@@ -1,17 +1,19 @@
 """A sweep on Ray Data: a pool of actors that decode, then tasks that grade, over tables of samples."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import ray
 import ray.data
+from ray.exceptions import RayTaskError
 
 from cluster.placement import ClusterTooSmall, gpus_each
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
+from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
 from mbd_core.evaluation.grade_stage import grade_table
 from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
 from mbd_core.evaluation.sweep_plan import Sweep
@@ -70,7 +72,10 @@ def plan_pool(sweep: Sweep, *, num_engines: int) -> EnginePool:
 
 
 def run_sweep(sweep: Sweep, pool: EnginePool) -> Iterator[pa.Table]:
-    """Decode and grade on the connected cluster; tables of graded samples as they come, in no particular order."""
+    """Decode and grade on the connected cluster; tables of graded samples as they come, in no particular order.
+
+    Raises `ModelRefused` if an actor cannot load a model, which only its machine can find out.
+    """
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect_samples` shows one for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     samples = pa.Table.from_pylist(list(sweep.rows()), schema=PLANNED_COLUMNS)
@@ -89,4 +94,11 @@ def run_sweep(sweep: Sweep, pool: EnginePool) -> Iterator[pa.Table]:
         )
         .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
     )
-    yield from graded.iter_batches(batch_size=None, batch_format="pyarrow")
+    try:
+        yield from graded.iter_batches(batch_size=None, batch_format="pyarrow")
+    except RayTaskError as error:
+        # Ray passes an actor's exception on as text: its class and message are a line of the traceback.
+        refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)
+        if refusal is None:
+            raise
+        raise ModelRefused(refusal[1]) from error

@@ -45,7 +45,7 @@ JsonFile = Annotated[
 MaxRows = Annotated[int, typer.Option(help="Sequences decoded at once.", min=1, rich_help_panel=ENGINE)]
 NumPages = Annotated[
     int | None,
-    typer.Option(help="Pages of KV memory, each engine's (default: as many as fit).", min=1, rich_help_panel=ENGINE),
+    typer.Option(help="Pages of KV memory, each engine's (default: as many as fit).", min=2, rich_help_panel=ENGINE),
 ]
 KvMemoryFraction = Annotated[
     float,

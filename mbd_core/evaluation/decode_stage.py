@@ -31,11 +31,15 @@ class Failure:
     error: str
 
 
+class ModelRefused(ValueError):
+    """A model that cannot be loaded with the engine's configuration: no memory for a KV page, no kernel."""
+
+
 class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
-    `load` returns the model of a name in the rows. One engine is in memory at a time: it is closed and dropped before
-    the next model is loaded, and before it is loaded again after a failure.
+    `load` returns the model of a name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in memory
+    at a time: it is closed and dropped before the next model is loaded, and before it is loaded again after a failure.
     """
 
     def __init__(self, load: Callable[[str], DecodingModel]) -> None:
@@ -59,7 +63,10 @@ class DecodeStage:
         """The model of that name. The caller must not keep its engine while another may be loaded."""
         if self._loaded is None or self._loaded[0] != name:
             self.close()
-            self._loaded = (name, self._load(name))
+            try:
+                self._loaded = (name, self._load(name))
+            except ValueError as error:
+                raise ModelRefused(f"model '{name}': {error}") from error
         return self._loaded[1]
 
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.request import Counts, Output, Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
+from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
 from mbd_core.evaluation.sample_tables import COUNTS
 from mbd_core.serving.committed_text import CommittedText
 from mbd_core.serving.load import load_engine
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_loaded_is_not_a_row_s_failure(tokenizer: Any) ->
     def load(_name: str) -> DecodingModel:
         raise ValueError("no such weights")
 
-    with pytest.raises(ValueError, match="no such weights"):
+    with pytest.raises(ModelRefused, match="model 'm': no such weights"):
         DecodeStage(load)(planned_samples(["m"], prompts=["a"]))
 
 

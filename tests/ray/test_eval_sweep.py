@@ -135,6 +135,16 @@ def test_overwrite_replaces_a_sweep_and_no_file_of_the_user_s(
     assert len(list(read_samples(out))) == 1
 
 
+def test_a_model_that_only_an_actor_can_refuse_is_one_sentence_and_exit_2(
+    ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A KV memory below one page is known once the model is loaded."""
+    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--limit", "1", "--out", str(tmp_path / "out")]
+    assert main([*command, "--kv-memory-fraction", "1e-12"]) == 2
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    assert sentence.startswith("eval_sweep: model 'tiny-random': no KV page of")
+
+
 def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:
     """The tests' cluster has 8 CPUs and no GPU."""
     options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=1, tensor_parallel=2)
