@@ -1,0 +1,38 @@
+"""The wheel: what `pip install` brings to a place outside the repository."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ("pyproject.toml", "README.md", "LICENSE", "mbd_core", "actors", "cluster", "jobs")
+
+
+def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in SOURCE:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*command, "-w", tmp_path, source], check=True, cwd=tmp_path, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    assert not list(installed.rglob("*.pyc")) and (installed / "mbd_core/trace/replay.html").is_file()
+    for path in (ROOT / "mbd_core/checkpoint/shipped").glob("*/*"):
+        if path.suffix != ".pyc":
+            assert (installed / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import mbd_core\n"
+        "from mbd_core.checkpoint.shipped import model_folder\n"
+        "print(mbd_core.__file__, model_folder('tiny-mbd'), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, installed], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith(str(installed)) for line in done.stdout.splitlines())
