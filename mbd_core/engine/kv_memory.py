@@ -2,8 +2,8 @@
 
 On a GPU the forward is run once and its peak is read from the allocator, as vLLM and nano-vllm do; the pages then take
 all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose memory belongs
-to others too, the pages take at most `kv_memory_fraction` of what is free and no more than the sequences of all batch
-rows can fill at the model's full length; the forward is not measured there.
+to others too, the forward is not measured: of `kv_memory_fraction` of the free memory one half is kept for it, and the
+pages take the other half at most, and no more than the sequences of all batch rows can fill at the model's full length.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def fit_num_pages(
         budget = free - activations - int((1 - config.kv_memory_fraction) * total)
         most = budget // each
     else:
-        budget = int(config.kv_memory_fraction * free_host_memory())
+        budget = int(config.kv_memory_fraction * free_host_memory() / 2)
         most = min(budget // each, config.max_rows * longest_in_pages(model, config, page_size) + 1)
     if most < 2:
         raise ValueError(

@@ -28,7 +28,7 @@ def test_a_cpu_gives_what_all_batch_rows_can_fill_and_no_more(monkeypatch: pytes
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_a_cpu_with_little_memory_gives_a_share_of_it(monkeypatch: pytest.MonkeyPatch, fraction: float) -> None:
     model = build()
-    monkeypatch.setattr(kv_memory, "free_host_memory", lambda: 20 * bytes_each(model))
+    monkeypatch.setattr(kv_memory, "free_host_memory", lambda: 40 * bytes_each(model))
     engine = Engine(model, EngineConfig(max_rows=3, page_size=16, kv_memory_fraction=fraction))
     assert engine.num_pages == int(20 * fraction)
     alone = gist(Engine(model, EngineConfig(num_pages=100, page_size=16)).generate([request("a", 1, "multi")])[0])
