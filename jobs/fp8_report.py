@@ -18,12 +18,12 @@ def run(
     context: typer.Context,
     *,
     model: ModelName,
+    limit: Annotated[int, typer.Option(help="Sequences that are compared.", min=1, rich_help_panel=DATA)] = 16,
+    seed: Seed = 0,
     parts: Annotated[
         Parts | None,
         typer.Option(help="What is rounded (default: the experts, or all without any)", rich_help_panel=ENGINE),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Sequences that are compared.", min=1, rich_help_panel=DATA)] = 16,
-    seed: Seed = 0,
     json: JsonFile = None,
 ) -> None:
     """What FP8 weights cost a model in accuracy, and what they save in memory.

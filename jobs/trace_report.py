@@ -40,7 +40,7 @@ NUM_PROMPTS = 16
 
 Traces = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME=TRACE...", help="Trace files, or folders of parts, each with a name or without."),
+    typer.Argument(metavar="NAME=TRACE", help="Trace files, or folders of parts, each with a name or without."),
 ]
 RecordedModel = Annotated[
     str | None,
@@ -96,7 +96,6 @@ def run(
     context: typer.Context,
     traces: Traces = None,
     *,
-    out: OutFolder,
     model: RecordedModel = None,
     tokenizer: Tokenizer = None,
     prompt: Prompts = None,
@@ -104,6 +103,7 @@ def run(
     max_tokens: MaxTokens = 128,
     buffer_size: BufferSize = None,
     decoding: Decoding = "{}",
+    out: OutFolder,
     request: RequestId = None,
     overwrite: Overwrite = False,
 ) -> None:
