@@ -2,8 +2,8 @@
 
 On a GPU the forward is run once and its peak is read from the allocator, as vLLM and nano-vllm do; the pages then take
 all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose memory belongs
-to others too, the forward is not measured: one half of `kv_memory_fraction` of the free memory is kept for it, and the
-pages take the other half at most, and no more than the sequences of all batch rows can fill at the model's full length.
+to others too, the forward is not measured: the pages take at most half of `kv_memory_fraction` of the free memory, and
+no more than the sequences of all batch rows can fill at the model's full length.
 """
 
 from pathlib import Path
