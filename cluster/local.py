@@ -48,7 +48,7 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    port, dashboard_port = free_ports(2)
+    port, dashboard_port, agent_port, client_port = free_ports(4)
     cluster = LocalCluster(
         dashboard_url=f"http://{LOOPBACK}:{dashboard_port}",
         environment={
@@ -70,6 +70,8 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-color=false"),
         *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
         *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
+        # By default every cluster of a machine takes the same two ports; the second then takes no jobs.
+        *(f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"),
         *(f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"),
     ]
     environment = {k: v for k, v in cluster.environment.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
@@ -143,9 +145,10 @@ def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seco
     request = urllib.request.Request(f"{cluster.dashboard_url}/api/jobs/", data=b'{"entrypoint": "true"}')
     request.add_header("Authorization", f"Bearer {Path(cluster.environment['RAY_AUTH_TOKEN_PATH']).read_text()}")
     request.add_header("Content-Type", "application/json")
-    while head.poll() is None and time.monotonic() < deadline:
+    # Each request submits a job, which takes long on a busy machine: none is given up before the deadline.
+    while head.poll() is None and (left := deadline - time.monotonic()) > 0:
         try:
-            with urllib.request.urlopen(request, timeout=15):
+            with urllib.request.urlopen(request, timeout=left):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)
