@@ -115,7 +115,7 @@ class BlockBuffer:
 
     def _derive(self) -> None:
         """Compute what changes only when rows slide: the absolute positions of every slot's tokens; which of them may
-        be filled, behind the prompt and before the end of the token budget; and how many that are in each slot.
+        be filled, behind the prompt and before the end of the token budget; and how many of them each slot has.
         """
         settings = self.settings
         block = settings.first_block_R[:, None] + self._slots

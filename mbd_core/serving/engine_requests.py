@@ -1,7 +1,6 @@
 """From a parsed API request to what the engine takes: one admitted request for each prompt and choice."""
 
 import uuid
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,13 +33,15 @@ def engine_requests(
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt=tuple(prompt),
-            max_tokens=_default_budget(len(prompt), admission) if asked.budget is None else asked.budget,
+            max_tokens=MAX_TOKENS_DEFAULT if asked.budget is None else asked.budget,
             decoding=decoding,
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
         )
+        if asked.budget is None:
+            request = replace(request, max_tokens=admission.default_max_tokens(request))
         try:
-            first = admission.check(request) if asked.budget is not None else _check_default(request, admission)
+            first = admission.check(request)
             others = [replace(first.request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
             admitted += [first, *map(admission.check, others)]
         except RequestRefused as error:
@@ -55,34 +56,6 @@ def _check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_f
         field = prompt_field if num_prompts > capacity else "n"
         message = f"{field}: {num_prompts * num_choices} choices at once; this server takes at most {capacity}"
         raise ApiError(400, message, param=field, code="invalid_value")
-
-
-def _default_budget(prompt_length: int, admission: Admission) -> int:
-    """The tokens that may follow a prompt where the client names no number."""
-    return max(1, min(MAX_TOKENS_DEFAULT, admission.room(prompt_length)))
-
-
-def _check_default(request: Request, admission: Admission) -> Admitted:
-    """Admit `request` with as many tokens as fit, at most its `max_tokens`, which the client did not ask for.
-
-    Fewer fit where the method holds the prompt several times: each lane of a canvas has keys and values of its own.
-    """
-
-    try:
-        return admission.check(request)
-    except RequestRefused as error:
-        if error.code != "context_length_exceeded":
-            raise
-
-    def too_many(max_tokens: int) -> bool:
-        try:
-            admission.check(replace(request, max_tokens=max_tokens))
-        except RequestRefused:
-            return True
-        return False
-
-    budget = bisect_left(range(1, request.max_tokens), True, key=too_many)
-    return admission.check(replace(request, max_tokens=max(1, budget)))
 
 
 def _api_error(

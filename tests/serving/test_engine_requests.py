@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.canvas.single_lane import num_lanes
+from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.engine.admission import Admission, Admitted
@@ -20,6 +20,7 @@ MODEL = ModelConfig(
     mask_token_id=0, eos_token_ids=(1,), block_size=4,
 )  # fmt: skip
 DECODING = DecodingConfig(block_size=4)
+GUIDED = DecodingConfig(block_size=4, canvas=Canvas(cfg_scale=1.0))
 BLOCK_BATCH = DecodingConfig(block_size=4, canvas=Canvas(branches=Branches(block_lengths=(4, 8, 16))))
 
 
@@ -36,6 +37,17 @@ def completion(**fields: Any) -> CompletionRequest:
 def build(asked: GenerationRequest, prompts: list[list[int]], limits: Admission, **changes: Any) -> list[Admitted]:
     options: dict[str, Any] = {"prompt_field": "prompt", "decoding": DECODING, "seed": 0, "capacity": 10}
     return engine_requests(asked, prompts, admission=limits, **(options | changes))
+
+
+def test_without_a_budget_an_answer_gets_what_its_steps_can_be_spread_over() -> None:
+    limits = admission(model=replace(MODEL, architecture="LLaDAModelLM", attention="full"))
+    for canvas, max_tokens in (
+        (Canvas(accept="quota", steps=400), 400),
+        (Canvas(accept="quota", steps=3, block_length=8), 24),
+    ):
+        decoding = DecodingConfig(block_size=4, canvas=canvas)
+        (admitted,) = build(completion(), [[5] * 10], limits, decoding=decoding)
+        assert admitted.request.max_tokens == max_tokens
 
 
 def test_choices_follow_prompt_by_prompt_and_draw_with_seeds_of_their_own() -> None:
@@ -61,13 +73,15 @@ def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -
     limits = admission(model=replace(MODEL, architecture="LLaDAModelLM", attention="full"), num_pages=36)
     (admitted,) = build(completion(), [[5] * 100], limits, decoding=BLOCK_BATCH)
     assert admitted.request.max_tokens == 12 * 16 - 100
+    (admitted,) = build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
+    assert admitted.request.max_tokens == 8, "the most that two lanes decode"
     with pytest.raises(ApiError, match=r"max_tokens: .* KV pages") as caught:
         build(completion(max_tokens=93), [[5] * 100], limits, decoding=BLOCK_BATCH)
     assert caught.value.param == "max_tokens"
     with pytest.raises(
-        ApiError, match=r"prompt: 200 tokens leave no room to generate; decoding.canvas keeps them once"
+        ApiError, match=r"prompt: 300 tokens leave no room to generate; decoding.canvas keeps them once"
     ):
-        build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
+        build(completion(), [[5] * 300], limits, decoding=GUIDED)
 
 
 @pytest.mark.parametrize(
