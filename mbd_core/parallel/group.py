@@ -13,6 +13,7 @@ guarantees it: each element is summed in one order and sent to all (two ranks su
 
 import pickle
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -172,6 +173,7 @@ def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
                 rank.address, rank.port, rank.size, is_master=rank.rank == 0, timeout=rank.wait, wait_for_workers=False
             )
         store.add(_ARRIVED, 1)
+        _wait_for_all(store, rank)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -181,13 +183,26 @@ def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
             device_id=device if device.type == "cuda" else None,
         )
         return Group(rank, dist.new_group(backend="gloo", timeout=rank.wait))
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if dist.is_initialized():
             dist.destroy_process_group()
         raise RankLost(
             f"rank {rank.rank} on {socket.gethostname()} did not meet all {rank.size} ranks at "
             f"{rank.address}:{rank.port} within {rank.timeout:g} s: {error}"
         ) from error
+
+
+def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
+    """Until all ranks have arrived; `TimeoutError` if they do not.
+
+    `init_process_group` would wait too. But a process in which it failed counts one group more than the others, and
+    can never meet them again.
+    """
+    deadline = time.monotonic() + rank.timeout
+    while (arrived := num_arrived(store)) < rank.size:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{arrived} arrived")
+        time.sleep(0.01)
 
 
 def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None) -> Decoder:

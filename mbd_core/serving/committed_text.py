@@ -15,6 +15,9 @@ class CommittedText:
     inside it), and so is an ending that may yet grow into a stop string. The text ends before the stop string that is
     complete first; of two complete at the same character, before the longer. Raises `ValueError` on an empty stop
     string.
+
+    The window holds the last tokens whose text is out, then those whose text is not: some tokenizers decode a token
+    by the tokens before it.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
@@ -23,9 +26,9 @@ class CommittedText:
         self._decode = decode
         self._stop = tuple(stop)
         self._window: list[int] = []
-        self._shown_tokens = 0
-        self._shown = ""
-        self._held = ""
+        self._num_context = 0  # tokens of the window whose text is out
+        self._context = ""  # their text
+        self._ending = ""  # characters that may begin a stop string
         self.num_tokens = 0
         self.stopped = False
 
@@ -35,31 +38,30 @@ class CommittedText:
         self.num_tokens += 1
         self._window.append(token)
         text = self._decode(self._window)
-        if len(text) <= len(self._shown) or text.endswith(BROKEN):
+        if len(text) <= len(self._context) or text.endswith(BROKEN):
             return ""
-        delta = text[len(self._shown) :]
-        # The last shown tokens stay in the window: some tokenizers decode a token by what stands before it.
-        self._window = self._window[self._shown_tokens :]
-        self._shown_tokens, self._shown = len(self._window), self._decode(self._window)
+        delta = text[len(self._context) :]
+        self._window = self._window[self._num_context :]
+        self._num_context, self._context = len(self._window), self._decode(self._window)
         return self._release(delta)
 
     def finish(self) -> str:
         """The rest of the text, now that no token follows."""
         if self.stopped:
             return ""
-        rest = self._decode(self._window)[len(self._shown) :].rstrip(BROKEN)
+        rest = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
         text = self._release(rest)
         if not self.stopped:
-            text, self._held = text + self._held, ""
+            text, self._ending = text + self._ending, ""
         return text
 
     def _release(self, delta: str) -> str:
-        self._held += delta
-        matches = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
+        self._ending += delta
+        matches = [(at + len(s), at) for s in self._stop if (at := self._ending.find(s)) >= 0]
         if matches:
             self.stopped = True
-            return self._held[: min(matches)[1]]
-        keep = max((k for s in self._stop for k in range(1, len(s)) if self._held.endswith(s[:k])), default=0)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
+            return self._ending[: min(matches)[1]]
+        keep = max((k for s in self._stop for k in range(1, len(s)) if self._ending.endswith(s[:k])), default=0)
+        cut = len(self._ending) - keep
+        text, self._ending = self._ending[:cut], self._ending[cut:]
         return text

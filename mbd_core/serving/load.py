@@ -85,7 +85,7 @@ def load_engine(
     fp8              which weights are rounded to FP8: the experts', or those of all layers (`models.quantize`)
     tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
     """
-    found = read_folder(folder)
+    contents = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else None
     engine: Engine
@@ -100,15 +100,15 @@ def load_engine(
             dtype=dtype,
             fp8=fp8,
             trace=trace,
-            vocab_limit=len(found.tokenizer),
+            vocab_limit=len(contents.tokenizer),
         )
     else:
         model = load_model(folder, dtype=dtype, device=device)
         if fp8 is not None:
             quantize_weights(model, fp8)
-        engine = Engine(model, config, trace=trace, vocab_limit=len(found.tokenizer))
-    defaults = decoding_defaults(found, config)
-    return LoadedModel(folder.name, engine, found.tokenizer, found.config, defaults, found.stored_dtype)
+        engine = Engine(model, config, trace=trace, vocab_limit=len(contents.tokenizer))
+    defaults = decoding_defaults(contents, config)
+    return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
 
 
 def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:

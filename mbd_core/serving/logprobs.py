@@ -6,11 +6,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.serving.committed_text import BROKEN, CommittedText, Decode
 
-LEAST = -9999.0  # JSON has no minus infinity; OpenAI writes this
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
 class TokenTexts:
-    """What a token is by itself: its text and, where they can be told, its bytes. Answers are kept."""
+    """The text of a single token and, where the tokenizer shows them, its bytes; looked up once a token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -33,10 +33,10 @@ class TokenTexts:
 
 
 class ChoiceLogprobs:
-    """The log-probabilities of one choice, told in one piece or, for a stream, in several that join to the same.
+    """The log-probabilities of one choice; a stream adds tokens in several pieces, which join to the same lists.
 
-    Every counted token has its entry, those of a stop string included. `text_offset` is where in the choice's text
-    the first character that a token completes or begins stands.
+    Every counted token has its entry, those of a stop string included. `text_offset` is the place in the choice's
+    text of the first character that the token completes or begins.
     """
 
     def __init__(self, texts: TokenTexts, decode: Decode, *, chat: bool) -> None:
@@ -47,7 +47,7 @@ class ChoiceLogprobs:
     def add(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> dict[str, Any]:
         """The entries of the next tokens (natural logarithms)."""
         pieces = [self._texts(token) for token in tokens]
-        values = [max(value, LEAST) for value in logprobs]
+        values = [max(value, LEAST_LOGPROB) for value in logprobs]
         if self._chat:
             entries = [
                 {"token": text, "logprob": value, "bytes": None if raw is None else list(raw), "top_logprobs": []}

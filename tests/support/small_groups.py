@@ -1,0 +1,120 @@
+"""Small models and requests for tensor-parallel groups, and a way to drive an engine through all it can do."""
+
+import random
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.parallel.group import Rank
+from mbd_core.parallel.leader import ParallelEngine
+
+LIMIT = 120.0  # seconds to wait for what comes by itself, however busy the machine is
+B, VOCAB = 4, 48
+DENSE = ModelConfig(
+    architecture="SDARForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8,
+    num_kv_heads=4, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256, tie_word_embeddings=False,
+    mask_token_id=0, eos_token_ids=(1,), block_size=B,
+)  # fmt: skip
+SDAR_MOE = replace(
+    DENSE,
+    architecture="SDARMoeForCausalLM",
+    moe=MoEConfig(num_experts=8, experts_per_token=2, intermediate_size=16, score="softmax", norm_topk_prob=True),
+)
+LLADA2_MOE = replace(
+    DENSE,
+    architecture="LLaDA2MoeModelLM",
+    rotary_dim=4,
+    moe=MoEConfig(
+        num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
+        num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, routed_scaling=2.5, first_dense_layers=1,
+    ),
+)  # fmt: skip
+CONFIGS = {"dense": DENSE, "llada2-moe": LLADA2_MOE, "sdar-moe": SDAR_MOE}
+SIZES = EngineConfig(max_rows=3, num_pages=24, page_size=8, max_prefill_tokens=12)
+METHODS: tuple[dict[str, Any], ...] = (
+    {"buffer_size": 1, "tau_m2t": 0.4},
+    {"buffer_size": 3, "tau_m2t": 0.4, "tau_add": 0.1},
+    {"buffer_size": 2, "tau_m2t": 0.4, "t2t": T2T(tau=0.2, max_edits=4)},
+    {"buffer_size": 3, "tau_m2t": 0.4, "soft": Soft(stop_confidence=0.5)},
+)
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(5)
+    return [
+        Request(
+            request_id=f"r{i}",
+            prompt=tuple(rng.choices(range(2, VOCAB), k=rng.randint(1, 20))),
+            max_tokens=rng.randint(12, 30),
+            decoding=DecodingConfig(block_size=B, **METHODS[i % len(METHODS)]),
+            sampling=Sampling(temperature=0.8 if i % 3 == 2 else 0.0, seed=i),
+            logprobs=True,
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]
+
+
+def serve(engine: Engine) -> dict[str, Output]:
+    """Seven requests for three rows: two come late, one is aborted while it runs and one that waits, two preempted."""
+    todo, outputs = requests(7), {}
+    for request in todo[:5]:
+        engine.add(request)
+    for number in range(200):
+        if number == 3:
+            engine.preempt()
+            for request in todo[5:]:
+                engine.add(request)
+        if number == 5:
+            for name in ("r1", "r6"):
+                aborted = engine.abort(name)
+                assert aborted is not None
+                outputs[name] = aborted
+        if number == 9:
+            engine.preempt()
+        for step in engine.step():
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+        if not engine.has_work:
+            engine.check_integrity()
+            return outputs
+    raise AssertionError("the requests did not end")
+
+
+def gist(output: Output) -> tuple[Any, ...]:
+    c = output.counts
+    return output.tokens, output.finish_reason, c.num_forwards, c.num_store_forwards, c.num_preemptions
+
+
+def rank_of(rank: int, size: int, port: int, timeout: float = 20.0, device: str = "cpu") -> Rank:
+    return Rank(rank=rank, size=size, address="127.0.0.1", port=port, timeout=timeout, device=device)
+
+
+def child(engine: ParallelEngine) -> int:
+    assert engine.followers is not None
+    (pid,) = engine.followers.pids
+    return pid
+
+
+def gone(pid: int, seconds: float = LIMIT) -> bool:
+    """Whether the process ends within that time; one that has ended and was not waited for counts."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
+def break_off(*_: Any) -> None:
+    raise OSError("no such\ndevice")
