@@ -88,9 +88,9 @@ def train_worker(config: dict[str, Any]) -> int:
         say(f"resumed after step {resumed_after}")
     train(trainer, run, curve, is_first=is_first, world_size=world_size)
     if is_first:
-        # All steps done before this start: a start before it may have written the model already.
-        rewrite = resumed_after == recipe.train.steps
-        export(run.out, recipe, model, tokenizer, overwrite=run.overwrite or rewrite)
+        # Where no step was left to do, an earlier start of this run may have written the model already.
+        is_repeated = resumed_after == recipe.train.steps
+        export(run.out, recipe, model, tokenizer, overwrite=run.overwrite or is_repeated)
         write_text(run.folder / LOSSES, "".join(json.dumps(point) + "\n" for point in curve))
         say(f"wrote {run.out} and {run.folder / LOSSES}")
     return resumed_after

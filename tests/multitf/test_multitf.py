@@ -138,9 +138,9 @@ def model() -> Decoder:
 def example(prompt: int, response: int):
     rng = random.Random(prompt * 100 + response)
     draw = [rng.randrange(2, 30) for _ in range(prompt + response)]
-    made = encode_example(draw[:prompt], draw[prompt:], eos_token_id=EOS, block_size=B, max_length=64)
-    assert made is not None
-    return made
+    example = encode_example(draw[:prompt], draw[prompt:], eos_token_id=EOS, block_size=B, max_length=64)
+    assert example is not None
+    return example
 
 
 def doubled(batch: MultiTFBatch) -> MultiTFBatch:

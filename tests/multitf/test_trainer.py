@@ -15,13 +15,13 @@ from mbd_core.multitf.trainer import TrainConfig, Trainer
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Sums in one order, so that equal means equal."""
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
 
 
-def make(recipe: TrainingRecipe, *, rank: int = 0, world_size: int = 1) -> Trainer:
+def new_trainer(recipe: TrainingRecipe, *, rank: int = 0, world_size: int = 1) -> Trainer:
     model, _, examples = prepare(recipe)
     return Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size)
 
@@ -36,39 +36,39 @@ def rows(batch: MultiTFBatch) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_a_step_lowers_the_loss_of_its_batch(tiny_recipe):
-    trainer = make(tiny_recipe)
+    trainer = new_trainer(tiny_recipe)
     batch = trainer.batch(0)
-    before, _ = trainer.objective(batch)
+    loss, _ = trainer.objective(batch)
     metrics = trainer.step()
-    after, _ = trainer.objective(batch)
-    assert metrics.loss == pytest.approx(before.item(), rel=1e-6)
-    assert after < before - 0.05
+    lower_loss, _ = trainer.objective(batch)
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert lower_loss < loss - 0.05
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_recipe):
-    through, first = make(tiny_recipe), make(tiny_recipe)
+    through, first = new_trainer(tiny_recipe), new_trainer(tiny_recipe)
     expected = [through.step() for _ in range(7)]
-    before = [first.step() for _ in range(3)]
-    kept = io.BytesIO()
-    torch.save(first.state_dict(), kept)
-    kept.seek(0)
-    second = make(tiny_recipe)
-    second.load_state_dict(torch.load(kept, weights_only=True))
+    metrics = [first.step() for _ in range(3)]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = new_trainer(tiny_recipe)
+    second.load_state_dict(torch.load(file, weights_only=True))
     assert second.step_number == 3
-    assert before + [second.step() for _ in range(4)] == expected
+    assert metrics + [second.step() for _ in range(4)] == expected
     for name, tensor in through.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
 def test_the_ranks_share_one_global_batch(tiny_recipe):
-    whole = rows(make(tiny_recipe).batch(5))
+    whole = rows(new_trainer(tiny_recipe).batch(5))
     for world_size in (2, 4):
-        shards = [rows(make(tiny_recipe, rank=r, world_size=world_size).batch(5)) for r in range(world_size)]
+        shards = [rows(new_trainer(tiny_recipe, rank=r, world_size=world_size).batch(5)) for r in range(world_size)]
         assert sorted(row for shard in shards for row in shard) == sorted(whole)
 
 
 def test_noise_is_drawn_anew_each_epoch(tiny_recipe):
-    trainer = make(tiny_recipe)
+    trainer = new_trainer(tiny_recipe)
     per_epoch = len(trainer.examples) // tiny_recipe.train.batch_size
     epochs = [[row for s in range(per_epoch) for row in rows(trainer.batch(e * per_epoch + s))] for e in range(2)]
     clean = [sorted(tuple(t for t in labels if t != IGNORE) for _, labels in epoch) for epoch in epochs]
@@ -80,8 +80,8 @@ def test_gradients_of_the_ranks_average_to_the_whole(tiny_recipe):
         trainer.objective(trainer.batch(2))[0].backward()
         return {name: p.grad for name, p in trainer.model.named_parameters()}
 
-    whole = gradients(make(tiny_recipe))
-    shards = [gradients(make(tiny_recipe, rank=rank, world_size=2)) for rank in range(2)]
+    whole = gradients(new_trainer(tiny_recipe))
+    shards = [gradients(new_trainer(tiny_recipe, rank=rank, world_size=2)) for rank in range(2)]
     for name, expected in whole.items():
         mean = (shards[0][name] + shards[1][name]) / 2
         torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -97,8 +97,8 @@ def test_the_learning_rate_warms_up_stays_and_decays():
 
 def test_what_cannot_be_trained_is_refused(tiny_recipe):
     with pytest.raises(ValueError, match="batch_size=8 does not divide over 3 workers"):
-        make(tiny_recipe, world_size=3)
+        new_trainer(tiny_recipe, world_size=3)
     with pytest.raises(ValueError, match="fewer than batch_size=800"):
-        make(replace(tiny_recipe, train=replace(tiny_recipe.train, batch_size=800)))
+        new_trainer(replace(tiny_recipe, train=replace(tiny_recipe.train, batch_size=800)))
     with pytest.raises(ValueError, match="steps=0"):
         replace(tiny_recipe.train, steps=0)

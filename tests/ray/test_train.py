@@ -77,14 +77,15 @@ class HeldCheckpoint:
         self.reader = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def kill_a_worker(self) -> None:
-        """SIGKILL one of two training processes while this checkpoint is being written and the one before is recorded.
-
-        A later start writes a plain file. If anything fails here the write fails too, and with it the run.
-        """
+        """SIGKILL one of two training processes while this checkpoint is written and the one before it is recorded."""
+        import ray
         from ray.util.state import list_actors
 
+        address = ray.get_runtime_context().gcs_address  # other clusters may run on this machine
+
         def workers() -> list[Any]:
-            return list_actors(filters=[("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")], timeout=60)
+            living = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+            return list_actors(address, filters=living, timeout=60)
 
         try:
             written = select.poll()
@@ -93,13 +94,13 @@ class HeldCheckpoint:
             recorded = self.run.folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
             wait_until(lambda: f"step_{self.step - 1:06d}" in recorded.read_text())
             wait_until(lambda: len(workers()) == 2)
-            self.pipe.unlink()
+            self.pipe.unlink()  # a later start writes a plain file
             os.kill(workers()[-1].pid, signal.SIGKILL)
-        except BaseException:
-            self.release()
-            raise
+        finally:
+            self.pipe.unlink(missing_ok=True)
 
     def release(self) -> None:
+        """Let a write that still waits fail."""
         os.close(self.reader)
 
 
@@ -118,6 +119,7 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
     held = HeldCheckpoint(run, step=3)
     with ThreadPoolExecutor() as threads:
         killer = threads.submit(held.kill_a_worker)
+        killer.add_done_callback(lambda killer: killer.exception() and held.release())
         if max_failures:
             result = fit(run)
         else:
