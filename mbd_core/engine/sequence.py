@@ -69,7 +69,8 @@ class SequenceState:
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = list(request.prompt)
-        self.origin, self.end = grid_origin(request), len(request.prompt) + request.max_tokens
+        self.origin = request.decoding.grid_origin(len(request.prompt))
+        self.end = len(request.prompt) + request.max_tokens
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
@@ -148,11 +149,6 @@ class SequenceState:
         )
 
 
-def grid_origin(request: Request) -> int:
-    """Where a request's block grid begins: at the prompt's end where the prompt attends in full (D2F), else at 0."""
-    return len(request.prompt) if request.decoding.prompt_attention == "full" else 0
-
-
 def lanes(request: Request) -> int:
     """Copies of its keys that a request needs: one, or one for each lane of its canvas."""
     canvas = request.decoding.canvas
@@ -163,7 +159,7 @@ def span(request: Request, block_size: int) -> int:
     """Positions a request may ever store: to the end of its budget, its last block whole."""
     if request.decoding.canvas is not None:
         return len(request.prompt) + request.max_tokens
-    origin = grid_origin(request)
+    origin = request.decoding.grid_origin(len(request.prompt))
     blocks = -(-(len(request.prompt) + request.max_tokens - origin) // block_size)
     return origin + blocks * block_size
 
