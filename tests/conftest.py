@@ -1,5 +1,6 @@
 """What the tests share: one Ray cluster a session, Serve on it, a random tiny model, the folder of golden fixtures."""
 
+import functools
 import itertools
 import os
 import shutil
@@ -135,7 +136,23 @@ def ray_cluster() -> Iterator[Any]:
 
 
 def start_test_cluster(folder: str) -> None:
-    """Start Ray, with one retry. A Ray that does not start ends the test run: one error, not one for each test."""
+    """Start Ray with a job agent at a port of its own."""
+    from ray._private import parameter
+
+    from cluster.local import free_ports
+
+    # Every cluster of a machine has its job agent at one port, which `ray.init` has no option for: a second cluster
+    # would take no jobs.
+    defaults = parameter.RayParams
+    parameter.RayParams = functools.partial(defaults, dashboard_agent_listen_port=free_ports(1)[0])
+    try:
+        start_with_one_retry(folder)
+    finally:
+        parameter.RayParams = defaults
+
+
+def start_with_one_retry(folder: str) -> None:
+    """A Ray that does not start ends the test run: one error, not one for each test."""
     from cluster.local import free_ports, start_ray
 
     for is_last in (False, True):
