@@ -51,7 +51,7 @@ class Engine:
             trace.block_size = self.block_size
         self._collector = Collector(self._seating, eos_token_ids=model.config.eos_token_ids, trace=trace)
         self._num_steps = 0
-        self._held: list[StepOutput] = []  # collected between steps, given out by the next
+        self._unsent: list[StepOutput] = []  # collected between steps, given out by the next
 
     # -- what it is made of -------------------------------------------------------------------------------------
 
@@ -106,17 +106,17 @@ class Engine:
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
-        held = [o.output for o in self._held if o.request_id == request_id]
-        self._held = [o for o in self._held if o.request_id != request_id]
+        unsent = [o.output for o in self._unsent if o.request_id == request_id]
+        self._unsent = [o for o in self._unsent if o.request_id != request_id]
         sequence = self.scheduler.find(request_id)
         if sequence is None:  # it may have ended in a step whose outputs are held
-            return next((output for output in held if output is not None), None)
+            return next((output for output in unsent if output is not None), None)
         self._seating.finish(sequence)
         return sequence.output("abort")
 
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
-        self._held += self.land()
+        self._unsent += self.land()
         sequence = self.scheduler.preempt_youngest()
         if sequence is None:
             return None
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self.ahead.step or self._held)
+        return bool(self.scheduler.waiting or self.scheduler.running or self.ahead.step or self._unsent)
 
     @property
     def num_running(self) -> int:
@@ -160,7 +160,7 @@ class Engine:
     def check_idle(self, method: str) -> None:
         """Raise `ValueError` while requests are being served, `method` being what needs that there are none."""
         if self.has_work:
-            unfinished = self.num_known + sum(o.output is not None for o in self._held)
+            unfinished = self.num_known + sum(o.output is not None for o in self._unsent)
             raise ValueError(f"{method}() needs an idle engine; {unfinished} requests are still being served")
 
     @torch.inference_mode()
@@ -181,9 +181,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward for all sequences; what it committed. Without work it does nothing."""
-        if self._held:
-            held, self._held = self._held, []
-            return held
+        if self._unsent:
+            outputs, self._unsent = self._unsent, []
+            return outputs
         if not self.has_work:
             return []
         if self.ahead.step is not None and not self._may_run_ahead():
