@@ -59,7 +59,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pieces(x: Tensor, split: Sequence[int] | None) -> list[Tensor]:
-    """`x` as one piece, or cut along its first dimension into rows of `split` lengths.
+    """`[x]`, or with `split` the rows of these lengths along the first dimension.
 
     Rows are copied, because a matrix product may round differently if its input is aligned differently in memory.
     """
@@ -133,11 +133,11 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A diffusion language model: token ids and positions in, hidden states out, logits where they are asked for.
+    """A diffusion language model: token ids and positions in, hidden states out; `logits` is a call of its own.
 
-    With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`, so that a
-    cache made from it fits), and `reduce` must sum a tensor over the ranks; it is applied to the partial sums after
-    o_proj and after the MLP. Embeddings, norms, router and lm_head are whole on every rank.
+    With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`), as its
+    cache needs them, and `reduce` must sum a tensor over the ranks; it is applied to the partial sums after o_proj and
+    after the MLP. Embeddings, norms, router and lm_head are whole on every rank.
     """
 
     def __init__(self, config: ModelConfig, *, shard: Shard | None = None, reduce: Reduce | None = None) -> None:
@@ -162,8 +162,8 @@ class Decoder(nn.Module):
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
         `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
-        the lengths of the rows that `input_ids` (T) packs, each row is computed by itself. Its numbers then do not
-        depend on what else is in the batch, if `attend` computes rows by themselves too.
+        the lengths of the rows that `input_ids` (T) packs, each row is computed in calls of its own. Its numbers then
+        do not depend on the other rows, if `attend` also computes each row by itself.
         """
         ids = pieces(input_ids, split)
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         return join([self.model.norm(row) for row in rows])
 
     def embed(self, input_ids: Tensor, soft_weight: Tensor | None = None) -> Tensor:
-        """Input embeddings (..., D); with weights w (...) DMax's soft ones, in float32 and cast back.
+        """Input embeddings (..., D); with weights w (...), DMax's soft embeddings, in float32 and cast back.
 
         `e = w E[t] + (1 - w) E[mask]`, rescaled to the norm `w |E[t]| + (1 - w) |E[mask]|`; w = 1 is exactly `E[t]`.
         """
@@ -191,7 +191,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """Raw logits (..., V) of hidden states (..., D), in the head's dtype.
 
-        At a position they predict that position's token, or the next one's where `config.shift_logits`.
+        The logits at a position predict its token, or with `config.shift_logits` the next position's token.
         """
         return join([self.lm_head(row) for row in pieces(hidden, split)])
 

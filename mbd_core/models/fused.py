@@ -1,8 +1,8 @@
 """The inference form of a decoder: the same numbers from fewer, larger operations.
 
-One product for q, k and v and one for gate and up; one norm and one rotation for all heads; residuals added by the
-product that feeds them; cosines and sines looked up. The modules' own parameters become slices of the joint weights,
-so nothing is held twice, and the decoder itself still loads, saves and runs as it did.
+One product computes q, k and v, another gate and up; all heads share one norm and one rotation; a product adds the
+residual itself; cosines and sines come from a table. The modules' own parameters become slices of the joint weights,
+so no weight is in memory twice, and the decoder itself still loads, saves and runs.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H + K, C head channels, F MLP channels,
 P positions.
@@ -24,9 +24,9 @@ from mbd_core.models.moe import MoE
 def fuse(model: Decoder, *, num_positions: int) -> "FusedDecoder":
     """The inference form of `model`, for positions below `num_positions`.
 
-    The parameters of `model` move in memory: those that one product uses become adjacent. Fusing again moves nothing.
-    The peak is the model and one layer's joint weights. After weights are replaced, cast or moved to another device,
-    the model must be fused again.
+    The parameters of `model` move in memory: those that one product uses become adjacent. A second call moves nothing.
+    The peak memory is the model and one layer's joint weights. After weights are replaced, cast or moved to another
+    device, the model must be fused again.
     """
     with torch.inference_mode(False), torch.no_grad():
         return FusedDecoder(model, num_positions=num_positions)
@@ -112,7 +112,7 @@ class FusedSwiGLU:
 class Norm:
     """`RMSNorm` with gain (..., C) over the last dimension of (T, ..., C), by the fastest operations for the dtype.
 
-    It rounds as the decoder does: in float32 only the order of a sum differs, bfloat16 is rounded before the gain.
+    It rounds as `RMSNorm` does, bfloat16 before the gain; in float32 only the order of one sum differs.
     """
 
     def __init__(self, gain: Tensor, eps: float) -> None:
@@ -136,10 +136,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`, signs in the sines.
+    """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`; the sines carry the signs.
 
-    A channel's partner is `half` channels away in either direction. Channels that do not rotate are their own
-    partners, with cosine 1 and sine 0. `partners_C` is None if all rotate. `in_one`: multiply and add together.
+    A channel's partner is `half` channels away. A channel that does not rotate is its own partner, with cosine 1 and
+    sine 0. `partners_C` is None if all channels rotate. `in_one`: one fused multiply-add instead of two operations.
     """
 
     cos_T1C: Tensor
@@ -156,7 +156,7 @@ class Rotation:
 
 
 class Rotations:
-    """Cosines and sines (2, C) of every position. They are never reallocated, because CUDA graphs capture them."""
+    """Cosines and sines (2, C) of every position, never reallocated because CUDA graphs read them at their address."""
 
     def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
         device, rotated, rest = like.device, config.num_rotated, config.head_dim - config.num_rotated
@@ -177,14 +177,14 @@ class Rotations:
 
 
 def add_product(x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None) -> Tensor:
-    """`x + left @ right`, the product summed over the ranks where it is partial."""
+    """`x + left @ right`; `reduce` sums the product over the ranks if each rank has a part of it."""
     return torch.addmm(x, left, right) if reduce is None else x + reduce(left @ right)
 
 
 def join_storage(parameters: Sequence[Tensor]) -> Tensor:
-    """The parameters joined along their first dimension into one tensor, of which they become slices.
+    """Join the parameters along their first dimension into one tensor; each parameter becomes a slice of it.
 
-    Nothing moves if they are adjacent already.
+    Nothing moves if they are already adjacent.
     """
     first = parameters[0]
     whole = sum(p.shape[0] for p in parameters)

@@ -6,13 +6,13 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The mixture-of-experts layers of a stack: which layers they are, how wide, and how tokens find their experts.
+    """The mixture-of-experts layers of a stack: which layers have experts, their widths, and the routing of tokens.
 
     `intermediate_size` is one expert's width; the shared experts are one SwiGLU of `num_shared_experts` times that.
-    Routing: scores by `score`; with `num_groups` > 1 only the best `topk_groups` groups of experts can be chosen (a
-    group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled by
-    `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. A layer is dense
-    if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
+    Routing: the function `score` gives the scores; with `num_groups` > 1 only the best `topk_groups` groups of experts
+    can be chosen (a group's score is the sum of its best two); weights are normalised if `norm_topk_prob` and scaled
+    by `routed_scaling`. `expert_bias` adds a learned float32 offset to the choice, never to the weights. A layer is
+    dense if it is one of the first `first_dense_layers`, or in `dense_layers`, or not every `sparse_step`-th.
     """
 
     num_experts: int
@@ -49,8 +49,8 @@ class MoEConfig:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether layer number `layer` has experts."""
-        late = layer >= self.first_dense_layers and layer not in self.dense_layers
-        return late and (layer + 1) % self.sparse_step == 0
+        may_be_sparse = layer >= self.first_dense_layers and layer not in self.dense_layers
+        return may_be_sparse and (layer + 1) % self.sparse_step == 0
 
 
 WHOLE_NUMBERS = (
@@ -61,12 +61,13 @@ WHOLE_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a decoder stack, and the ids that block diffusion gives a meaning.
+    """Sizes and switches of a decoder stack, its mask and EOS ids, and its diffusion block size.
 
-    `architecture` is the Hugging Face class name the checkpoint was written for. `block_size` is the diffusion block
-    the weights were trained with; full-attention families have none, and there it is only a default for decoding.
-    `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a position
-    predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each other.
+    `architecture` is the Hugging Face class name in the checkpoint. `block_size` is the diffusion block that the
+    weights were trained with; full-attention families were trained without one, and there it is only a default for
+    decoding. `rotary_dim` is how many of a head's leading channels rotate (None: all). `shift_logits`: the logits at a
+    position predict the next one's token. The defaults are SDAR's. Raises `ValueError` where sizes contradict each
+    other.
     """
 
     architecture: str
@@ -122,7 +123,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the stack, embeddings counted once when they are tied; routing offsets are not parameters."""
+        """The number of parameters: tied embeddings count once, and `expert_bias` is no parameter."""
         d, c = self.hidden_size, self.head_dim
         attention = d * c * (2 * self.num_heads + 2 * self.num_kv_heads) + 2 * d
         attention += 2 * c if self.qk_norm else 0

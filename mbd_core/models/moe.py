@@ -1,7 +1,7 @@
 """The mixture-of-experts MLP: a router, stacked experts, and the experts that every token shares.
 
-Two routers in one: LLaDA2's grouped sigmoid router with an offset that only steers the choice, and the softmax router
-of SDAR-MoE (Qwen3-MoE). Both work in float32 whatever the model's dtype.
+`Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights, and
+the softmax router of SDAR-MoE (Qwen3-MoE). Both compute in float32, whatever the model's dtype.
 
 Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width.
 """
@@ -20,7 +20,7 @@ from mbd_core.ops.experts import ExpertsKernel, resolve_experts
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and how much each counts."""
+    """Chooses each token's experts and their weights."""
 
     expert_bias: Tensor
 
@@ -77,11 +77,11 @@ def experts_kernel(
 
 
 class Experts(nn.Module):
-    """All experts of a layer, stacked: the layout of fused training checkpoints.
+    """All experts of a layer as stacked weights, the layout of fused training checkpoints.
 
-    Which implementation computes them depends on the device, the dtype (autocast's if it is on) and on whether
-    gradients are recorded. In some of them a token's numbers depend on the other tokens of the call, so a
-    batch-invariant forward makes one call per row.
+    The implementation depends on the device, the dtype (autocast's if it is on) and whether gradients are recorded. In
+    some implementations a token's result depends on the other tokens of the call, so a batch-invariant forward makes
+    one call per row.
     """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
@@ -113,7 +113,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token's weighted experts plus the shared ones, on (..., D)."""
+    """The sum of each token's weighted experts and of the shared experts, on (..., D)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

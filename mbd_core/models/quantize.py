@@ -1,8 +1,8 @@
 """FP8 weights in a model: those of its experts alone, or of all matrix products in its layers.
 
-Embeddings, norms and lm_head stay as they are because they are few bytes, the router because it chooses experts. A
-batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds the part that it holds, with scales of its
-own, so that its rounding is never coarser than the whole model's.
+Embeddings, norms and lm_head are not rounded because they are few bytes; the router is not because it chooses experts.
+A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with scales of its own, so
+its rounding is never coarser than the whole model's.
 """
 
 from typing import Literal, get_args
@@ -20,23 +20,23 @@ Parts = Literal["experts", "all"]
 def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
     """Round `model`'s experts, or all matrices of its layers, to FP8 in place; returns it.
 
-    Wide tensors are freed one by one: the peak is the model and about one tensor. Everything is checked before
-    anything is changed. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
+    Wide tensors are freed one by one: the peak memory is the model and about one tensor. All checks run before the
+    first change. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
     FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
     if parts not in get_args(Parts):
         raise ValueError(f"parts={parts!r} is unknown; choose one of {', '.join(get_args(Parts))}")
-    present = quantized_parts(model)
-    if present is not None:
-        raise ValueError(f"the model's weights are FP8 already (parts={present!r}); load it again to round others")
-    places = _places(model, parts)
-    if not places:
+    rounded = quantized_parts(model)
+    if rounded is not None:
+        raise ValueError(f"the model's weights are FP8 already (parts={rounded!r}); load it again to round others")
+    names = _module_names(model, parts)
+    if not names:
         raise ValueError(
             f"parts='experts' rounds experts and this {model.config.architecture} has none; use parts='all'"
         )
-    for name in places:
+    for name in names:
         _check(name, model.get_submodule(name))
-    for name in places:
+    for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, _round(model.get_submodule(name)))
     return model
@@ -55,8 +55,8 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def _places(model: Decoder, parts: Parts) -> list[str]:
-    """The names of the modules to replace, because a list of the modules would keep their memory in use."""
+def _module_names(model: Decoder, parts: Parts) -> list[str]:
+    """The modules to replace, by name: a list of the modules themselves would keep their memory in use."""
     kinds = Experts if parts == "experts" else (Experts, nn.Linear)
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
 

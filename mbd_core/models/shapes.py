@@ -1,8 +1,8 @@
 """Model shapes by name, for benchmarks with random weights: the papers' models at real size, and small ones of ours.
 
-Sizes follow the published configurations. `sdar-50m` is ours: SDAR's layout at 50 million parameters, which a CPU can
-step. `sdar-null` is ours too: so small that a step of it is the engine's own work. The `tiny-*` shapes are a few
-hundred thousand parameters of each family.
+Sizes follow the published configurations, except for three: `sdar-50m` is SDAR's layout at 50 million parameters, for
+a CPU; `sdar-null` is so small that a step measures the engine's own work; the `tiny-*` shapes are each family at a few
+hundred thousand parameters.
 """
 
 from dataclasses import replace
@@ -179,7 +179,7 @@ SHAPES: dict[str, ModelConfig] = {
 def random_model(
     config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0, std: float = 0.02
 ) -> Decoder:
-    """A model of this shape with random weights, made on `device` in `dtype` without a copy anywhere else."""
+    """A model of this shape with random weights, allocated once: on `device`, in `dtype`."""
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model = model.to_empty(device=device)

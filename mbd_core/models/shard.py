@@ -1,7 +1,8 @@
 """Which part of each tensor a tensor-parallel rank holds.
 
-Projections into heads and MLP channels are cut by output rows, those back by input columns; experts are not dealt out
-among ranks, each expert's width is cut. Everything else, the embeddings and the lm_head too, is whole on every rank.
+Projections into heads and MLP channels are cut by output rows, projections back (o_proj, down_proj) by input columns.
+Every rank holds a part of each expert's width. Everything else, also the embeddings and the lm_head, is whole on every
+rank.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Which attention kernel serves a device, and why the others do not.
+"""The choice of an attention kernel for a device, with the reason why each other kernel is not used.
 
-All of them compute `attention_definition.paged_attention`. GPU packages are imported only when a CUDA device asks for
-them. `AttentionKernel.bind` prepares once a step what all layers share.
+All kernels compute `attention_definition.paged_attention`. GPU packages are imported only for a CUDA device.
+`AttentionKernel.bind` prepares, once a step, what all layers share.
 """
 
 import importlib
@@ -18,12 +18,12 @@ from mbd_core.ops import attention_flash as flash
 from mbd_core.ops.row_layout import RowLayout
 
 BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for a batch laid out already."""
+"""One layer's queries (T, H, C), key pages and value pages -> (T, H, C), for the rows of one layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """The kernel in use, and for every other kernel a sentence in `reasons` why it is not.
+    """The kernel in use. `reasons` says of every other kernel, in one sentence, why it is not used.
 
     `bind` prepares a batch once a step for all layers: row r's queries attend to the first `kv_lens_R[r]` keys of its
     pages (`attention_definition.paged_attention`).
@@ -72,7 +72,7 @@ def resolve(
 
     On a CPU that is "reference" (`attention_cpu`); on CUDA the order is that of `KERNELS`, and "reference" comes last.
     `capability` and `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes that no
-    kernel takes, for an unknown preference, and for one that cannot be honoured, with the reason.
+    kernel takes, for an unknown preference, and for a preference that the setting rules out, with the reason.
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
@@ -104,7 +104,7 @@ def resolve(
 
 
 def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> AttentionKernel:
-    """One of `attention_flash`'s kernels as the kernel in use."""
+    """The `AttentionKernel` of one of `attention_flash`'s kernels."""
 
     def bind(layout: RowLayout) -> BoundAttention:
         rows = layout.for_kernels()
@@ -114,7 +114,7 @@ def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) ->
 
 
 def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
-    """The first of `KERNELS` that can serve the setting and is not ruled out; `reasons` is given why each other is."""
+    """The first of `KERNELS` that can serve the setting, or `None`; adds to `reasons` why each other kernel is not."""
     chosen: tuple[str, flash.Kernel] | None = None
     for name, build in KERNELS.items():
         if chosen is not None:
@@ -147,8 +147,8 @@ def _require(setting: Setting, *, page_multiple: int) -> None:
 
 def _load(setting: Setting, module: str, *attributes: str) -> tuple[Any, ...]:
     try:
-        loaded = setting.load(module)
-        return tuple(getattr(loaded, attribute) for attribute in attributes)
+        package = setting.load(module)
+        return tuple(getattr(package, attribute) for attribute in attributes)
     except (ImportError, OSError, AttributeError) as error:
         raise UnavailableError(f"{module} cannot be imported ({error})") from error
 

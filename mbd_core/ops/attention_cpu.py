@@ -1,4 +1,4 @@
-"""The CPU engine's attention: a sequence's keys are read once for all its rows, and like sequences share calls.
+"""The CPU engine's attention: a sequence's keys are read once for all its rows; similar sequences share one call.
 
 It computes `attention_definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the
 blocks of a prompt chunk) become one call with a mask; sequences with about as many keys are bundled into one call.
@@ -25,9 +25,9 @@ _MOST_QUERIES = 512
 _PADDING = 1.25
 # Sequences with at most this many keys count as equally long.
 _SHORT = 256
-# Keys gathered for one call. More do not fit into the processor's cache, which costs more than another call.
+# Keys gathered for one call. A larger number exceeds the processor's cache, which costs more than another call.
 _MOST_KEYS = 2048
-# Padded query-key pairs that cost less than another call.
+# A call may compute this many padded query-key pairs: they cost less than another call.
 _PADDED_PAIRS = 4096
 # Masks of up to this many numbers are made once a step, larger ones (long prompts) once a layer.
 _KEPT_MASK = 2**22
@@ -37,10 +37,10 @@ _KEPT_MASK = 2**22
 class Bundle:
     """Sequences attended in one call. `visible_GQL` is None where every query sees all `num_keys` keys.
 
-    A sequence with fewer queries than the others repeats its last one.
+    A sequence with fewer queries than the others repeats its last query.
 
-    whole       `tokens_GQ` are all tokens in their order, so that no queries have to be gathered
-    first_page  set where the bundle is one sequence whose pages are adjacent: its keys are a view from this page on
+    whole       the bundle holds all tokens of the batch in their order, so that no queries are gathered
+    first_page  set if the bundle is one sequence whose pages are consecutive: its keys are a view that begins here
     """
 
     tokens_GQ: Tensor
@@ -62,7 +62,7 @@ class Bundle:
 
 
 def bind(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`paged_attention` of one layout, planned once for all layers; with `layout.exact` by rows."""
+    """`paged_attention` of one layout, planned once for all layers; with `layout.exact`, one call a row."""
     if layout.exact:
         return bind_rows(layout)
     bundles = plan_bundles(layout)
@@ -70,10 +70,10 @@ def bind(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
-    """Which rows are attended together: a function of the batch's layout, so one plan serves all layers of a step.
+    """The bundles of a batch. They depend on its layout alone, so one plan serves all layers of a step.
 
     Neighbouring rows with the same pages are one sequence; sequences with as many queries and about as many keys share
-    a bundle. Reads the row lengths once on the host, and costs Python time by the number of rows, not of tokens.
+    a bundle. The row lengths are read once on the host; the Python work grows with the rows, not with the tokens.
     """
     bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
     kv_lens_T = np.repeat(kv_lens, np.diff(bounds))
@@ -83,7 +83,7 @@ def plan_bundles(layout: RowLayout) -> tuple[Bundle, ...]:
 
 @dataclass(frozen=True)
 class _Member:
-    """A sequence to attend: its first row, its tokens, the fewest and the most keys that one of its rows sees."""
+    """A sequence to attend: its first row, tokens [start, stop), the least and the largest key count of its rows."""
 
     row: int
     start: int
@@ -97,7 +97,7 @@ class _Member:
 
 
 def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -> Iterator[_Member]:
-    """Neighbouring rows with the same pages as one sequence, cut where it has too many queries for one call."""
+    """Join neighbouring rows with the same pages, up to `_MOST_QUERIES` queries; a longer row stays whole."""
     table = layout.page_table_RP
     same = (table[1:] == table[:-1]).all(-1).tolist()
     row, num_rows = 0, len(kv_lens)
@@ -111,20 +111,20 @@ def _members(layout: RowLayout, bounds: Sequence[int], kv_lens: Sequence[int]) -
 
 
 def _parts(members: Iterator[_Member]) -> Iterator[list[_Member]]:
-    """The sequences of every bundle: with about as many keys, and so few that these keys fit into the cache.
+    """Group the sequences into bundles: similar key counts, and few enough keys for the processor's cache.
 
-    Sequences with fewer queries than others join them if little is computed for padding.
+    Sequences with different numbers of queries share a bundle if little is computed for padding.
     """
     levels: dict[int, list[_Member]] = {}
     for member in members:
         level = math.ceil(math.log(max(member.most_keys, _SHORT) / _SHORT, _PADDING))
         levels.setdefault(level, []).append(member)
-    for like in levels.values():
-        num_keys = max(m.most_keys for m in like)
+    for similar in levels.values():
+        num_keys = max(m.most_keys for m in similar)
         most = max(1, _MOST_KEYS // num_keys)
         part: list[_Member] = []
-        for member in sorted(like, key=lambda m: m.queries):
-            # the last one has the most queries, to which the others are padded
+        for member in sorted(similar, key=lambda m: m.queries):
+            # this member has the most queries so far; the others are padded to them
             padded = sum(member.queries - m.queries for m in part) * num_keys
             if part and (len(part) == most or padded > _PADDED_PAIRS):
                 yield sorted(part, key=lambda m: m.row)
@@ -158,7 +158,7 @@ def _bundle(layout: RowLayout, members: Sequence[_Member], kv_lens_T: np.ndarray
 
 
 def _first_adjacent(pages: list[int]) -> int | None:
-    """The first of these page numbers if each is one more than the one before it."""
+    """The first page number if the pages are consecutive, else `None`."""
     return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
 
 

@@ -1,4 +1,4 @@
-"""Paged attention by rows in plain torch: the definition of correct, which every kernel is tested against.
+"""Paged attention by rows in plain torch: the definition that every kernel is tested against.
 
 Block-causality needs no mask. A block attends, without order inside itself, to all keys up to its own end; so each
 block is one non-causal row with its own key length, the shape that `flash_attn_varlen_func(..., causal=False)` takes.
@@ -55,10 +55,10 @@ def gather_keys(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: in
 
 
 def attend(q_GQHC: Tensor, k_GKLC: Tensor, v_GKLC: Tensor, mask_GQL: Tensor | None = None) -> Tensor:
-    """Attention (G, Q, H, C) of each sequence's queries over its keys, without a mask over all of them.
+    """Attention (G, Q, H, C) of each sequence's queries over its keys; without a mask, over all of its keys.
 
-    Keys are never repeated. The CPU's kernel pairs query heads with key heads itself. Elsewhere the query heads of one
-    key head are stacked along the queries, which is correct because the queries have no order.
+    Keys are never copied for each query head. The CPU's kernel pairs query heads with key heads itself. Elsewhere the
+    query heads of one key head are stacked along the queries, which is correct because the queries have no order.
     """
     queries, heads = q_GQHC.shape[1:3]
     if q_GQHC.device.type == "cpu":

@@ -1,7 +1,7 @@
-"""Flash-attention kernels of other packages behind one signature.
+"""Flash-attention kernels of other packages, with one signature.
 
-Every one takes non-causal rows of varying length over a paged cache; `max_k` may be more than any row has. They differ
-in how they take the key lengths.
+Each kernel takes non-causal rows of varying length over a paged cache; `max_k` may exceed every row's key length. The
+packages differ in how they take the key lengths.
 
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
 """
@@ -20,7 +20,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
 
 
 def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
-    """`torch.nn.attention.varlen.varlen_attn` with a block table (FlashAttention 3 or 4 behind it)."""
+    """`torch.nn.attention.varlen.varlen_attn` with a block table, which runs FlashAttention 3 or 4."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
         out: Tensor = varlen_attn(
@@ -42,7 +42,7 @@ def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
 
 
 def torch_varlen_gathered(varlen_attn: Callable[..., Any]) -> Kernel:
-    """The same function without a block table (torch's own FlashAttention 2): the rows' pages are gathered first."""
+    """The same function without a block table (torch's own FlashAttention 2), over gathered copies of the pages."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
         table = rows.page_table_RP.long()
@@ -65,7 +65,7 @@ def torch_varlen_gathered(varlen_attn: Callable[..., Any]) -> Kernel:
 
 
 def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
-    """`vllm.vllm_flash_attn`: it takes the key lengths as they are."""
+    """`vllm.vllm_flash_attn`, which takes the key lengths themselves."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
         out: Tensor = flash_attn_varlen_func(
@@ -87,7 +87,7 @@ def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -
 
 
 def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
-    """FlashAttention 3 from its own packages, where only the function for caches takes pages."""
+    """FlashAttention 3 from its own packages, in which only `flash_attn_with_kvcache` takes pages."""
 
     def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
         out: Tensor = flash_attn_with_kvcache(
@@ -107,9 +107,9 @@ def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
 
 
 def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
-    """`flash_attn` 2.x: with a block table the key lengths are read from cumulative sums.
+    """`flash_attn` 2.x, which with a block table takes the key lengths as cumulative sums.
 
-    It splits a row's keys only where all rows are single queries. In all other batches a row's result does not depend
+    It splits a row's keys only if every row is a single query. In all other batches a row's result does not depend
     on the other rows, so `exact` changes nothing.
     """
 

@@ -2,7 +2,7 @@
 """The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels.
 
 Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
-maximum and sum; a second kernel joins the stretches. So a few positions keep a GPU as busy as many do.
+maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1024  # logits that a program holds at once
-_PROGRAMS = 1024  # enough to keep the largest GPU busy; more of them would only have to be joined
+_PROGRAMS = 1024  # fills the largest GPU; more programs would only add work for the second kernel
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 
@@ -26,7 +26,7 @@ def _stretch_kernel(
     logits_ptr, top_ptr, total_ptr, best_ptr, token_ptr, stride, V, size, mask, SPAN,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of SPAN logits: the largest, the sum of exponentials below it, the largest allowed one and its lowest id."""
+    """Of SPAN logits x: max x, sum exp(x - max x), and the largest logit of an allowed id with the lowest such id."""
     position, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -82,7 +82,7 @@ def _compiled() -> tuple[Any, Any, Any]:
 
 
 def stretches(num_positions: int, vocabulary: int) -> tuple[int, int]:
-    """The number of stretches that a vocabulary is cut into, and the logits of each, a multiple of a block."""
+    """The number of stretches of a vocabulary, and the logits of each stretch (a multiple of `_BLOCK`)."""
     blocks = -(-vocabulary // _BLOCK)
     each = -(-blocks // min(blocks, -(-_PROGRAMS // max(num_positions, 1))))
     return -(-blocks // each), each * _BLOCK
@@ -93,7 +93,7 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
 
     Ids below `size` other than the mask's may be predicted. The probability is taken over the whole vocabulary, so ids
     that may not be predicted keep their share. Ties go to the lowest id. Shapes depend on P and V alone, so a CUDA
-    graph can hold it. Raises `ValueError` for logits whose rows are not contiguous.
+    graph can capture the call. Raises `ValueError` for logits whose rows are not contiguous.
     """
     positions, vocabulary = logits_PV.shape
     if logits_PV.stride(1) != 1:

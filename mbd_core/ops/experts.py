@@ -1,8 +1,8 @@
-"""The experts of a mixture-of-experts layer: the loop that defines correct, and what is faster than it.
+"""The experts of a mixture-of-experts layer: the loop that defines the result, and faster implementations of it.
 
-`loop_experts` loops over the experts that were chosen. `grouped_experts` sorts the tokens by expert and multiplies all
-experts at once with torch's grouped matmul. `experts_triton.fused_experts` does it in two kernels that gather and
-scatter themselves, for the few tokens an expert gets while decoding. All three take and return the same.
+`loop_experts` loops over the chosen experts. `grouped_experts` sorts the tokens by expert and multiplies all experts
+at once with torch's grouped matmul. `experts_triton.fused_experts` gathers, multiplies and scatters in two kernels,
+for the few tokens that an expert gets while decoding. All three take the same arguments and return the same result.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
 """
@@ -42,9 +42,9 @@ def loop_experts(
 def grouped_experts(
     x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """`loop_experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: a CUDA graph can hold it.
+    """`loop_experts` by sorting and three grouped matmuls. Shapes depend on T and K alone: CUDA graphs can capture it.
 
-    Raises `ValueError` where a row of weights is not a multiple of 16 bytes, which the matmul asks for.
+    Raises `ValueError` if a row of weights is not a multiple of 16 bytes, as the grouped matmul requires.
     """
     obstacle = _alignment_obstacle(x_TD.dtype, *gate_EFD.shape[1:])
     if obstacle is not None:
@@ -58,10 +58,10 @@ def grouped_experts(
 
 
 def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: int = 32) -> ExpertsFunction:
-    """`many` if experts get at least `tokens_per_expert` on average, else `few`.
+    """A function that calls `many` if an expert gets at least `tokens_per_expert` tokens on average, else `few`.
 
-    Shapes alone decide, so a CUDA graph can hold it. The default has not been measured: it is two of the fused
-    kernel's tiles, and beyond that the fused kernel reads weights again.
+    Shapes alone decide, so a CUDA graph can capture it. The default has not been measured: it is two tiles of the
+    fused kernel, which reads an expert's weights again for every tile.
     """
 
     def call(
@@ -75,7 +75,7 @@ def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: i
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """The implementation in use, and for every other one a sentence in `reasons` why it is not."""
+    """The implementation in use. `reasons` says of every other one, in one sentence, why it is not used."""
 
     name: str
     call: ExpertsFunction
@@ -95,8 +95,8 @@ def resolve_experts(
     """The first of triton+grouped (`by_load`), triton, grouped and loop that can serve the setting, or `preference`.
 
     `expert_size` and `hidden_size` are F and D; their defaults are well-aligned sizes. `capability` and `has_triton`
-    default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for one that
-    cannot be honoured, with the reason.
+    default to the device's and to what is installed. Raises `ValueError` for an unknown preference, and for one
+    that the setting rules out, with the reason.
     """
     if has_triton is None:
         has_triton = importlib.util.find_spec("triton") is not None

@@ -2,9 +2,9 @@
 """Experts in two Triton kernels: gather, both input projections and SwiGLU in one, the output projection in the other.
 
 While decoding, an expert gets a handful of tokens, and the time is that of reading the chosen experts' weights once.
-Assignments are sorted by expert and cut into tiles of one expert each. As many tiles are launched as the shapes can
-need, so nothing is read back; surplus tiles return at once. Weights may be FP8 with a scale per output channel. They
-are widened in registers, so that half the bytes are read.
+Assignments are sorted by expert and cut into tiles of one expert each. The launch has as many tiles as these
+shapes can need, so the host reads nothing back; surplus tiles return at once. Weights may be FP8 with a scale per
+output channel. They are widened in registers, so that half the bytes are read.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 

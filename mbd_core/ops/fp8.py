@@ -1,12 +1,12 @@
 """FP8 weights: float8_e4m3fn values with a scale per output channel, or per block of input channels.
 
 A value is off by at most `max(|w| / 16, scale / 1024)`: half a step of three mantissa bits, or half the smallest step.
-Experts are worth it most: they are most of a mixture's bytes. On CUDA a linear layer with a scale per channel
-multiplies in FP8, which rounds its inputs too (one scale a token). Everywhere else the weights are widened before the
-product, so that only they are rounded.
+Rounding experts saves most, because they are most of a mixture's bytes. On CUDA a linear layer with a scale per
+channel multiplies in FP8, so its inputs are rounded too (one scale a token). Everywhere else the weights are widened
+before the product, and the inputs are not rounded.
 
 Shape legend: T tokens, O output channels, I input channels, N blocks of input channels, K experts a token, D model
-width, E experts, F expert width; `...` is nothing or E.
+width, E experts, F expert width; `...` is empty or E.
 """
 
 import importlib.util
@@ -77,8 +77,8 @@ def fp8_obstacle(
 ) -> str | None:
     """Why a weight (O, I), or a stack of experts (E, O, I), cannot be used in FP8 on its device, or `None` if it can.
 
-    A CPU widens weights and takes all of them. `capability` and `has_triton` default to the device's and to what is
-    installed.
+    A CPU widens weights and so takes every weight. `capability` and `has_triton` default to the device's and to what
+    is installed.
     """
     device = weight.device
     if device.type == "cpu":
@@ -98,7 +98,7 @@ def fp8_obstacle(
 
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """The weight (..., O, I) that the FP8 values stand for."""
+    """The weight (..., O, I) that the FP8 values and their scales represent."""
     if weight.block is None:
         return (weight.values.float() * weight.scale[..., None]).to(dtype)
     parts = weight.values.float().unflatten(-1, (-1, weight.block))
@@ -108,7 +108,7 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
 def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """`x` (..., I) times the weight (O, I) transposed, in the dtype of `x`.
 
-    On CUDA with a scale per channel the product is taken in FP8, `x` being rounded with a scale a token.
+    On CUDA with a scale per channel the product is taken in FP8, and `x` is rounded with one scale a token.
     """
     if x.device.type != "cuda" or weight.block is not None:
         return F.linear(x, dequantize(weight, x.dtype), bias)
@@ -145,7 +145,7 @@ def fp8_experts(
 
 
 class Fp8Module(nn.Module):
-    """Keeps FP8 weights as buffers `<name>_values` and `<name>_scale`, which are moved to devices but never cast."""
+    """Holds FP8 weights as buffers `<name>_values` and `<name>_scale`, moved between devices but never cast."""
 
     def register_weight(self, name: str, weight: Fp8Weight) -> None:
         """Register a weight. All of a module's weights have the same `block`."""
@@ -171,7 +171,7 @@ _KEPT = ("_values", "_scale")
 
 
 class Fp8Linear(Fp8Module):
-    """A linear layer with an FP8 weight, made from one with a wide weight."""
+    """A linear layer whose weight is `wide.weight` rounded to FP8."""
 
     def __init__(self, wide: nn.Linear, *, block: int | None = None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Fp8Linear(Fp8Module):
 
 
 class Fp8Experts(Fp8Module):
-    """Stacked experts in FP8, called as the wide ones are.
+    """Stacked experts in FP8, with the signature of `moe.Experts`.
 
     `take` returns one wide stack at a time ("gate_proj" and "up_proj" (E, F, D), "down_proj" (E, D, F)). If the caller
     keeps no reference to it, the peak memory is one wide stack beside the FP8 ones.

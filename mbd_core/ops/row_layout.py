@@ -1,4 +1,4 @@
-"""The layout of a batch of rows over a paged cache, in the form that every kernel is given.
+"""The layout of a batch of rows over a paged cache, as every kernel takes it.
 
 Shape legend: R rows, P pages a row.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all queries to all of these keys.
+    """All of row r's queries attend to the first `kv_lens_R[r]` keys of its pages.
 
     cu_seqlens_q   where each row's queries begin among the packed queries, and where the last row ends (R + 1)
     kv_lens_R      at least 1 for a row with queries
     page_table_RP  each row's pages; the entries after them must be valid page numbers too
     page_size      tokens a page
-    max_q          queries of the longest row, for kernels that need it on the host; `None`: it is read back
+    max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
     """
 
@@ -29,7 +29,7 @@ class RowLayout:
 
     @property
     def max_k(self) -> int:
-        """The most keys that a row of the page table has place for."""
+        """The number of keys that a row of the page table can hold."""
         return self.page_table_RP.shape[1] * self.page_size
 
     def for_kernels(self) -> "RowLayout":
