@@ -1,4 +1,4 @@
-"""A tokenizer's two directions, once for every user of it: chats to prompt ids, and generated ids to text."""
+"""Chats to prompt ids, and generated ids to text: the one way in which all rooms use a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A chat as the model's template writes it, up to where the assistant begins.
+    """A chat in the model's template, up to the beginning of the assistant's answer.
 
     Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).
     """
@@ -23,7 +23,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a chat up to where the assistant begins; raises as `chat_text` does."""
+    """Token ids of `chat_text`, whose errors it raises."""
     return chat_prompts(tokenizer, [messages])[0]
 
 
@@ -41,12 +41,12 @@ def question_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def question(text: str) -> list[dict[str, str]]:
-    """A chat of one turn of the user's."""
+    """A chat with one message of the user."""
     return [{"role": "user", "content": text}]
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Generated tokens as text: special tokens left out, spaces as they were generated."""
+    """Generated tokens as text, without special tokens; spaces are not cleaned up."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

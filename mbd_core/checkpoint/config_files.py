@@ -11,9 +11,9 @@ from mbd_core.models.model_config import ModelConfig
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's configuration: config.json, and generation_config.json for ids and block size that it leaves out.
+    """The model's configuration: config.json, with ids and block size from generation_config.json where it has none.
 
-    The EOS ids are those of generation_config.json, which may be more than config.json's. Raises `ValueError` where
+    If generation_config.json lists EOS ids, they count; they must include config.json's. Raises `ValueError` where
     the two files contradict each other.
     """
     config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
@@ -24,18 +24,18 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """`config` with `generation_config.json`'s EOS ids, which may be more; the mask id must be the same in both."""
-    mask, given = generation.get("mask_token_id"), generation.get("eos_token_id")
+    """`config` with the EOS ids of `generation_config.json`, if it has any; the mask id must be the same in both."""
+    mask, value = generation.get("mask_token_id"), generation.get("eos_token_id")
     if mask is not None and mask != config.mask_token_id:
         raise ValueError(f"generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}")
-    if given is None:
+    if value is None:
         return config
-    eos = given if isinstance(given, list) else [given]
+    eos = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
-        raise ValueError(f"generation_config.json says eos_token_id={given!r}, which is no list of token ids")
+        raise ValueError(f"generation_config.json says eos_token_id={value!r}, which is no list of token ids")
     ours = list(config.eos_token_ids)
     if not set(ours) <= set(eos):
-        raise ValueError(f"generation_config.json says eos_token_id={given}, config.json says {ours}")
+        raise ValueError(f"generation_config.json says eos_token_id={value}, config.json says {ours}")
     if set(eos) == set(ours):
         return config
     try:
@@ -45,6 +45,6 @@ def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelCo
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
-    """What the model's author recommends for decoding: `generation_config.json`, or nothing where there is none."""
+    """The content of `generation_config.json`, the author's recommended decoding; empty if there is no such file."""
     path = folder / "generation_config.json"
     return read_json(path) if path.exists() else {}

@@ -1,7 +1,7 @@
-"""Checkpoints from one layout to another: single or stacked experts, Hugging Face folder or distributed checkpoint.
+"""Conversion of checkpoints: single or stacked experts, Hugging Face folder or distributed checkpoint.
 
-Both layouts are ways of storing the same decoder tensors (`tensor_names`), so every tensor of the target is assembled
-from tensors of the source, a few in memory at a time. No value changes, and none is cast.
+All layouts store the same decoder tensors (`tensor_names`), so every tensor of the target is assembled from tensors of
+the source, a few in memory at a time. No value is changed or cast.
 """
 
 import json
@@ -27,7 +27,7 @@ from mbd_core.files import MANIFEST, check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 
 Format = Literal["hf", "dcp"]
-# Never copied along: the weights that are converted, and the same weights in formats that are not read.
+# Files that are not copied: the weights that are converted, and the same weights in formats that we do not read.
 WEIGHTS_ENDINGS = (".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf", ".bin.index.json", INDEX, METADATA)
 
 
@@ -42,11 +42,12 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write `source` as a new folder `target`, with the files beside the weights; None keeps a layout.
+    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
 
-    `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the
-    bytes written so far and in all. Raises `ValueError` for a target that `save_model` refuses, for wrong input,
-    naming the file and the tensor, and for a disk without room, naming both sizes; nothing is left behind then.
+    `experts` and `to` are the target's layout and format, `None`: the source's. `config_from` is the folder with
+    config.json and tokenizer if the source has none. `progress` is called with the bytes written so far and the total.
+    Raises `ValueError` for a target that `save_model` refuses, for wrong input, naming the file and the tensor, and
+    for a disk without room, naming both sizes; no partial target remains.
     """
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source
@@ -64,8 +65,8 @@ def convert(
     with folder_beside(target, MODEL_KIND, overwrite=overwrite) as beside:
         _copy_rest(beside_weights, beside, plan.config, fused=plan.fused)
         if plan.to == "dcp":
-            planned = {n: torch.empty(s.shape, dtype=plan.dtypes[n], device="meta") for n, s in plan.wanted.items()}
-            save_dcp(beside, planned, make, max_bytes=max_shard_bytes)
+            metas = {n: torch.empty(s.shape, dtype=plan.dtypes[n], device="meta") for n, s in plan.wanted.items()}
+            save_dcp(beside, metas, make, max_bytes=max_shard_bytes)
         else:
             writer = ShardWriter(beside, max_bytes=max_shard_bytes)
             for name in plan.wanted:
@@ -75,7 +76,7 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A conversion whose source was checked: the target's tensors by name, their dtypes, and where they come from."""
+    """A checked conversion: the target's tensors by name, their dtypes, and the source to assemble them from."""
 
     config: ModelConfig
     to: Format
@@ -97,7 +98,7 @@ class _Plan:
 def _plan(
     source: Path, beside_weights: Path, target: Path, *, experts: ExpertLayout | None, to: Format | None
 ) -> _Plan:
-    """Check the source by its files' headers and plan the target; `ValueError` for what cannot be converted."""
+    """Check the source's headers and plan the target; `ValueError` for a checkpoint that cannot be converted."""
     if (source / METADATA).exists() and not (beside_weights / "config.json").exists():
         raise ValueError(f"{beside_weights} has no config.json; name a folder that has one (--config)")
     config = load_config(beside_weights)
@@ -110,8 +111,8 @@ def _plan(
         raise ValueError(f"experts='fused' stacks experts and the {config.architecture} in {beside_weights} has none")
     weights: WeightsFolder = DcpFolder(source) if (source / METADATA).exists() else HfFolder(source)
     _, stored, layout = match_tensors(source, config, weights.tensors)
-    kept = layout if layout != "decoder" else "per_expert"
-    wanted = stored_tensors(config, decoder_shapes(config), experts or kept)
+    default_layout = layout if layout != "decoder" else "per_expert"
+    wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
     return _Plan(
         config=config,
@@ -123,9 +124,10 @@ def _plan(
 
 
 def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) -> None:
-    """Copy the files beside the weights, without the manifest; in some families config.json's model_type changes.
+    """Copy the files beside the weights, without the manifest.
 
-    There it says whether experts are stacked.
+    In families whose `model_type` says whether experts are stacked (`expert_model_types`), config.json gets the right
+    one.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != MANIFEST and not path.name.endswith(WEIGHTS_ENDINGS):
@@ -134,8 +136,7 @@ def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) 
     if types is None:
         return
     text = (target / "config.json").read_text()
-    wanted = types["fused" if fused else "per_expert"]
-    kept = json.loads(text).get("model_type")
-    if kept is not None and kept != wanted:
-        text = re.sub(rf'("model_type"\s*:\s*)"{re.escape(kept)}"', rf'\1"{wanted}"', text, count=1)
+    old, new = json.loads(text).get("model_type"), types["fused" if fused else "per_expert"]
+    if old is not None and old != new:
+        text = re.sub(rf'("model_type"\s*:\s*)"{re.escape(old)}"', rf'\1"{new}"', text, count=1)
         (target / "config.json").write_text(text)

@@ -1,6 +1,6 @@
-"""Reading and writing the weights in PyTorch's distributed checkpoints (DCP), about one file in memory at a time.
+"""Reads and writes the weights in PyTorch's distributed checkpoints (DCP), about one file in memory at a time.
 
-A training checkpoint holds the weights under `model.`, beside optimizer state and progress, which are not read here.
+A training checkpoint holds the weights under `model.`. Its optimizer state and progress are not read here.
 """
 
 import functools
@@ -25,7 +25,7 @@ from torch.futures import Future
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo
 
 PREFIX = "model."
-# what unpickling a damaged file raises, by Python's manual
+# the exceptions that unpickling a damaged file can raise, by Python's manual
 UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
     EOFError,
@@ -41,8 +41,8 @@ UNPICKLING_ERRORS = (
 class DcpFolder:
     """The weights in a DCP folder. Its `.metadata` is a pickle: open only checkpoints that you trust.
 
-    Raises `ValueError` if a file is missing or cut short, naming the file and the first tensor that it lacks, and if a
-    tensor's bytes are damaged, naming the tensor.
+    Raises `ValueError` if a file is missing or cut short, naming the file and the first tensor that is incomplete, and
+    if a tensor's bytes are damaged, naming the tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,10 +65,10 @@ class DcpFolder:
         }
         if not self.tensors:
             raise ValueError(f"{folder / METADATA} lists no tensor of a model")
-        wanted = set(self._stored.values())
+        keys = set(self._stored.values())
         for index, where in (metadata.storage_data or {}).items():
             path = folder / where.relative_path
-            if index.fqn not in wanted:
+            if index.fqn not in keys:
                 continue
             if not path.exists():
                 raise ValueError(f"{folder} lacks the file {where.relative_path}, which holds '{index.fqn}'")
@@ -76,22 +76,22 @@ class DcpFolder:
                 raise ValueError(f"{path} is cut short at tensor '{index.fqn}'")
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, put together from the pieces that training's ranks wrote."""
+        """A whole tensor, joined from the pieces that the training ranks wrote."""
         info, key = self.tensors[name], self._stored[name]
-        into = {key: torch.empty(info.shape, dtype=info.dtype)}
+        state = {key: torch.empty(info.shape, dtype=info.dtype)}
         try:
             with _one_process():
-                dcp.load(into, storage_reader=self._reader, no_dist=True)
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
         except (*UNPICKLING_ERRORS, RuntimeError) as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]  # advice follows
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is PyTorch's advice
             raise ValueError(f"{self.folder}: tensor '{key}' is damaged: {reason}") from None
-        return into[key]
+        return state[key]
 
 
 def save_dcp(
     folder: Path, tensors: dict[str, Tensor], make: Callable[[str], Tensor], *, max_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, `make` gives their values, one at a time.
+    """Write a DCP checkpoint under `model.`; `tensors` are meta tensors, and `make` returns the values of one by name.
 
     A file holds at most `max_bytes`, or one tensor. DCP's writer keeps the content of one file in memory.
     """
@@ -103,9 +103,9 @@ def save_dcp(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """A DCP call in this process alone: without DCP's warning about that, and with errors, also Ctrl-C, as themselves.
+    """Run a DCP call in this process alone: without DCP's warning about that, and with errors as they were raised.
 
-    DCP wraps them into a report of all ranks.
+    DCP wraps errors, also Ctrl-C, into a report of all ranks.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -127,39 +127,39 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Writes one file after the other, as if each came from a rank of its own."""
+    """Writes the files one after another; each looks like the file of one rank."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # no tensor is made until the previous one is written
         self._max_bytes = max_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written: list[WriteResult] = []
+        results: list[WriteResult] = []
         for number, items in enumerate(_in_files(plan.items, self._max_bytes)):
             prefix = replace(plan.storage_data, prefix=f"__{number}_")
-            written += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
+            results += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
 
 def _in_files(items: Sequence[WriteItem], max_bytes: int) -> Iterator[list[WriteItem]]:
-    """The items in order, cut into runs of at most `max_bytes` of values."""
+    """The items in order, cut into runs of at most `max_bytes`, or of one item."""
     run: list[WriteItem] = []
-    held = 0
+    num_bytes = 0
     for item in items:
         assert item.tensor_data is not None
         size = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
-        if run and held + size > max_bytes:
+        if run and num_bytes + size > max_bytes:
             yield run
-            run, held = [], 0
+            run, num_bytes = [], 0
         run.append(item)
-        held += size
+        num_bytes += size
     yield run
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans with meta tensors; each tensor's values are made when it is written."""
+    """Plans with meta tensors; `make` is called for a tensor's values when the tensor is written."""
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Model families as data: their config.json keys, the settings that are supported, and their names for tensors.
 
-A checkpoint is recognised by the `architectures` in its config.json, never by a name that a user types. `hf_config`
+The `architectures` of a config.json decide a checkpoint's family; the name that a user types does not. `hf_config`
 reads and writes a config.json by this table, and `tensor_names` names tensors by it.
 """
 
@@ -15,14 +15,14 @@ Json = Mapping[str, Any]
 class Family:
     """One architecture.
 
-    model_types         the `model_type`s of published checkpoints, of which the first is written
-    expert_model_types  the `model_type`s written instead, for single experts ("per_expert") and stacked ("fused")
+    model_types         the `model_type`s of published checkpoints; we write the first
+    expert_model_types  if given, the `model_type` to write for single ("per_expert") and stacked ("fused") experts
     keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
     defaults            values of keys (by config.json name) that published files leave out
-    fixed               settings of config.json that are supported with one value only
+    fixed               settings of config.json for which only this value is supported
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
-    names               the checkpoint's names of our modules (`{i}` a layer, `{e}` an expert); several of ours under
-                        one name lie there one after another
+    names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
+                        same name there are stored in one tensor, one after another
     published           ids of the released vocabulary, for folders of that `vocab_size` whose files leave them out;
                         the tokenizer must agree (`tokenizer_files.load_tokenizer`)
     """
@@ -203,7 +203,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Json) -> tuple[str, Family]:
-    """The architecture a parsed config.json names, and its family; `ValueError` lists ours if it is none of them."""
+    """The architecture that a parsed config.json names, and its family; `ValueError` lists the supported ones."""
     match config.get("architectures"):
         case [str(name)] if name in FAMILIES:
             return name, FAMILIES[name]

@@ -1,4 +1,4 @@
-"""A model folder, checked without reading its weights: configuration, tensors, tokenizer, recommended decoding."""
+"""The check of a model folder before its weights are read: configuration, tensors, tokenizer, recommended decoding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,10 +21,10 @@ METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A checkpoint folder whose files agree with each other; of the weights only the headers were read.
+    """A checkpoint folder whose files agree with each other; of the weights, only the headers were read.
 
-    defaults      `generation_config.json`; a canvas for a full-attention model that names no decoding there
-    stored_dtype  what most weights are stored as
+    defaults      the content of `generation_config.json`, with a canvas if a full-attention model names no decoding
+    stored_dtype  the dtype of most tensors
     """
 
     path: Path
@@ -37,9 +37,9 @@ class ModelFolder:
 def read_folder(folder: Path) -> ModelFolder:
     """Check everything of a model folder that can be checked without reading weights.
 
-    Raises `ValueError`, one sentence that names the file and, where it is one, the tensor: an unknown architecture, a
-    distributed checkpoint, a missing shard, a file cut short, a tensor too many or of another shape, a tokenizer or
-    ids that do not fit, decoding that cannot be honoured.
+    Raises `ValueError`, one sentence that names the file and, where there is one, the tensor: for an unknown
+    architecture, a distributed checkpoint, a missing shard, a file that is cut short, a missing or unexpected tensor
+    or shape, a tokenizer or ids that do not fit the model, and decoding that cannot be honoured.
     """
     refuse_dcp(folder)
     config = load_config(folder)
@@ -63,7 +63,7 @@ def read_folder(folder: Path) -> ModelFolder:
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:
-    """A warning if T2T editing was asked for that the model's `generation_config.json` does not recommend."""
+    """A warning if `decoding` edits (T2T) and the model's `generation_config.json` does not recommend it."""
     if decoding.t2t is None or defaults.get("t2t") is not None:
         return None
     return (

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json read as a `ModelConfig`, and written back."""
+"""Reads a Hugging Face config.json as a `ModelConfig`, and writes it back."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,15 @@ from typing import Any, get_type_hints
 from mbd_core.checkpoint.families import FAMILIES, Json, family_of
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
-# Keys that may stand in generation_config.json instead.
+# Keys that generation_config.json may have instead of config.json.
 DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
-# The least values of whole numbers that may be less than 1, and the greatest value of all of them.
+# The least value of each whole number that may be less than 1, and the greatest value of any whole number.
 LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
 MOST = 2**31 - 1
 
 
 def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json; ids and block size that it lacks are looked up in `generation`.
+    """The `ModelConfig` of a parsed config.json; ids and block size that it lacks come from `generation`.
 
     Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, or if the
     decoder stack does not support the value.
@@ -68,7 +68,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
 
 
 def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
-    """`value` as a field of type `hint` holds it; otherwise `ValueError`, in a sentence that begins with `subject`."""
+    """`value` as a field of type `hint`; otherwise `ValueError`, in a sentence that begins with `subject`."""
 
     def whole(number: Any) -> bool:
         return type(number) is int and least <= number <= MOST
@@ -123,7 +123,7 @@ def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
 
 
 def _flat_rope(config: Json) -> dict[str, Any]:
-    """`config` with transformers 5's `rope_parameters` moved to the keys that older files have."""
+    """`config` with the values of transformers 5's `rope_parameters` under the keys of older files."""
     config = dict(config)
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -137,7 +137,7 @@ def _flat_rope(config: Json) -> dict[str, Any]:
 
 
 def _rotary_dim(config: Json, head_dim: int) -> int:
-    """How many channels of a head rotate, given as a number or as a share of the head; by default all."""
+    """How many channels of a head rotate, from `rotary_dim` or from `partial_rotary_factor`; by default all."""
     factor = config.get("partial_rotary_factor")
     if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
         raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")

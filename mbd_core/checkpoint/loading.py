@@ -1,9 +1,8 @@
-"""Loading the weights of a model folder.
+"""Loads the weights of a model folder.
 
-Every tensor must be there, none may be left over, and each must have its shape: a wrong folder is an error, never a
-model with random weights. The files' headers are checked before any weight is read. Weights stream from the files into
-a model made without memory, so that the peak is the model and one tensor. A weight that is NaN or infinite is refused
-when it is read.
+The files must hold exactly the model's tensors in their shapes; otherwise loading is an error, and no weight stays
+random. The files' headers are checked before any weight is read. Weights stream from the files into their final place,
+so the peak memory is the model and one tensor. A weight that is NaN or infinite is refused when it is read.
 """
 
 import itertools
@@ -32,9 +31,9 @@ def load_model(
 ) -> Decoder:
     """The model of a checkpoint folder, in evaluation mode; raises `ValueError` naming the file and the tensor.
 
-    Without `dtype` the weights stay as they are stored; where a checkpoint mixes dtypes, they get the one that
-    config.json names. The router's `expert_bias` is float32 in any case. With a `shard`, only that tensor-parallel
-    rank's slices are read, and `reduce` must sum over the ranks (see `Decoder`).
+    Without `dtype` the weights keep their dtype; if a checkpoint mixes dtypes, they get the one that config.json
+    names. The router's `expert_bias` is always float32. With a `shard`, only that tensor-parallel rank's slices are
+    read, and `reduce` must sum over the ranks (see `Decoder`).
     """
     refuse_dcp(folder)
     config = load_config(folder)
@@ -72,7 +71,7 @@ def refuse_dcp(folder: Path) -> None:
 
 
 def _stored_dtype(folder: Path, listed: dict[str, TensorInfo]) -> torch.dtype:
-    """The one dtype of all weights; where there are several, the one of config.json's `dtype` or `torch_dtype`."""
+    """The dtype of the weights; if the files have several, config.json's `dtype` or `torch_dtype`."""
     dtypes = {info.dtype for name, info in listed.items() if not name.endswith(FLOAT32_ALWAYS)}
     if len(dtypes) == 1:
         return dtypes.pop()
@@ -85,13 +84,13 @@ def _stored_dtype(folder: Path, listed: dict[str, TensorInfo]) -> torch.dtype:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor an infinity: its least and its greatest value are both finite."""
+    """Whether a tensor has neither NaN nor infinity. A NaN makes both its least and greatest value NaN."""
     low, high = tensor.aminmax()
     return math.isfinite(low) and math.isfinite(high)
 
 
 def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shard: Shard) -> list[Tensor]:
-    """Copy a stored tensor's parts, or this rank's slices of them, into the model; returns where they were copied."""
+    """Copy a stored tensor's parts, or this rank's slices of them, into the model; returns the model's tensors."""
     places: list[Tensor] = []
     start = 0
     for part, length in zip(stored.parts, stored.lengths, strict=True):

@@ -15,13 +15,13 @@ from torch import Tensor
 from mbd_core.files import write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-METADATA = ".metadata"  # in a distributed checkpoint, which has no safetensors
+METADATA = ".metadata"  # marks a distributed checkpoint
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a missing, unreadable or malformed one is a `ValueError` that names it."""
+    """The JSON object in a file; `ValueError` names a file that is missing, unreadable or malformed."""
     try:
         value = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -51,22 +51,22 @@ class TensorInfo:
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint folder by name, file after file; only headers are read.
 
-    Raises `ValueError` naming the file and the tensor where a shard is missing, cut short or damaged, where two
-    shards hold one tensor, or where the index promises a tensor that its file lacks.
+    Raises `ValueError` naming the file and the tensor if a shard is missing, cut short or damaged, if two shards hold
+    the same tensor, or if a file lacks a tensor that the index lists.
     """
-    indexed = _index(folder)
+    file_of = _index(folder)
     tensors: dict[str, TensorInfo] = {}
-    for file in sorted(set(indexed.values())) or [WEIGHTS]:
+    for file in sorted(set(file_of.values())) or [WEIGHTS]:
         path = folder / file
         if not path.exists():
-            inside = sorted(name for name, where in indexed.items() if where == file)
-            holds = f", which holds '{inside[0]}' and {len(inside) - 1} more tensors" if inside else ""
-            if not indexed and any(folder.glob("*.safetensors")):
+            names = sorted(name for name, where in file_of.items() if where == file)
+            holds = f", which holds '{names[0]}' and {len(names) - 1} more tensors" if names else ""
+            if not file_of and any(folder.glob("*.safetensors")):
                 holds = f", and {INDEX}, which would say what its other weights files hold"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
-        with open_file(path) as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                part = opened.get_slice(name)
+        with open_file(path) as tensors_file:
+            for name in tensors_file.keys():  # noqa: SIM118 (not a dict)
+                part = tensors_file.get_slice(name)
                 if name in tensors:
                     raise ValueError(f"{path} and {tensors[name].path.name} both hold the tensor '{name}'")
                 if part.get_dtype() not in DTYPES:
@@ -74,7 +74,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
                         f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
                     )
                 tensors[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
-    for name, file in indexed.items():
+    for name, file in file_of.items():
         if name not in tensors:
             raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
     return tensors
@@ -98,9 +98,9 @@ class HfFolder:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """`safe_open` on the CPU; a damaged file is a `ValueError` that names it and the first tensor that is cut off."""
+    """`safe_open` on the CPU; `ValueError` names a damaged file and the first tensor that is cut off."""
     try:
-        path.open("rb").close()  # this error says why a file cannot be read, that of safe_open does not
+        path.open("rb").close()  # its error says why a file cannot be read; the error of safe_open does not
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
@@ -124,7 +124,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _where_cut(path: Path) -> str:
-    """Where a file is cut off, as a part of a sentence: at its first tensor that is not whole, or in its header."""
+    """Where a file is cut off, as the end of a clause: at its first incomplete tensor, or in its header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         raw = file.read(size) if size < path.stat().st_size else b""
@@ -138,7 +138,7 @@ def _where_cut(path: Path) -> str:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of at most `max_bytes` (or one tensor) each, one file's in memory."""
+    """Writes tensors into safetensors files of at most `max_bytes` (or one tensor), one at a time in memory."""
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_SHARD_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
@@ -150,7 +150,7 @@ class ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
             self._flush()
-        # contiguous storage of its own: safetensors refuses tensors that share memory
+        # a contiguous copy, because safetensors refuses tensors that share memory
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += tensor.nbytes
 
@@ -179,7 +179,7 @@ class ShardWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, say
             raise OSError(f"{path} cannot be written: {error}") from None
-        path.chmod(0o644)  # safetensors writes for the owner alone
+        path.chmod(0o644)  # safetensors makes files that only the owner can read
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0

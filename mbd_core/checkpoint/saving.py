@@ -1,6 +1,6 @@
-"""Writing model folders: config.json, safetensors, tokenizer, generation_config.json, and the project's manifest.
+"""Writes model folders: config.json, safetensors, tokenizer, generation_config.json, and the project's manifest.
 
-A folder is written beside its place and renamed, so that it is whole or not there. A target that exists is refused.
+A folder is written beside its target and then renamed, so no partial folder appears. An existing target is refused.
 """
 
 import math
@@ -24,7 +24,7 @@ from mbd_core.models.quantize import quantized_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MODEL_KIND = "model"  # in the manifest of a model folder and of a distributed checkpoint
+MODEL_KIND = "model"  # the kind in the manifests of model folders and of distributed checkpoints
 
 
 def save_model(
@@ -41,16 +41,16 @@ def save_model(
 ) -> None:
     """Write a complete model folder; `extra` adds small text files (name -> content).
 
-    Weights are cast to `dtype` (None: they stay as they are), except the router's `expert_bias`. Raises `ValueError`
-    for a folder that is there already and not empty, unless `overwrite` is given and the project wrote it
-    (`files.check_target_folder`).
+    Weights are cast to `dtype` (`None`: no cast), except the router's `expert_bias`, which is float32. Raises
+    `ValueError` for a part of a sharded model, for FP8 weights, and for a folder that exists and is not empty, unless
+    `overwrite` is given and the project wrote it (`files.check_target_folder`).
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     if model.shard.size > 1:
         raise ValueError(f"rank {model.shard.rank} of {model.shard.size} holds only its part of the model to be saved")
     if quantized_parts(model) is not None:
         raise ValueError("the model's weights were rounded to FP8; save the one that it was made from")
-    kept = dtype or model.model.embed_tokens.weight.dtype
+    config_dtype = dtype or model.model.embed_tokens.weight.dtype
     tensors = (
         (name, tensor.detach().to(torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype))
         for name, tensor in checkpoint_tensors(model, experts)
@@ -58,7 +58,7 @@ def save_model(
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        _write(beside, model.config, tensors, kept, experts, max_shard_bytes, generation)
+        _write(beside, model.config, tensors, config_dtype, experts, max_shard_bytes, generation)
         for name, text in (extra or {}).items():
             (beside / name).write_text(text)
 
@@ -73,10 +73,10 @@ def save_random(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write a folder of random weights in a real model's layout, tensor by tensor: about a shard is in memory.
+    """Write a folder of random weights in a real model's layout; about one shard at a time is in memory.
 
-    It has no tokenizer. `progress` is called with the bytes written so far and in all. Raises `ValueError`, before
-    anything is written, for a target that `save_model` refuses and for a disk without room.
+    It has no tokenizer. `progress` is called with the bytes written so far and the total. Raises `ValueError`, before
+    it writes anything, for a target that `save_model` refuses and for a disk without room.
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     generator = torch.Generator().manual_seed(seed)
@@ -102,7 +102,7 @@ def save_random(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise `ValueError` if the disk where `folder` is to be made has less than `num_bytes` free."""
+    """Raise `ValueError` if the disk on which `folder` will lie has less than `num_bytes` free."""
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:

@@ -1,4 +1,4 @@
-"""Comparing the tensors that a checkpoint's files hold with those that its config.json asks for."""
+"""The check of a checkpoint's tensors against those that its config.json asks for."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,9 +15,9 @@ from mbd_core.models.model_config import ModelConfig
 def match_tensors(
     folder: Path, config: ModelConfig, listed: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], ExpertLayout]:
-    """The checkpoint's tensors that are needed, the decoder tensors that each of them holds, and the experts' layout.
+    """The checkpoint's tensors to read, the decoder tensors that each of them holds, and the experts' layout.
 
-    `listed` are all tensors of the files. Raises `ValueError` naming the file and the tensor if they are not exactly
+    `listed` has all tensors of the files. Raises `ValueError` naming the file and the tensor if they are not exactly
     those that `config` asks for.
     """
     needed, shapes = dict(listed), decoder_shapes(config)
@@ -29,7 +29,7 @@ def match_tensors(
 
 
 def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
-    """The shape of every tensor of the whole decoder, which is made without memory."""
+    """The shape of every tensor of the whole decoder, found without allocating it."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Decoder(config).state_dict().items()}
 
@@ -37,7 +37,7 @@ def decoder_shapes(config: ModelConfig) -> dict[str, TensorShape]:
 def _check_tensors(
     folder: Path, config: ModelConfig, listed: dict[str, TensorInfo], expected: dict[str, StoredTensor]
 ) -> None:
-    """Every expected tensor is there in its shape, and no other; `ValueError` names the file and the tensor."""
+    """Raise `ValueError`, naming file and tensor, unless `listed` has exactly the expected tensors in their shapes."""
     for name, info in listed.items():
         if name not in expected:
             raise ValueError(f"{info.path} has an unexpected tensor '{name}' for {config.architecture}")
@@ -57,14 +57,14 @@ def _check_tensors(
 
 
 def _detect_layout(config: ModelConfig, shapes: dict[str, TensorShape], listed: Iterable[str]) -> ExpertLayout:
-    """The layout whose names fit best, because no key of a config.json says it reliably."""
+    """The layout that shares most names with the files, because no key of a config.json says it reliably."""
     layouts: tuple[ExpertLayout, ...] = ("per_expert", "fused", "decoder")
     names = set(listed)
     return max(layouts, key=lambda layout: len(names & stored_tensors(config, shapes, layout).keys()))
 
 
 def _drop_tied_head(config: ModelConfig, listed: dict[str, TensorInfo]) -> None:
-    """Remove the lm_head from `listed` where embeddings are tied: some files hold a copy of the embeddings there."""
+    """Remove the lm_head from `listed` if embeddings are tied: some files store the embeddings a second time there."""
     if config.tie_word_embeddings:
         untied = replace(config, tie_word_embeddings=False)
         for name in stored_tensors(untied, {"lm_head.weight": (1, 1)}, "per_expert"):

@@ -9,13 +9,13 @@ from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.models.model_config import ModelConfig
 
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
-FLOAT32_ALWAYS = ("expert_bias",)  # tensors whose names end so are float32 whatever the checkpoint's dtype
+FLOAT32_ALWAYS = ("expert_bias",)  # tensors with these name endings are float32, whatever the checkpoint's dtype
 TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a stored tensor holds of the decoder: the tensor `target`, or only its expert number `expert`."""
+    """A part of a stored tensor: the decoder's tensor `target`, or only its expert number `expert`."""
 
     target: str
     expert: int | None = None
@@ -23,9 +23,9 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A checkpoint's tensor: its shape, and the decoder tensors that it holds one after another along dimension 0.
+    """A checkpoint's tensor: its shape, and its parts, which lie one after another along dimension 0.
 
-    `lengths` are the rows that each of them takes.
+    `lengths` has the rows of each part.
     """
 
     shape: TensorShape
@@ -38,23 +38,23 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Every tensor of this model's checkpoint, by its name there; `shapes` are those of the whole decoder.
 
-    Published checkpoints are "per_expert". Training checkpoints are "fused", with a layer's experts stacked, or, from
-    our own trainer, "decoder", with the decoder's own names and shapes.
+    "per_expert": one tensor an expert, as in published checkpoints. "fused": a layer's experts stacked, as in training
+    checkpoints. "decoder": the decoder's own names and shapes, as our trainer writes them.
     """
     names: Mapping[str, str] = {} if experts == "decoder" else FAMILIES[config.architecture].names
-    grouped: dict[str, list[TensorPart]] = {}
+    parts_of: dict[str, list[TensorPart]] = {}
     for ours in shapes:
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
         theirs = _stored_name(ours, names)
         if "{e}" not in theirs:
-            grouped.setdefault(theirs, []).append(TensorPart(ours))
+            parts_of.setdefault(theirs, []).append(TensorPart(ours))
         elif experts == "fused":
-            grouped[ours] = [TensorPart(ours)]
+            parts_of[ours] = [TensorPart(ours)]
         else:
             for expert in range(shapes[ours][0]):
-                grouped[theirs.replace("{e}", str(expert))] = [TensorPart(ours, expert)]
-    return {name: _stored(parts, shapes) for name, parts in grouped.items()}
+                parts_of[theirs.replace("{e}", str(expert))] = [TensorPart(ours, expert)]
+    return {name: _stored_tensor(parts, shapes) for name, parts in parts_of.items()}
 
 
 def _stored_name(ours: str, names: Mapping[str, str]) -> str:
@@ -68,7 +68,7 @@ def _stored_name(ours: str, names: Mapping[str, str]) -> str:
     return f"{names.get(module, module)}.{leaf}".replace("{i}", number)
 
 
-def _stored(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -> StoredTensor:
+def _stored_tensor(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -> StoredTensor:
     each = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
     lengths = tuple(shape[0] for shape in each)
     return StoredTensor((sum(lengths), *each[0][1:]), tuple(parts), lengths)

@@ -1,4 +1,4 @@
-"""Assembling the tensors of one checkpoint layout from those of another."""
+"""Assembles the tensors of one checkpoint layout from those of another."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mbd_core.checkpoint.tensor_names import StoredTensor, TensorPart
 
 
 class WeightsFolder(Protocol):
-    """Weights to read (`HfFolder`, `DcpFolder`): which tensors there are, and a whole tensor by name."""
+    """Weights to read (`HfFolder`, `DcpFolder`): a list of the tensors, and a whole tensor by name."""
 
     tensors: dict[str, TensorInfo]
 
@@ -21,7 +21,7 @@ class WeightsFolder(Protocol):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the source keeps a part: in rows `start` to `stop` of the tensor `name`."""
+    """The place of a part in the source: rows [start, stop) of the tensor `name`."""
 
     name: str
     start: int
@@ -29,7 +29,7 @@ class _Place:
 
 
 class TensorPieces:
-    """Assembles a target's tensors from a source's. It keeps the last tensor read, which the next part often needs."""
+    """Assembles a target's tensors from a source's. The last source tensor is cached for the next part."""
 
     def __init__(self, source: WeightsFolder, stored: dict[str, StoredTensor]) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Loading a model folder's tokenizer, and checking that it fits the model."""
+"""Loads a model folder's tokenizer and checks it against the model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer, checked against the model: the mask id must be the same and no id may exceed the vocabulary.
+    """The tokenizer of a model folder.
 
-    Tokenizers that name no mask token (LLaDA's) must have a special token at the model's mask id.
+    Raises `ValueError` unless its mask id is the model's and all its ids lie in the model's vocabulary. A tokenizer
+    that names no mask token (LLaDA's) must have a special token at the model's mask id.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
@@ -37,13 +38,13 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBas
 
 
 def _tokenizer_kind(folder: Path) -> Any:
-    """The class to load a tokenizer with: no checkpoint's own code is run."""
-    # importing transformers takes as long as importing torch, and tensor-parallel followers need no tokenizer
+    """The class that loads a folder's tokenizer. It never runs code from the checkpoint."""
+    # imported here: it takes as long as importing torch, and tensor-parallel followers need no tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
     if (folder / "tokenizer.json").exists():
-        return PreTrainedTokenizerFast  # the file is the whole tokenizer
+        return PreTrainedTokenizerFast  # tokenizer.json is the whole tokenizer
     settings = folder / "tokenizer_config.json"
     if settings.exists() and read_json(settings).get("tokenizer_class") == "DreamTokenizer":
-        return Qwen2Tokenizer  # Dream's is Qwen2's, under a name of its own
+        return Qwen2Tokenizer  # DreamTokenizer is Qwen2's tokenizer under another name
     return AutoTokenizer

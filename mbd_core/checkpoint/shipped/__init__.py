@@ -1,4 +1,4 @@
-"""The models that the project trained and ships, by name; and the folder of any model, given by name or by path."""
+"""The models that the project trained and ships, and the folder of a model by its name or path."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ SHIPPED = Path(__file__).resolve().parent
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model given by a shipped model's name or by a path; `ValueError` lists the known names."""
+    """The folder of a shipped model by name, or of any model by path; `ValueError` lists the known names."""
     for folder in (SHIPPED / model, Path(model)):
         if (folder / "config.json").is_file():
             return folder
