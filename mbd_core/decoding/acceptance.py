@@ -1,6 +1,6 @@
-"""Which positions become tokens, and which tokens change: pure functions of predictions and of what may be filled.
+"""Which positions become tokens, and which tokens change: pure functions of predictions and open positions.
 
-Shape legend: R rows, N slots, B block size, P positions with logits, A the same as places of the flattened buffer, V
+Shape legend: R rows, N slots, B block size, P positions with logits, A their places in the flattened buffer, V
 vocabulary.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from mbd_core.decoding.decoding_config import Fallback
 from mbd_core.decoding.sampling import Draw, Vocab, choose, margin, neg_entropy
 
-# The fallbacks as numbers, for integer tensors.
+# The number of each fallback, for integer tensors.
 FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
 LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A token for each position, its confidence, and its score in the fallback; all 0 at positions without logits."""
+    """Each position's token, its confidence, and its score in the fallback; all 0 at positions without logits."""
 
     token_RNB: Tensor
     confidence_RNB: Tensor
@@ -39,12 +39,12 @@ def predict(
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
-    """What `choose` says of `num_asked` positions, written to places `at_A` of the flattened `shape` (`None`: all).
+    """The result of `choose` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
 
-    `at_A` can have a fixed length: the place behind the last one is padding. `logits_of` gives the logits (P, V) of a
-    range of the positions; it is called for at most `chunk` of them at a time, so that a large batch never holds all
-    its logits. `fallback_P` (a `FALLBACKS` number a position) is given where some request ranks by another score than
-    confidence.
+    `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding. `logits_of` returns the logits (P, V)
+    of a range of the positions; it is called for at most `chunk` of them at a time, so that the logits of a large
+    batch are never in memory together. `fallback_P` (a `FALLBACKS` number a position) is needed if some request ranks
+    by margin or entropy.
     """
     parts = []
     for start in range(0, max(num_asked, 1), chunk):
@@ -73,9 +73,9 @@ def accept_m2t(
 ) -> Tensor:
     """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
 
-    Open positions with confidence over `tau_R` are accepted. A slot with fewer of them than `quota_R` (`None`: 1 in
-    every row) falls back, where `gate_RN` allows, to its best `quota_R` open positions: by score, or from the left
-    where `leftmost_R`; ties go left.
+    Open positions with confidence > `tau_R` are accepted. A slot with fewer of them than `quota_R` (`None`: 1 in every
+    row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: those of highest score, or the leftmost
+    ones if `leftmost_R`. Ties go to the left.
     """
     over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
     leftness = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
@@ -93,8 +93,8 @@ def accept_m2t(
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
-    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one that is not over `tau_R`; where
-    `gate_RN` allows, the leftmost open position always."""
+    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
+    `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
     over = confidence_RNB.double() > tau_R[:, None, None]
     prefix = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
     first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
@@ -102,7 +102,7 @@ def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tenso
 
 
 def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, tau_R: Tensor) -> Tensor:
-    """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: filled positions whose prediction is another token
-    with confidence over `tau_R`."""
+    """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: the filled positions at which another token is
+    predicted with confidence > `tau_R`."""
     differs = prediction.token_RNB != tokens_RNB
     return filled_RNB & differs & (prediction.confidence_RNB.double() > tau_R[:, None, None])

@@ -2,10 +2,10 @@
 
     DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE
 
-A DUMMY slot holds no block. The block of an ACTIVE slot is being filled, and revised where the request edits. A
-TO_CACHE block is final, as are all before it, and the next forward stores it; then it leaves the buffer (IN_CACHE: it
-lives in pages) and the others slide forward. With T2T a block usually skips TO_CACHE: the forward that verified it saw
-its final tokens, and so stored it.
+A DUMMY slot holds no block. A forward fills the block of an ACTIVE slot, and revises it if the request edits. A
+TO_CACHE block is final, as are all blocks before it, and the next forward stores it; then it leaves the buffer
+(IN_CACHE: its keys are in pages) and the other slots slide forward. With T2T a block usually skips TO_CACHE: the
+forward that verifies it sees its final tokens, and so stores it.
 
 `activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
 reallocated, and every slot of a step reads the state before the step.
@@ -28,14 +28,14 @@ from mbd_core.decoding.slot_state import SlotState
 
 @dataclass(frozen=True)
 class Commit:
-    """What one step did, on the buffer's device.
+    """What one step did, on the buffer's device. Slots are those before the slide.
 
     num_blocks_R    blocks that this step's forward stored and that have left the buffer
-    tokens_RNB      the buffer before it slid; the first `num_blocks_R` slots are the committed tokens
+    tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are the committed ones
     masked_RNB      which of these positions are masked
-    confidence_RNB  the confidence of each token in the forward that accepted it, or predicted it last
-    accepted_RN     positions filled by this step, by slot before the slide
-    edited_RN       tokens overwritten by this step, likewise
+    confidence_RNB  the confidence of each token in the forward that wrote it (with DMax: in the last forward)
+    accepted_RN     the number of positions that this step filled
+    edited_RN       the number of tokens that this step overwrote
     """
 
     num_blocks_R: Tensor
@@ -53,7 +53,7 @@ _DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
 
 
 class BlockBuffer:
-    """Fixed tensors for `num_rows` sequences of `num_slots` slots; a row without a sequence is all DUMMY.
+    """Fixed tensors for `num_rows` sequences of `num_slots` slots; in a row without a sequence every slot is DUMMY.
 
     Masked is a boolean beside the tokens, never "token == mask id": a prompt may contain the mask token's text.
     """
@@ -89,7 +89,7 @@ class BlockBuffer:
         self._derive()
 
     def _list_slot_tensors(self) -> None:
-        """Each tensor that moves with its slot, with its value in an empty slot."""
+        """List the tensors that move with their slots, each with its value in an empty slot."""
         self._per_slot = {
             self.tokens_RNB: self.mask_token_id,
             self.masked_RNB: True,
@@ -101,7 +101,7 @@ class BlockBuffer:
         }
 
     def head(self, num_rows: int) -> "BlockBuffer":
-        """The first rows as a buffer of their own over the same memory."""
+        """The first `num_rows` rows as a buffer over the same memory."""
         if num_rows == len(self.state_RN):
             return self
         if num_rows in self._heads:
@@ -114,8 +114,8 @@ class BlockBuffer:
         return view
 
     def _derive(self) -> None:
-        """Compute what changes only when rows slide: the absolute positions of every slot's tokens; which of them may
-        be filled, behind the prompt and before the end of the token budget; and how many of them each slot has.
+        """Compute the tensors that change only when rows slide: the absolute position of every token, whether it may
+        be filled (after the prompt, within the token budget), and each slot's number of such positions.
         """
         settings = self.settings
         block = settings.first_block_R[:, None] + self._slots
@@ -135,12 +135,12 @@ class BlockBuffer:
 
     @property
     def open_RNB(self) -> Tensor:
-        """Positions a forward may fill: masked, editable, in an ACTIVE slot."""
+        """The positions that a forward may fill: masked, editable, in an ACTIVE slot."""
         return self.masked_RNB & self.editable_RNB & self.active_RN[..., None]
 
     @property
     def asked_RNB(self) -> Tensor:
-        """Positions a forward may fill or change, which therefore need logits."""
+        """The positions that a forward may fill or revise, which therefore need logits."""
         changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
         return changes & self.editable_RNB & self.active_RN[..., None]
 
@@ -152,14 +152,14 @@ class BlockBuffer:
 
     @property
     def next_asked_R(self) -> Tensor:
-        """How many positions may need logits in the next forward, if a block is activated where there is room."""
+        """An upper bound of the positions that need logits in the next forward, which may activate one more block."""
         opens = self.resident_RN.sum(-1) < self.settings.limit_R
         return self.asked_RNB.flatten(1).sum(-1) + self.block_size * opens
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
-        """What drawing needs at places `at_A` of the flattened buffer, `None` for all.
+        """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
 
-        `truncates` may be false where no row sets top_k or top_p: the vocabulary is then not sorted.
+        `truncates` may be false if no row sets top_k or top_p: the vocabulary is then not sorted.
         """
         row_A, settings = self._row_of(at_A), self.settings
         positions = self.positions_RNB.flatten()
@@ -174,17 +174,17 @@ class BlockBuffer:
         )
 
     def fallback_at(self, at_A: Tensor | None) -> Tensor:
-        """The `FALLBACKS` numbers of the rows at places `at_A` of the flattened buffer, `None` for all."""
+        """The rows' `FALLBACKS` numbers at places `at_A` of the flattened buffer (`None`: all places)."""
         return self.settings.fallback_R[self._row_of(at_A)]
 
     def _row_of(self, at_A: Tensor | None) -> Tensor:
-        """The row that each place belongs to; the last row for padding behind the last place."""
+        """The row of each place; for the sentinel of padding, one past the last place, the last row."""
         if at_A is None:
             at_A = torch.arange(self.masked_RNB.numel(), device=self.masked_RNB.device)
         return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
 
     def join(self, row: int, request: Request) -> None:
-        """Seat a request: its boundary block, with the prompt's remainder, comes into slot 0 and is ACTIVE at once."""
+        """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE."""
         self._clear(row)
         length = len(request.prompt)
         origin = request.decoding.grid_origin(length)
@@ -197,13 +197,13 @@ class BlockBuffer:
         self._derive()
 
     def leave(self, row: int) -> None:
-        """Free a row and clear all that its sequence left there."""
+        """Free a row and clear its state."""
         self._clear(row)
         self._derive()
 
     @property
     def _state(self) -> tuple[Tensor, ...]:
-        """All that a step reads and changes; the rest follows from it."""
+        """The tensors that a step reads and changes; `_derive` computes the others from them."""
         return *self._per_slot, *self.settings.columns
 
     def save(self, row: int) -> list[Tensor]:
@@ -211,7 +211,7 @@ class BlockBuffer:
         return [t[row].clone() for t in self._state]
 
     def restore(self, row: int, saved: list[Tensor]) -> None:
-        """Put a saved state into a row, which may be another one than it was saved from."""
+        """Write a saved state into any row."""
         for tensor, value in zip(self._state, saved, strict=True):
             tensor[row] = value
         self._derive()
@@ -229,7 +229,7 @@ class BlockBuffer:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
 
         A row grows when its last ACTIVE block has progress > tau_add and stability > tau_stable, or when no block is
-        ACTIVE; never past its buffer size or its token budget, and not while an EOS stands in a resident block
+        ACTIVE. It never grows past its buffer size or its token budget, nor while a resident block has a generated EOS
         (Alg. 4 line 5).
         """
         settings, active = self.settings, self.active_RN
@@ -246,10 +246,10 @@ class BlockBuffer:
         self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
 
     def commit(self, prediction: Prediction, *, revises: bool = True, quotas: bool = True) -> Commit:
-        """Accept and revise, mark final blocks TO_CACHE, let the stored ones leave and slide (Alg. 5 lines 10 to 25).
+        """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false where no row revises (neither T2T nor DMax), `quotas` where every row's
-        `tokens_per_step` is 1: that work is then left out.
+        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if every row's `tokens_per_step`
+        is 1: that work is then skipped.
         """
         settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
         stored = self.state_RN == SlotState.TO_CACHE
@@ -295,7 +295,7 @@ class BlockBuffer:
         return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
 
     def _accept(self, prediction: Prediction, revises: bool, quotas: bool) -> Tensor:
-        """Open positions that become tokens; the first slot may fall back, another behind a semi-complete one."""
+        """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
         settings, open_RNB = self.settings, self.open_RNB
         semi = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
         gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
@@ -313,10 +313,10 @@ class BlockBuffer:
         return torch.where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
 
     def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
-        """ACTIVE slots (R, N) whose block is final by itself: complete, and revised enough where the request revises.
+        """ACTIVE slots (R, N) whose block is complete and needs no more revision.
 
-        Under T2T that is a block that has been edited `max_edits` times; one that a forward leaves unchanged is stored
-        by that forward and needs no state.
+        Under T2T that is a block that was edited in `max_edits` forwards. A block that a forward leaves unchanged is
+        stored by that same forward and is not meant here.
         """
         settings = self.settings
         edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
@@ -326,8 +326,8 @@ class BlockBuffer:
         return complete & torch.where(edits, capped, ~softens | steady)
 
     def _mix_embeddings(self, active: Tensor) -> None:
-        """DMax: the next forward embeds filled positions of `active` slots (R, N) by their confidence; all other
-        tokens are hard, those of final blocks too, which are stored so."""
+        """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
+        confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
         mixed = (self.settings.softens_R[:, None] > 0) & active
         mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
         self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
@@ -335,7 +335,7 @@ class BlockBuffer:
     def _slide(self, count_R: Tensor) -> None:
         """Move each row's slots forward by `count_R`; the slots at its end become empty."""
         if count_R.device.type == "cpu" and not count_R.any():
-            return  # on a GPU reading the counts would cost more than the copies
+            return  # on a GPU, reading the counts would cost more than the copies
         source = self._slots + count_R[:, None]
         empties = source >= self.num_slots
         source = source.clamp(max=self.num_slots - 1)
@@ -359,5 +359,5 @@ class BlockBuffer:
 
 
 def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:
-    """`part / whole` in float64, `empty` where the whole is nothing."""
+    """`part / whole` in float64, `empty` where `whole` is 0."""
     return torch.where(whole > 0, part.double() / whole.double().clamp(min=1.0), empty)

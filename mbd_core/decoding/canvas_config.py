@@ -1,7 +1,8 @@
 """How a full-attention model (LLaDA, Dream, DiffuCoder) fills a canvas: the prompt and `max_tokens` masks.
 
 The methods differ in four things: which positions may be filled now (`block_length`), how many of them a step fills
-(`accept`), by which score (`score`), and what part of the canvas a forward computes anew (`cache`, `refresh`).
+(`accept`), by which score it ranks them (`score`), and what part of the canvas a forward recomputes (`cache`,
+`refresh`).
 """
 
 from dataclasses import dataclass, fields
@@ -9,14 +10,14 @@ from typing import Literal, get_args
 
 from mbd_core.decoding.checks import check_choice, check_count, check_share, check_weight
 
-LEAST_TAU_MERGE = 0.01  # bounds how many of a position's likeliest tokens a branch must remember
+LEAST_TAU_MERGE = 0.01  # bounds the 1 / tau_merge likeliest tokens that a branch keeps for each position
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leap:
-    """LocalLeap: near a position over `tau` (an anchor) a confidence of `tau_relaxed` is enough.
+    """LocalLeap: positions with confidence >= `tau` are anchors; near an anchor `tau_relaxed` is enough.
 
-    radius  how many positions to either side of an anchor count as near
+    radius  positions up to this distance from an anchor are near it
     """
 
     tau_relaxed: float = 0.75
@@ -29,8 +30,9 @@ class Leap:
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """dLLM-Cache: keys and values of the prompt are computed anew every `prompt_interval` steps, those of the whole
-    response every `response_interval` steps; other steps compute the current block only.
+    """dLLM-Cache: how often the keys and values of the prompt, and of the whole response, are recomputed, in steps.
+
+    All other steps compute only the current block.
     """
 
     prompt_interval: int = 25
@@ -46,12 +48,12 @@ EosTest = Literal["always", "block_forward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Branches:
-    """BlockBatch: the same canvas decoded with several block lengths at once, a branch each.
+    """BlockBatch: one branch for each block length decodes the same canvas at the same time.
 
     block_lengths  ascending
-    tau_merge      a branch takes over another's token when its own probability of that token exceeds this (1: never)
+    tau_merge      a branch copies another branch's token if its own probability of it exceeds this (1: never)
     tau_sync       a branch that is more than this many tokens behind the leader is overwritten by it
-    refresh        tokens of completed blocks after which a branch asks for a full forward of all branches
+    refresh        a branch requests a full forward of all branches after this many tokens of completed blocks
     eos_test       when a branch may end the request. always: whenever its block with the EOS is complete.
                    block_forward: only right after a block forward of that branch (Alg. 1 line 19, the released code)
     """
@@ -88,28 +90,29 @@ class Canvas:
     """One full-attention method; the defaults are Fast-dLLM's threshold decoding without a cache.
 
     block_length       positions that may be filled now, from the prompt's end on; `None`: the whole canvas (Dream)
-    steps              with accept = quota, schedule and origin: forwards over the whole canvas (default: max_tokens).
-                       With threshold it bounds a step's tokens: 1 / steps of the canvas, and what earlier steps left
-                       over (Fast-dLLM for Dream; default: no bound)
-    accept             quota      as many a step as spread the block evenly over its steps (LLaDA)
-                       schedule   int(masked * (1 - s / t)) a step, for times from 1 to `eps` (Dream). It takes
-                                  `steps` forwards even where one accepts nothing: that is the baseline's cost
-                       origin     each position with chance 1 - s / t (Dream's `origin`)
-                       threshold  all with confidence >= tau, at least the best (Fast-dLLM; ">=" as released)
-                       factor     the longest run of best ones with (n + 1)(1 - c_n) <= factor (Fast-dLLM, Sec. 3)
-    score              what "best" means: probability of the token, its lead over the second, negative entropy, or
-                       chance
+    steps              with accept = quota, schedule or origin: forwards for the whole canvas (default: max_tokens).
+                       With threshold: a step fills at most 1 / steps of the canvas plus what earlier steps of the
+                       block left unused (Fast-dLLM for Dream; default: no bound)
+    accept             quota      an equal share of the block in each of its steps (LLaDA)
+                       schedule   int(masked * (1 - s / t)) positions a step, for times from 1 to `eps` (Dream). All
+                                  `steps` forwards run, also those that accept nothing: that is the baseline's cost
+                       origin     each position with probability 1 - s / t (Dream's `origin`)
+                       threshold  all positions with confidence >= tau, at least the best (Fast-dLLM; ">=" as released)
+                       factor     the best n positions, for the largest n with (n + 1)(1 - c_n) <= factor (Fast-dLLM,
+                                  Sec. 3)
+    score              what "best" means: highest probability of the token, largest lead over the second token, lowest
+                       entropy, or a random order
     score_temperature  quota and schedule draw their positions with odds exp(score / score_temperature) (Dream's
                        `alg_temp`; 0: take the best)
-    cache              none: every forward computes the whole canvas. prefix: a full forward a block, then the block
-                       and all behind it. dual: a full forward a block, then the block alone (Fast-dLLM)
+    cache              none: every forward computes the whole canvas. prefix: the first forward of a block computes the
+                       whole canvas, the others the block and all after it. dual: the others the block (Fast-dLLM)
     refresh            dLLM-Cache's intervals instead of `cache`
-    cfg_scale          classifier-free guidance: logits are un + (cfg_scale + 1)(cond - un), from one more lane (LLaDA)
+    cfg_scale          classifier-free guidance: logits are un + (cfg_scale + 1)(cond - un), from a second lane (LLaDA)
     forbid_eos         EOS is never predicted and has probability 0 (LLaDA's `logits_eos_inf`)
     leap               LocalLeap's relaxed threshold
     branches           BlockBatch
 
-    Raises `ValueError` naming the field, also for a field that has no effect beside the others.
+    Raises `ValueError` naming the field, also for a field without effect under the other fields.
     """
 
     block_length: int | None = 32
@@ -145,7 +148,7 @@ class Canvas:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Refuse fields that cannot be honoured together."""
+        """Raise `ValueError` for fields that contradict each other."""
         for name, needed in NEEDS_ACCEPT.items():
             if self.accept not in needed and getattr(self, name) != DEFAULTS[name]:
                 raise ValueError(

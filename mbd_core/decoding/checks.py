@@ -1,12 +1,12 @@
 """Checks of a setting's value: each raises a `ValueError` that names the setting.
 
-`owner` is the path of the part that the setting belongs to, with its dot ("canvas."), or empty.
+`owner` is the prefix of the setting's name: the part that it belongs to and a dot ("canvas."), or empty.
 """
 
 import json
 import math
 
-MOST = 2**31 - 1  # counts are kept in integer tensors
+MOST = 2**31 - 1  # counts must fit into 32-bit integers
 
 
 def check_count(owner: str, name: str, value: object, *, least: int = 1) -> None:
@@ -30,7 +30,7 @@ def check_weight(owner: str, name: str, value: object) -> None:
 
 
 def check_choice(owner: str, name: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise `ValueError`, in JSON's words, unless `value` is one of `known`, and of its type: 1 is not True."""
+    """Raise `ValueError`, with values as JSON, unless `value` is one of `known`, of the same type: 1 is not True."""
     if not any(type(value) is type(k) and value == k for k in known):
-        given, *allowed = (json.dumps(v, default=repr) for v in (value, *known))
-        raise ValueError(f"{owner}{name}={given} must be one of {', '.join(allowed)}")
+        text, *allowed = (json.dumps(v, default=repr) for v in (value, *known))
+        raise ValueError(f"{owner}{name}={text} must be one of {', '.join(allowed)}")

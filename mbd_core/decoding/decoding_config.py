@@ -1,4 +1,4 @@
-"""How one request is decoded: the papers' methods and thresholds as one value that is checked once."""
+"""How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
 import types
 import typing
@@ -17,8 +17,8 @@ PromptAttention = Literal["block_causal", "full"]
 class T2T:
     """Token-to-token editing (LLaDA2.1; Alg. 5 line 15).
 
-    tau        a filled token is replaced by another predicted one whose confidence > tau
-    max_edits  forwards that may edit a complete block; then it is final as it is
+    tau        a filled token is replaced when another token is predicted with confidence > tau
+    max_edits  after this many forwards a complete block is final, even if the last one edited it
     """
 
     tau: float = 0.5
@@ -34,7 +34,7 @@ class Soft:
     """Soft parallel decoding (DMax): accept from the left, revise every filled position, feed mixed embeddings.
 
     stop_confidence  a complete block is final when every prediction has confidence >= stop_confidence, when a forward
-                     changes nothing, or after as many forwards as it has positions
+                     changes nothing, or after `block_size` forwards
     """
 
     stop_confidence: float = 0.9
@@ -47,24 +47,24 @@ class Soft:
 class DecodingConfig:
     """Every decoding method as one value: block by block (the fields below), or a canvas (`canvas`).
 
-    SingleBD is `buffer_size=1`, MultiBD more (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision. D2F is
-    `prompt_attention="full"`; with `buffer_size=1` that is its cache-only ablation, and the same thresholds without
-    `prompt_attention` are its fully block-causal variant (App. C.5).
+    SingleBD is `buffer_size=1`, MultiBD a larger one (Alg. 4 and 5, Table 4); `t2t` and `soft` add revision. D2F is
+    `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`; its fully block-causal variant has the
+    same thresholds without `prompt_attention` (App. C.5).
 
-    block_size        B, tokens of a diffusion block: the model's own
-    buffer_size       N_buf, blocks of the request that may be resident at once
+    block_size        B, tokens of a diffusion block; it must be the model's
+    buffer_size       N_buf, the most blocks of the request that are resident at once
     tau_add           the next block is activated when the last active one has progress > tau_add
-    tau_stable        and has stability > tau_stable, the share of its filled positions whose tokens the last forward
-                      predicted again (needs `t2t` or `soft`)
-    tau_semi          a block may fall back to its best positions when its predecessor has progress >= tau_semi
+    tau_stable        and, if set, stability > tau_stable: the share of its filled positions whose tokens the last
+                      forward predicted again (needs `t2t` or `soft`)
+    tau_semi          a block may use the fallback when its predecessor has progress >= tau_semi
     tau_m2t           a masked position becomes a token when its confidence > tau_m2t (1.0: only by fallback)
-    tokens_per_step   the fallback's quota: with fewer positions over tau_m2t, the best `tokens_per_step` are accepted
+    tokens_per_step   the fallback: if fewer positions exceed tau_m2t, the best `tokens_per_step` are accepted
     fallback          what "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over
                       the second token, or lowest entropy (D2F's margin_confidence and neg_entropy)
     prompt_attention  how the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)
-    prefix_cache      share stored blocks with other requests; `None`: wherever that is exact
+    prefix_cache      share stored blocks with other requests; `None`: if that is exact
     t2t, soft         revision of filled positions; `None`: off
-    canvas            fill a canvas by a full-attention model instead; then all fields but `block_size` and
+    canvas            decode a canvas with a full-attention model instead; then all fields except `block_size` and
                       `prefix_cache` must be left out
 
     Progress counts editable positions only: not the prompt's remainder in the boundary block, not positions past
@@ -111,7 +111,7 @@ class DecodingConfig:
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Refuse fields that cannot be honoured together."""
+        """Raise `ValueError` for fields that contradict each other."""
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
@@ -135,11 +135,11 @@ class DecodingConfig:
 
     @property
     def ranks_by_score(self) -> bool:
-        """Whether the fallback ranks positions by a score of its own, which is neither confidence nor position."""
+        """Whether the fallback ranks positions by margin or entropy, which need a computation of their own."""
         return self.fallback in ("margin", "neg_entropy")
 
     def grid_origin(self, prompt_length: int) -> int:
-        """Where the block grid begins: at the prompt's end where the prompt attends in full (D2F), otherwise at 0."""
+        """The first position of the block grid: the prompt's end if the prompt attends in full (D2F), otherwise 0."""
         return prompt_length if self.prompt_attention == "full" else 0
 
 
@@ -148,7 +148,7 @@ T = TypeVar("T")
 
 
 def from_fields(kind: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
-    """Build a config dataclass from plain JSON values, parts included; `ValueError` names an unknown or bad field."""
+    """Build a config dataclass and its parts from JSON values; `ValueError` names an unknown or invalid field."""
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - known.keys())
     if unknown:
@@ -172,11 +172,11 @@ def _is_union(hint: Any) -> bool:
 
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
-    """A request's config: the fields of `generation_config.json` that concern decoding, then the request's own.
+    """A request's config: `overrides`, its own fields, replace those in `defaults` (`generation_config.json`).
 
-    Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. Raises `ValueError` for an
-    unknown key in `overrides`, and for a `block_size` in either that is not the model's. Where one of the two names
-    `canvas` and the other decodes block by block, the request's own method counts.
+    Other keys in `defaults` are ignored, because Hugging Face keeps many settings there. If one of the two names
+    `canvas` and the other decodes block by block, the method of `overrides` counts. Raises `ValueError` for an unknown
+    key in `overrides`, and for a `block_size` in either that is not the model's.
     """
     names = [f.name for f in fields(DecodingConfig)]
     unknown = sorted(set(overrides) - set(names))
@@ -185,9 +185,9 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
     for source in (defaults, overrides):
         if source.get("block_size", block_size) != block_size:
             raise ValueError(f"block_size={source['block_size']} cannot be honoured: the model has {block_size}")
-    own = {k: v for k, v in defaults.items() if k in names}
+    values = {k: v for k, v in defaults.items() if k in names}
     if overrides.get("canvas") is not None:
-        own = {k: v for k, v in own.items() if k in CANVAS_FIELDS}
+        values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
     elif set(overrides) - set(CANVAS_FIELDS):
-        own.pop("canvas", None)
-    return from_fields(DecodingConfig, own | dict(overrides) | {"block_size": block_size})
+        values.pop("canvas", None)
+    return from_fields(DecodingConfig, values | dict(overrides) | {"block_size": block_size})

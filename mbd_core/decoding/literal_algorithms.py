@@ -1,16 +1,16 @@
-"""Algorithms 4 and 5 of the paper on Python lists: slow, literal, the specification of `block_buffer.py`.
+"""Algorithms 4 and 5 of the paper on Python lists: slow and literal, the specification of `block_buffer.py`.
 
 A token is an int and a mask is `None`. `predict` is the model: from the committed tokens and the resident blocks
-before the step (their tokens, and with DMax the weights their embeddings are mixed with) it gives every position of
-every block a token and a confidence.
+before the step (their tokens, and with DMax the weights of their embeddings) it returns a token and a confidence for
+every position of every block.
 
-Where the paper leaves a choice the project's rules hold: progress counts editable positions only; if no block is
-active the next one is activated regardless of thresholds; a block is stored by the forward after the one that
-completed it; EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CACHE at once, Algorithm 5
-only behind blocks that are final too; both follow Algorithm 5 here, so that they differ in the buffer alone and share
-the code of a step. With T2T a complete block that a forward does not change, behind blocks that are final in that
-forward, is stored by that very forward; a block that still changes is final after `max_edits` more forwards. With DMax
-the inputs of a block were mixed, so the next forward stores it from its hard tokens.
+Where the paper leaves a choice, the project's rules hold: progress counts editable positions only; if no block is
+active, the next one is activated regardless of thresholds; the forward after the one that completed a block stores it;
+an EOS counts once its block is stored. Algorithm 4 marks a complete block TO_CACHE at once, Algorithm 5 only if all
+blocks before it are final. Both follow Algorithm 5 here, so that they share the code of a step and differ in the
+buffer alone. With T2T a forward that does not change a complete block stores it, if all blocks before it are final in
+that forward; a block that still changes is final after `max_edits` more forwards. With DMax the inputs of a block are
+mixed, so the next forward stores it from its hard tokens.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from mbd_core.decoding.slot_state import SlotState
 Tokens = list[int | None]
 Weights = list[float]
 Outcome = Literal["open", "verified", "settled", "stored"]
-Predictions = list[tuple[int, float]]  # of a block: each position's token and confidence
+Predictions = list[tuple[int, float]]  # token and confidence of each position of one block
 Predict = Callable[[list[int], list[Tokens], list[Weights]], list[Predictions]]
 
 
@@ -69,7 +69,7 @@ class LiteralRun:
 def accepted_tokens(
     block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig
 ) -> dict[int, int]:
-    """Masks of an active block that become tokens, by position (Alg. 5 lines 11 to 14); `gate` allows the fallback."""
+    """The tokens that an active block accepts, by position (Alg. 5 lines 11 to 14); `gate` allows the fallback."""
     masks = block.masks
     if config.soft:
         first_run = list(itertools.takewhile(lambda i: predictions[i][1] > config.tau_m2t, masks))
@@ -85,7 +85,7 @@ def accepted_tokens(
 
 
 def revised_tokens(block: ResidentBlock, predictions: Predictions, config: DecodingConfig) -> dict[int, int]:
-    """Tokens of one active block that are overwritten, by position (Alg. 5 line 15; with DMax all that differ)."""
+    """The tokens that overwrite others in an active block, by position (Alg. 5 line 15; DMax: all that differ)."""
     if not config.revises:
         return {}
     tau = config.t2t.tau if config.t2t else -1.0
@@ -95,8 +95,8 @@ def revised_tokens(block: ResidentBlock, predictions: Predictions, config: Decod
 
 
 def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config: DecodingConfig) -> Outcome:
-    """One step of an active block. The block is then "open", or "settled" (final, to be stored by a later forward), or
-    "verified" (final and unchanged, so stored by this forward)."""
+    """One step of an active block. The result is "open", "settled" (final; a later forward stores it) or "verified"
+    (final and unchanged, so this forward stored it)."""
     was_complete = not block.masks
     writes = accepted_tokens(block, predictions, gate=gate, config=config)
     writes |= revised_tokens(block, predictions, config)
@@ -119,7 +119,7 @@ def update(block: ResidentBlock, predictions: Predictions, *, gate: bool, config
 
 
 class LiteralDecoding:
-    """What the two algorithms share: the prompt, the budget, and a step's forward, acceptance and commit."""
+    """The part that both algorithms share: the prompt, the budget, and a step's forward, acceptance and commit."""
 
     def __init__(
         self, prompt: list[int], max_tokens: int, config: DecodingConfig, predict: Predict, eos: tuple[int, ...]
@@ -131,7 +131,7 @@ class LiteralDecoding:
         self.run = LiteralRun()
 
     def masked_block(self, distance: int) -> ResidentBlock:
-        """The block `distance` blocks behind the cached prefix: all masks, except the prompt's remainder."""
+        """The block at `distance` blocks after the cached prefix: all masks, except the prompt's remainder."""
         start = len(self.cached) + distance * self.config.block_size
         positions = range(start, start + self.config.block_size)
         tokens: Tokens = [self.prompt[p] if p < len(self.prompt) else None for p in positions]
@@ -150,7 +150,7 @@ class LiteralDecoding:
         return in_budget and not has_eos and ready
 
     def forward_and_accept(self, resident: list[ResidentBlock]) -> int:
-        """One forward of the resident blocks and what follows from it; how many blocks, from the front, it stored."""
+        """Run one forward and update the resident blocks; returns how many blocks, from the front, it stored."""
         self.run.num_forwards += 1
         self.run.num_store_forwards += all(b.state is SlotState.TO_CACHE for b in resident)
         predictions = self.predict(
@@ -172,7 +172,7 @@ class LiteralDecoding:
         return len(list(itertools.takewhile(lambda outcome: outcome in ("stored", "verified"), outcomes)))
 
     def commit(self, block: ResidentBlock) -> None:
-        """The front block enters the cache: its useful tokens count, EOS or the budget ends the run."""
+        """Move the front block into the cache: its useful tokens count, and an EOS or the budget ends the run."""
         start = len(self.cached)
         for offset, token in enumerate(block.tokens):
             self.cached.append(-1 if token is None else token)

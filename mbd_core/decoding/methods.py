@@ -1,8 +1,8 @@
 """Decoding methods by name: the rows of the papers' tables as fields of `DecodingConfig`, without the block size.
 
-`METHODS` is the one list of methods: sweeps and benchmarks refer to it by name and change fields of it. `TABLE_4` is
-the MBD-LMs paper's Table 4, one entry a (model, task family): the SingleBD row, and the MultiBD row, which the trained
-MBD-LM shares with the training-free baseline. `D2F_TABLE_8` is the D2F paper's Table 8.
+`METHODS` is the one list of methods: sweeps and benchmarks name its entries and change fields of them. `TABLE_4` is
+the MBD-LMs paper's Table 4, one entry for each model and task family: the SingleBD row, and the MultiBD row, which the
+trained MBD-LM shares with the training-free baseline. `D2F_TABLE_8` is the D2F paper's Table 8.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Fields = Mapping[str, Any]
 SINGLE, MULTI = "single", "multi"
 
 METHODS: dict[str, Fields] = {
-    # block by block; the first two leave everything else to the model's own defaults
+    # block by block; for the first two the model's own defaults decide all other fields
     SINGLE: {"buffer_size": 1},
     MULTI: {},
     "single-bd-riding-store": {"buffer_size": 2, "tau_add": 1.0},
@@ -46,7 +46,7 @@ Family = Literal["math", "code"]
 
 
 def merge_fields(base: Fields, changes: Fields) -> dict[str, Any]:
-    """`base` with `changes` over it. A part that both give as an object ("t2t", "canvas") is merged field by field."""
+    """`base` with the fields of `changes` replaced. Parts in both ("t2t", "canvas") are merged field by field."""
     parts = {
         name: merge_fields(base[name], part)
         for name, part in changes.items()

@@ -1,4 +1,4 @@
-"""What crosses rooms: a request that goes into an engine, its outputs, and the traces of its steps."""
+"""The types of an engine's input and output: a request, its outputs, and the traces of its steps."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to be continued by at most `max_tokens` tokens; EOS ends it unless `ignore_eos`.
+    """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
     logprobs  report the log-probability of every token in the forward that accepted it
     """
@@ -31,11 +31,11 @@ class Counts:
 
     num_tokens            useful tokens: generated before EOS, at most max_tokens
     num_forwards          NFE: forwards that its blocks took part in, store-only ones included
-    num_store_forwards    those of them in which none of its blocks was being decoded (SingleBD's bubble)
+    num_store_forwards    those of num_forwards that decoded none of its blocks (SingleBD's bubble)
     num_prefill_forwards  forwards that carried only its prompt, or repeated what a preemption undid; not in NFE
     decode_seconds        wall time of the steps counted in num_forwards
-    num_cached_tokens     tokens of the prompt that the prefix cache held
-    num_preemptions       how often its pages were taken for an older request
+    num_cached_tokens     tokens of the prompt that came from the prefix cache
+    num_preemptions       how often the request was preempted
     """
 
     num_prompt_tokens: int
@@ -57,7 +57,7 @@ class Counts:
 class Output:
     """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
 
-    logprobs  natural log-probability of each token in the forward that accepted it, where the request asked for it
+    logprobs  if requested, the natural log-probability of each token in the forward that accepted it
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one step committed for one request: the new useful tokens, and the whole output if the request is done."""
+    """What one step committed for one request: the new useful tokens, and the whole output if the request ended."""
 
     request_id: str
     new_tokens: tuple[int, ...]
@@ -83,11 +83,12 @@ class StepTrace:
 
     block        index of the slot's block, from the beginning of the request's block grid
     state        name of the slot's `SlotState` in the forward, or `CANVAS_STATE`
-    mask_ratio   share of the block that the forward saw masked
-    accepted     positions that became tokens
-    edited       tokens that were overwritten
-    tokens       where the trace is detailed: the tokens after the step, -1 where masked
-    confidences  likewise: the confidence of each token in the forward that accepted it last, 0 where masked
+    mask_ratio   share of the block's positions that were masked before the forward
+    accepted     number of positions that became tokens
+    edited       number of tokens that were overwritten
+    tokens       in a detailed trace: the tokens after the step, -1 where masked
+    confidences  in a detailed trace: the confidence of each token in the forward that wrote it (with DMax: in the last
+                 forward), 0 where masked
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""What each batch row's request asks of its steps, one column a setting, and where its blocks stand.
+"""The settings of each batch row's request, one column a setting, and the positions of its blocks.
 
-All columns lie in two tensors, so that seating a request takes two copies to the device.
+All columns are in two tensors, so that seating a request takes two copies to the device.
 
 Shape legend: R rows, I whole-number columns, F real-number columns.
 """
@@ -23,15 +23,16 @@ _ALWAYS = -1.0  # a threshold that every confidence exceeds
 
 
 class RowSettings:
-    """One line of numbers a row; those of a free row are 0. The commit of a step advances `first_block` and `forward`.
+    """The settings of each row, all 0 in a free row. The commit of a step advances `first_block` and `forward`.
 
     first_block  index of the block in slot 0
     origin       position at which block 0 begins
-    begin, end   the positions that may be filled: from the prompt's end to the end of the token budget
-    limit        slots the request may use
-    forward      forwards the row took part in, by which noise is drawn
+    begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget
+    limit        the request's buffer size
+    forward      forwards that the row took part in; the noise of drawn tokens depends on it
 
-    The others are the fields of `DecodingConfig` and `Sampling`; thresholds of parts that are off are out of reach.
+    The others are the fields of `DecodingConfig` and `Sampling`. A threshold of a part that is off has a value that no
+    confidence exceeds, or one that every confidence exceeds.
     """
 
     first_block_R: Tensor
@@ -71,13 +72,13 @@ class RowSettings:
                 setattr(self, f"{name}_R", values[:, column])
 
     def head(self, num_rows: int) -> "RowSettings":
-        """The first rows over the same memory."""
+        """The first `num_rows` rows over the same memory."""
         view = copy.copy(self)
         view._view(*(values[:num_rows] for values in self.columns))
         return view
 
     def write(self, row: int, request: Request, *, block_size: int) -> None:
-        """Take a request's settings; its boundary block comes into slot 0."""
+        """Write a request's settings into a row; `first_block` is its boundary block."""
         config, sampling, length = request.decoding, request.sampling, len(request.prompt)
         origin = config.grid_origin(length)
         whole = {

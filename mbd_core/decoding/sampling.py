@@ -1,7 +1,7 @@
-"""Which token a position would take, and how sure the model is of it: greedy, or drawn with a request's own noise.
+"""The predicted token of a position and the model's probability of it: greedy, or drawn with the request's own noise.
 
 The noise of a drawn token is a hash of (seed, position, forward, token id), computed in integers on the logits'
-device. There is no generator, so a request's tokens do not depend on what else is in the batch.
+device. There is no generator, so a request's tokens do not depend on the other requests of the batch.
 
 Shape legend: P positions with logits, K token ids, V vocabulary.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-LEAST = 1e-6  # the least temperature and top_p: float32 arithmetic is not exact enough for smaller ones
+LEAST = 1e-6  # the least temperature above 0 and the least top_p; float32 is not exact enough for smaller values
 _MASK32 = 0xFFFFFFFF
 
 
@@ -22,7 +22,7 @@ class Sampling:
     temperature  0 is greedy; otherwise logits are divided by it and a token is drawn
     top_p        draw among the likeliest tokens that together reach this probability (1: all)
     top_k        draw among the `top_k` likeliest tokens (0: all)
-    seed         the same seed gives the same tokens, whatever else is in the batch
+    seed         the same seed gives the same tokens in any batch
     """
 
     temperature: float = 0.0
@@ -47,18 +47,18 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, and not the likeliest ones taken."""
+        """Whether tokens are drawn; otherwise the likeliest token is taken."""
         return self.temperature > 0
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary, which takes a sort of it."""
+        """Whether tokens are drawn from a part of the vocabulary, for which it must be sorted."""
         return self.draws and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """The ids that may be predicted: all below `size`, where padding begins, except the mask's."""
+    """The ids that may be predicted: all below `size` (the rest is padding) except the mask's."""
 
     mask_token_id: int
     size: int
@@ -80,10 +80,10 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Draw:
-    """What drawing needs beside the logits: one value a position. A position of temperature 0 is not drawn.
+    """The inputs of drawing beside the logits, one value a position. A position of temperature 0 is not drawn.
 
-    truncates  whether some position may have top_k or top_p set. It has to be known on the host before the step, so
-               `True` is always right; `False` saves the sort of the vocabulary.
+    truncates  whether some position may have top_k or top_p set. The host must know it before the step; `True` is
+               always correct, `False` saves the sort of the vocabulary.
     """
 
     temperature_P: Tensor
@@ -123,7 +123,7 @@ def choose(logits_PV: Tensor, vocab: Vocab, draw: Draw | None = None) -> tuple[T
 
 
 def log_probability(confidence: Tensor) -> Tensor:
-    """Natural logarithm, finite also where float32 has no smaller number."""
+    """Natural logarithm, finite also for a probability that is 0 in float32."""
     return confidence.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
@@ -140,9 +140,9 @@ def neg_entropy(logits_PV: Tensor) -> Tensor:
 
 
 def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
-    """A token (P,) of each position: the largest sum of log-probability and Gumbel noise is a draw.
+    """A drawn token (P,) of each position: the one with the largest log-probability plus Gumbel noise.
 
-    Only truncation needs the vocabulary in order. A position's token does not depend on whether others truncate.
+    Only truncation sorts the vocabulary. A position's token does not depend on whether other positions truncate.
     """
     temperature_P = torch.where(draw.temperature_P > 0, draw.temperature_P, 1.0).float()
     scaled_PV = vocab.exclude_(logits_PV / temperature_P[:, None], -torch.inf)
@@ -151,7 +151,7 @@ def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
     if not draw.truncates:
         return token_P
     truncates_P = (draw.temperature_P > 0) & ((draw.top_k_P > 0) | (draw.top_p_P < 1))
-    if truncates_P.device.type != "cpu":  # the host does not wait for the device to learn which positions truncate
+    if truncates_P.device.type != "cpu":  # selecting the positions would make the host wait for the device
         return torch.where(truncates_P, _draw_truncated(scaled_PV, draw), token_P)
     index = truncates_P.nonzero()[:, 0]
     if len(index):
@@ -160,7 +160,7 @@ def _draw(logits_PV: Tensor, vocab: Vocab, draw: Draw) -> Tensor:
 
 
 def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
-    """A token (P,) of each position, among its likeliest: `top_k` of them, then those that reach `top_p`."""
+    """A drawn token (P,) of each position, among the `top_k` likeliest, then among those that reach `top_p`."""
     order_PV = scaled_PV.argsort(dim=-1, descending=True, stable=True)
     ranked_PV = scaled_PV.gather(-1, order_PV).softmax(dim=-1)
     rank_V = torch.arange(ranked_PV.shape[-1], device=ranked_PV.device)
@@ -181,7 +181,7 @@ def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:
 
 
 def uniform(draw: Draw, ids_PK: Tensor) -> Tensor:
-    """Numbers (P, K) in (0, 1), float32: 23 hashed bits and a half. Float32 holds them exactly, so none is 0 or 1."""
+    """Numbers (P, K) in (0, 1), float32: (23 hashed bits + 0.5) / 2^23, exact in float32, so none is 0 or 1."""
     key = _mix(_mix(_mix(draw.seed_P & _MASK32) ^ ((draw.seed_P >> 32) & _MASK32)) ^ (draw.position_P & _MASK32))
     key = _mix(key ^ (draw.forward_P & _MASK32))
     bits = _mix(key[:, None] ^ _mix(ids_PK & _MASK32)) >> 9

@@ -1,12 +1,12 @@
-"""The states of a slot, for the Block Buffer and for whoever reads a trace of it."""
+"""The states of a slot, in the Block Buffer and in traces."""
 
 from enum import IntEnum
 
 
 class SlotState(IntEnum):
-    """Where a slot stands in DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE (`block_buffer.py` says when it moves).
+    """DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE; `block_buffer.py` says when a slot's state changes.
 
-    A buffer never holds IN_CACHE: the slot of a block that was stored is free again.
+    No slot of a buffer is IN_CACHE: a stored block frees its slot.
     """
 
     DUMMY = 0
@@ -15,4 +15,4 @@ class SlotState(IntEnum):
     IN_CACHE = 3
 
 
-CANVAS_STATE = "CANVAS"  # in a trace, in place of a slot's state: a block of a canvas, which has no slots
+CANVAS_STATE = "CANVAS"  # the state in traces of a canvas's blocks, because a canvas has no slots
