@@ -1,6 +1,6 @@
-"""One branch of BlockBatch: a lane that is decoded with one block length, and what the branch has done so far.
+"""One branch of BlockBatch: a lane that is decoded with one block length, and the branch's counts.
 
-Shape legend: G positions behind the prompt, K remembered tokens of a position, P positions with logits, S proposals of
+Shape legend: G positions after the prompt, K remembered tokens of a position, P positions with logits, S proposals of
 a position, V vocabulary.
 """
 
@@ -15,7 +15,7 @@ from mbd_core.canvas.lane import Lane
 
 
 class Phase(Enum):
-    """Which forward comes next: the first, on one lane; the windows; or whole canvases."""
+    """The kind of the next forward: the first one, on one lane; the branches' windows; or their whole canvases."""
 
     INIT = "init"
     BLOCK = "block"
@@ -24,10 +24,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class BranchStats:
-    """What one branch did: forwards it took part in by kind, tokens by origin, and its decided positions.
+    """The counts of one branch: its forwards by kind, its tokens by origin, and its positions without a mask.
 
-    num_decoded is Algorithm 2's progress: own tokens, or the leader's count where a sync set it; num_copied adds up
-    by how much syncs raised it.
+    num_decoded is Algorithm 2's progress: the branch's own tokens, and the leader's count after a sync. num_copied is
+    the sum by which syncs raised it.
     """
 
     block_length: int
@@ -52,7 +52,7 @@ def likeliest_tokens(logits_PV: Tensor, tau_merge: float) -> tuple[Tensor, Tenso
 
 
 class ProbabilityMap:
-    """A branch's own probabilities: the likeliest tokens of each position, from the last forward with its logits."""
+    """A branch's probabilities: the likeliest tokens of each position in the last forward that predicted it."""
 
     def __init__(self, num_positions: int, tau_merge: float) -> None:
         count = math.ceil(1 / tau_merge)
@@ -60,17 +60,17 @@ class ProbabilityMap:
         self._p_GK = torch.zeros(num_positions, count, dtype=torch.float64)
 
     def replace(self, offsets_P: Tensor, tokens_PK: Tensor, p_PK: Tensor) -> None:
-        """Put the `likeliest_tokens` of some positions in place of what was remembered of them."""
+        """Replace the remembered tokens of some positions by these `likeliest_tokens`."""
         self._tokens_GK[offsets_P, : tokens_PK.shape[1]] = tokens_PK
         self._p_GK[offsets_P, : p_PK.shape[1]] = p_PK
 
     def probability(self, tokens_SG: Tensor) -> Tensor:
-        """Probability (S, G) of each of S tokens proposed for a position; 0 for one that is not remembered."""
+        """The probability (S, G) of each proposed token; 0 for a token that is not remembered."""
         return ((self._tokens_GK == tokens_SG[..., None]) * self._p_GK).sum(-1)
 
 
 class Branch:
-    """One block length: its lane, its window, and what it has done."""
+    """The state of one branch: its lane, its window, its probabilities and its counts."""
 
     def __init__(self, index: int, block_length: int, lane: Lane, prompt_length: int, tau_merge: float) -> None:
         self.index, self.block_length, self.lane = index, block_length, lane
@@ -100,7 +100,7 @@ class Branch:
         self.stop = min(self.start + self.block_length, self.length)
 
     def advance(self, refresh: int) -> None:
-        """Leave a window without masks; its block counts towards the next refresh."""
+        """If the window has no masks, count its block towards the next refresh and move the window."""
         if self.done or len(self.open_positions):
             return
         self.blocks_since_refresh += 1
@@ -108,8 +108,8 @@ class Branch:
         self.align()
 
     def ending_eos(self, eos_token_ids: tuple[int, ...], *, anywhere: bool) -> int | None:
-        """The first EOS of a block that is complete and has no mask before it: of the window, or, with `anywhere`, of
-        any block."""
+        """The first EOS, if no mask precedes it and its block is complete. The search covers the window, or with
+        `anywhere` all blocks."""
         begin = self.begin if anywhere else self.start
         first_mask = self.lane.first_mask(begin)
         eos = self.lane.find(eos_token_ids, begin, first_mask)
@@ -143,7 +143,7 @@ class LaneChanges:
 
     accepted    masks that became tokens
     edited      tokens that were replaced or masked again
-    mask_ratio  share of the block that was masked, for every block in `accepted`
+    mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     """
 
     accepted: dict[int, int]

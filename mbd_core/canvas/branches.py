@@ -1,14 +1,15 @@
-"""BlockBatch: one request decoded with several block lengths at once, a branch each (Algorithms 1 and 2).
+"""BlockBatch: one request decoded with several block lengths at once, one branch for each (Algorithms 1 and 2).
 
     forward on all branches that have masks in their window
       -> decode the window -> does an EOS end it? -> advance full windows -> merge -> sync -> refresh when one asks
 
-A branch's window is its block with the first mask; the keys outside the window are as old as their last forward (dual
-cache). The first forward runs on one lane, whose cache is then copied to the others. Where the paper leaves a choice,
-the released code decides: a branch merges only from branches whose window ends no later than its own, its count of
-decoded tokens leaves out merged ones, and a sync copies tokens and cache but not the leader's probabilities.
+A branch's window is its first block with a mask; the keys outside the window come from the last forward that computed
+them (dual cache). The first forward runs on one lane, whose cache is then copied to the other lanes. Where the paper
+leaves a choice, the released code decides: a branch merges only from branches whose window ends no later than its own,
+its count of decoded tokens excludes merged ones, and a sync copies tokens and cache but not the leader's
+probabilities.
 
-Shape legend: G positions behind the prompt, K remembered tokens of a position, P positions with logits, S source
+Shape legend: G positions after the prompt, K remembered tokens of a position, P positions with logits, S source
 branches, V vocabulary.
 """
 
@@ -26,9 +27,9 @@ from mbd_core.decoding.sampling import log_probability
 
 
 class BranchedCanvas:
-    """BlockBatch on one request: a `CanvasDecoder` with a lane a branch.
+    """BlockBatch on one request: a `CanvasDecoder` with one lane for each branch.
 
-    `tokens` and `log_probs` stay empty until it is done, because which branch wins is not known before.
+    `tokens` and `log_probs` are empty until a branch wins.
     """
 
     def __init__(self, task: CanvasTask) -> None:
@@ -67,7 +68,7 @@ class BranchedCanvas:
         return self._winner.index if self._winner else None
 
     def stats(self) -> list[BranchStats]:
-        """A record a branch, ascending by block length."""
+        """The record of each branch, ascending by block length."""
         return [b.stats() for b in self.branches]
 
     def plan(self) -> CanvasPlan:
@@ -81,14 +82,14 @@ class BranchedCanvas:
         return CanvasPlan(self._useful_copies(), queries)
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """One turn of Algorithm 1's loop: from a forward's logits to which forward comes next."""
+        """One iteration of Algorithm 1: decode from a forward's logits, then choose the next forward."""
         phase, participants, undecided = self._phase, self._participants(), self._undecided()
         self.num_query_positions += sum(stop - start for start, stop in map(self._query_range, participants))
         self._copies = []
         earlier_lanes = [b.lane.copy() for b in self.branches]
         positions_P = torch.cat([self._logits_positions(b, undecided) for b in participants])
         parts = _parts([len(rows) for rows in logits])
-        if phase is Phase.INIT:  # one forward serves all
+        if phase is Phase.INIT:  # one forward serves all branches
             self._copies = [(0, b.index) for b in self.branches[1:]]
             participants, parts = self.branches, parts * self.num_lanes
         certainty = self._decode_all(participants, parts, positions_P, torch.cat(logits))
@@ -99,8 +100,10 @@ class BranchedCanvas:
     def _decode_all(
         self, participants: list[Branch], parts: list[slice], positions_P: Tensor, logits_PV: Tensor
     ) -> dict[int, float]:
-        """Decode each branch's window from its part of the logits; by branch, the probability of the EOS that may end
-        it, where these logits give one."""
+        """Decode each branch's window from its part of the logits.
+
+        Returns the probability of the ending EOS for each branch that has one with logits here.
+        """
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         guesses = guess(logits_PV, positions_P, self.num_forwards, self.canvas, self.sampling, self._vocab)
@@ -118,7 +121,7 @@ class BranchedCanvas:
         return certainty
 
     def _choose_phase(self, phase: Phase, participants: list[Branch], certainty: dict[int, float]) -> None:
-        """End the request at an EOS, or let the branches help each other until one has something to decode."""
+        """End the request at an EOS; otherwise coordinate the branches until one has masks in its window."""
         if phase is Phase.BLOCK or self._ends_anywhere:
             self._end_at_eos(participants, certainty)
         if phase is Phase.REFRESH:
@@ -126,7 +129,7 @@ class BranchedCanvas:
                 branch.blocks_since_refresh, branch.wants_refresh = 0, False
             self._phase = Phase.BLOCK
             if any(len(b.open_positions) for b in self._unfinished()):
-                return  # full windows wait for the others' forward (Alg. 1 lines 13 to 24)
+                return  # full windows wait for the next block forward (Alg. 1 lines 13 to 24)
         while not self.done:
             self._coordinate(certainty)
             unfinished = self._unfinished()
@@ -138,7 +141,7 @@ class BranchedCanvas:
                 return
 
     def _coordinate(self, certainty: dict[int, float]) -> None:
-        """Advance, merge, sync (Alg. 2); what a merge or a sync completes may end the request too."""
+        """Advance, merge, sync (Alg. 2); a block that a merge or a sync completes may end the request too."""
         for branch in self.branches:
             branch.advance(self.settings.refresh)
         self._merge()
@@ -147,7 +150,7 @@ class BranchedCanvas:
             self._end_at_eos(self._unfinished(), certainty)
 
     def _decode(self, branch: Branch, guesses: Guesses) -> None:
-        """Fill the window's masks by threshold; guesses elsewhere serve the probability map alone."""
+        """Fill the window's masks by threshold. Guesses outside the window are not accepted."""
         window = guesses.select(torch.isin(guesses.position_P, branch.open_positions))
         if not len(window.position_P):
             return
@@ -157,14 +160,14 @@ class BranchedCanvas:
 
     @property
     def _ends_anywhere(self) -> bool:
-        """Whether an EOS ends the request in any complete block, and not only in a window after a block forward."""
+        """Whether an EOS in any complete block ends the request, instead of only one in a window after its forward."""
         return self.settings.eos_test == "always"
 
     def _end_at_eos(self, branches: list[Branch], certainty: dict[int, float]) -> None:
-        """Of the branches with an ending EOS, the one with the highest probability of it wins (Alg. 1 lines 21 to 23).
+        """Let the branch win whose ending EOS has the highest probability, if any has one (Alg. 1 lines 21 to 23).
 
-        Where the last forward gave no logits for that EOS (it came by a merge or a sync), its probability at its
-        acceptance counts.
+        If the last forward gave no logits for an EOS (a merge or a sync wrote it), its probability when it was
+        accepted counts.
         """
         probabilities = {}
         for branch in branches:
@@ -184,7 +187,10 @@ class BranchedCanvas:
                 target.advance(self.settings.refresh)
 
     def _merge_into(self, target: Branch, sources: list[Branch]) -> int:
-        """Fill masks of `target` with the tokens of `sources` that it finds likely itself; how many."""
+        """Fill masks of `target` with tokens of `sources` whose probability under `target` exceeds tau_merge.
+
+        Returns how many.
+        """
         begin = self.prompt_length
         tokens_SG = torch.stack([s.lane.tokens[begin:] for s in sources])
         decided_SG = torch.stack([~s.lane.masked[begin:] for s in sources])
@@ -226,31 +232,31 @@ class BranchedCanvas:
                 return self._unfinished()
 
     def _query_range(self, branch: Branch) -> tuple[int, int]:
-        """The positions that the branch's forward computes. With `shift` a window begins one position earlier, at the
-        one that predicts its first position."""
+        """The range that the branch's forward computes. With `shift` a window begins one position earlier, at the
+        position that predicts its first position."""
         if self._phase is Phase.BLOCK:
             return branch.start - self._shift, branch.stop
         return 0, self.length
 
     def _undecided(self) -> Tensor:
-        """Positions masked in any branch (L,): no other can still be decoded, merged, or masked again by a sync."""
+        """The positions (L,) masked in some branch. Only these can still be decoded, merged, or masked by a sync."""
         return torch.stack([b.lane.masked for b in self.branches]).any(0)
 
     def _logits_positions(self, branch: Branch, undecided: Tensor) -> Tensor:
-        """Positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
+        """The positions that this forward predicts for the branch: undecided ones, and EOS tokens that may end it."""
         eos = torch.isin(branch.lane.tokens, torch.tensor(self._eos, dtype=torch.int64))
-        chosen = undecided | eos
-        chosen[: self.prompt_length] = False
+        predicted = undecided | eos
+        predicted[: self.prompt_length] = False
         if self._phase is Phase.BLOCK:
-            chosen[: branch.start] = False
-            chosen[branch.stop :] = False
-        return chosen.nonzero()[:, 0]
+            predicted[: branch.start] = False
+            predicted[branch.stop :] = False
+        return predicted.nonzero()[:, 0]
 
     def _decided_range(self, branch: Branch) -> slice:
         return branch.lane.decided_range(self.prompt_length, self._eos)
 
     def _useful_copies(self) -> list[tuple[int, int]]:
-        """The cache copies of syncs, without those to a lane that is done or about to be computed anew as a whole."""
+        """The cache copies of syncs, without those to a finished lane or to one that the next forward recomputes."""
         recomputed = {b.index for b in self._participants()} if self._phase is Phase.REFRESH else set()
         unfinished = {b.index for b in self._unfinished()}
         return [(s, t) for s, t in self._copies if t in unfinished and t not in recomputed]
@@ -268,6 +274,6 @@ class BranchedCanvas:
 
 
 def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Slices of the given lengths, one behind another."""
+    """Consecutive slices of the given lengths."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]

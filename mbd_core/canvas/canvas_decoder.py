@@ -20,8 +20,8 @@ def canvas_decoder(
 ) -> CanvasDecoder:
     """The decoder of one request.
 
-    With empty `eos_token_ids` no token ends it. With `shift` the logits of position p - 1 predict position p. Raises
-    `ValueError` where `check_canvas` does.
+    With empty `eos_token_ids` no token ends the request. With `shift` the logits of position p - 1 predict position p.
+    Raises the `ValueError` of `check_canvas`.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
     kind = SingleCanvas if canvas.branches is None else BranchedCanvas

@@ -1,4 +1,4 @@
-"""A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch has one a branch."""
+"""A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Lane:
 
     @classmethod
     def fresh(cls, prompt: tuple[int, ...], max_tokens: int, mask_token_id: int) -> "Lane":
-        """The prompt and `max_tokens` masks behind it."""
+        """The prompt, followed by `max_tokens` masks."""
         tokens = torch.tensor([*prompt, *[mask_token_id] * max_tokens], dtype=torch.int64)
         masked = torch.zeros(len(tokens), dtype=torch.bool)
         masked[len(prompt) :] = True
@@ -38,7 +38,7 @@ class Lane:
         self.masked[positions] = False
 
     def first_mask(self, start: int) -> int:
-        """The first masked position from `start` on; the canvas's length where there is none."""
+        """The first masked position from `start` on; the canvas's length if there is none."""
         rest = self.masked[start:]
         return start + int(rest.int().argmax()) if bool(rest.any()) else len(self.masked)
 
@@ -48,13 +48,13 @@ class Lane:
         return start + int(hits.int().argmax()) if bool(hits.any()) else None
 
     def decided_range(self, start: int, eos_token_ids: tuple[int, ...]) -> slice:
-        """The positions from `start` to the first mask, or to the first EOS before it, that EOS included."""
+        """The positions from `start` up to the first mask, or up to and including the first EOS before that mask."""
         stop = self.first_mask(start)
         eos = self.find(eos_token_ids, start, stop)
         return slice(start, stop if eos is None else eos + 1)
 
     def query(self, index: int, start: int, stop: int, logits_at: Tensor) -> Query:
-        """The query of positions [start, stop), as lane `index` of its decoder, with a snapshot of the tokens."""
+        """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""
         return Query(index, start, stop, self.tokens[start:stop].clone(), logits_at)
 
 
@@ -66,6 +66,6 @@ def num_lanes(canvas: Canvas, max_tokens: int) -> int:
 
 
 def distinct_lengths(branches: Branches, max_tokens: int) -> list[int]:
-    """The block lengths that differ on this canvas: those shorter than it, and the first that covers it whole."""
+    """The block lengths that decode this canvas differently: all that are shorter, and the first that is not."""
     lengths = branches.block_lengths
     return [n for i, n in enumerate(lengths) if i == 0 or lengths[i - 1] < max_tokens]

@@ -1,11 +1,11 @@
-"""What a canvas can be asked for: whether a request fits its settings, and how many tokens it decodes by default."""
+"""The limits of a canvas: whether a request fits its settings, and how many tokens it decodes by default."""
 
 from mbd_core.canvas.quota import steps_of_block
 from mbd_core.decoding.canvas_config import Canvas
 
 
 def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
-    """Raise `ValueError` where a request cannot be decoded as `canvas` says."""
+    """Raise `ValueError` if a request cannot be decoded with these settings."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")
     if prompt_length < 1:
@@ -27,18 +27,18 @@ def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_tok
 
 
 def canvas_max_tokens(canvas: Canvas, *, preferred: int, most: int) -> int:
-    """The number of tokens for a request that gives none: `preferred`, or the nearest number, up to `most`, that
-    `canvas.steps` can be spread over. Where there is no such number, `check_canvas` refuses the result.
+    """The default of `max_tokens`: `preferred`, or the nearest number up to `most` that gives every step a token and
+    every block a step. If there is no such number, `check_canvas` refuses the result.
     """
     number = preferred
     if canvas.steps is not None:
         if canvas.block_length is not None:
-            number = min(number, canvas.steps * canvas.block_length)  # each block takes a step at least
+            number = min(number, canvas.steps * canvas.block_length)  # each block takes at least one step
         if _fills_every_step(canvas):
             number = max(number, canvas.steps)
     return min(number, most)
 
 
 def _fills_every_step(canvas: Canvas) -> bool:
-    """Whether every step accepts a token at least, so that there are no more steps than tokens."""
+    """Whether every step accepts at least one token, so that there are no more steps than tokens."""
     return canvas.accept in ("quota", "threshold")

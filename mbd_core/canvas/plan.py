@@ -1,9 +1,9 @@
-"""What a canvas decoder asks of a forward and what it does with the result: the terms between decoders and engines.
+"""The interface between canvas decoders and engines: the forward that a decoder plans, and its update afterwards.
 
 A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps it
-on one or more lanes (guidance has two, BlockBatch one a branch), each with keys and values of its own.
+on one or more lanes (guidance has two, BlockBatch one for each branch), each with keys and values of its own.
 
-Shape legend: Q positions of one query, A those whose logits are asked for, V vocabulary.
+Shape legend: Q positions of one query, A those with logits, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from mbd_core.decoding.sampling import Sampling, Vocab
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasTask:
-    """One request as a decoder takes it; the fields are the arguments of `canvas_decoder`."""
+    """One request for a decoder; the fields are the arguments of `canvas_decoder`."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -37,8 +37,8 @@ class Query:
     attends to all `length` keys of the lane, without a mask.
 
     tokens     (Q,) int64 input ids, the mask id where masked
-    logits_at  (A,) absolute positions in [start, stop) whose logits are returned as they are; where the logits of
-               position p - 1 predict p (Dream), a decoder that decides p asks for p - 1
+    logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
+               predict p (Dream), a decoder that fills p lists p - 1
     """
 
     lane: int
@@ -66,7 +66,7 @@ class CanvasUpdate:
     """What one forward changed, by (lane, block); for traces.
 
     accepted    masks that became tokens
-    mask_ratio  share of the block that the forward saw masked, for every block in `accepted`
+    mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
     edited      tokens that were replaced (BlockBatch's sync)
     """
 
@@ -76,9 +76,9 @@ class CanvasUpdate:
 
 
 class CanvasDecoder(Protocol):
-    """One request: a state machine that never sees a model. `plan` changes nothing, `update` advances.
+    """One request: a state machine without a model. `plan` changes nothing, `update` advances the state.
 
-    `tokens` are those from the prompt's end to the first mask, or to the first EOS before it, that EOS included;
+    `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
     `log_probs` are their log-probabilities in the forwards that accepted them.
     """
 

@@ -1,4 +1,4 @@
-"""How a block's masks are spread over its steps: LLaDA's even quota, Dream's schedule of times.
+"""The number of masks that each step of a block fills: LLaDA's even quota, Dream's schedule of times.
 
 Offsets count from the prompt's end.
 """
@@ -7,12 +7,12 @@ import torch
 
 
 def steps_of_block(steps: int, max_tokens: int, start: int, stop: int) -> int:
-    """The block's share of `steps` over the whole canvas; with equal blocks and a divisible number, equal shares."""
+    """The share of the canvas's `steps` for the block [start, stop); equal for equal blocks that divide it."""
     return steps * stop // max_tokens - steps * start // max_tokens
 
 
 def quota(num_masked: int, num_steps: int, step: int) -> int:
-    """How many of a block's masks step `step` takes: even parts, the first ones one more; 0 after the last step."""
+    """How many masks of a block step `step` fills: equal parts, the remainder to the first steps; 0 after the last."""
     if step >= num_steps:
         return 0
     return num_masked // num_steps + (step < num_masked % num_steps)
@@ -21,7 +21,7 @@ def quota(num_masked: int, num_steps: int, step: int) -> int:
 def unmasking_share(num_steps: int, step: int, eps: float) -> float:
     """1 - s / t between two of the `num_steps + 1` times from 1 to `eps`; 1 at the last step (Dream).
 
-    In float32, as in the released code: rounding decides whether a product is floored to one less.
+    In float32, as in the released code, because rounding can change the floor of a product by one.
     """
     if step >= num_steps - 1:
         return 1.0
@@ -30,7 +30,7 @@ def unmasking_share(num_steps: int, step: int, eps: float) -> float:
 
 
 def scheduled_quota(num_masked: int, num_steps: int, step: int, eps: float) -> int:
-    """How many of the `num_masked` still masked positions step `step` takes; all at the last step (Dream)."""
+    """How many of the `num_masked` masked positions step `step` fills; all at the last step (Dream)."""
     if step >= num_steps - 1:
         return num_masked
     times = torch.linspace(1, eps, num_steps + 1)

@@ -3,7 +3,7 @@
     prompt | block | block | block        the current block is the first with a mask; only it is filled
              ^start  ^stop
 
-Every forward computes a range of positions anew (`cache`, `refresh`) and gives logits at the current block's masks;
+Every forward recomputes a range of positions (`cache`, `refresh`) and gives logits at the current block's masks;
 `unmasking.py` decides which of them become tokens. BlockBatch, with several trajectories, is in `branches.py`.
 
 Shape legend: P open positions, V vocabulary.
@@ -53,7 +53,7 @@ class SingleCanvas:
         return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
 
     def plan(self) -> CanvasPlan:
-        """The next forward: the ranges to compute anew on each lane, and logits for the current block's masks."""
+        """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
         assert not self.done
         logits_at = self._predictors(self._lane.open_positions(self._start, self._stop))
         queries = []
@@ -65,7 +65,7 @@ class SingleCanvas:
         return CanvasPlan([], queries)
 
     def update(self, logits: list[Tensor]) -> CanvasUpdate:
-        """Accept tokens from this forward's logits, a (len(logits_at), V) tensor a query."""
+        """Accept tokens from this forward's logits, one tensor (len(logits_at), V) for each query."""
         per_lane = len(logits) // self.num_lanes
         logits_PV = torch.cat(logits[:per_lane])
         if self.num_lanes == 2:
@@ -78,8 +78,8 @@ class SingleCanvas:
         accepted = self._accept(guesses)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
-        filled = guesses.select(accepted)
-        self._lane.fill(filled.position_P, filled.token_P, log_probability(filled.confidence_P))
+        tokens = guesses.select(accepted)
+        self._lane.fill(tokens.position_P, tokens.token_P, log_probability(tokens.confidence_P))
         self.num_forwards += 1
         self._step += 1
         if bool(accepted.all()):
@@ -95,15 +95,15 @@ class SingleCanvas:
         self._num_steps = steps_of_block(steps, self.max_tokens, offset, self._stop - self.prompt_length)
 
     def _finish_block(self, block: int) -> None:
-        """The last block, or one with an EOS, ends the request; behind any other the next block begins."""
+        """End the request after the last block or a block with an EOS; otherwise begin the next block."""
         if self._stop == self.length or self._lane.find(self._eos, self._start, self._stop) is not None:
             self.done = True
         else:
             self._begin_block(block + 1)
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """The positions that this forward computes. With `shift` the block's window begins one position earlier,
-        at the one that predicts the block's first position."""
+        """The ranges that this forward computes. With `shift` the block's window begins one position earlier, at the
+        position that predicts the block's first position."""
         window = (max(self._start - self._shift, 0), self._stop)
         refresh = self.canvas.refresh
         if refresh is None:
@@ -147,12 +147,12 @@ class SingleCanvas:
                 return self._accept_by_threshold(guesses)
 
     def _accept_number(self, guesses: Guesses, count: int) -> Tensor:
-        """`count` positions: the best, or drawn by their scores with `score_temperature`."""
+        """The `count` best positions, or with `score_temperature` positions drawn by their scores."""
         return accept_best(noisy_scores(guesses, self.canvas, self.sampling, self.num_forwards), count)
 
     def _accept_by_threshold(self, guesses: Guesses) -> Tensor:
-        """The positions over the threshold, at least the best; with `steps` no more than this step's candidates, the
-        step's share and what earlier steps of the block left over."""
+        """The positions over the threshold, at least the best. With `steps`, at most the step's quota plus
+        the quota that earlier steps of the block left unused."""
         accepted = accept_over_threshold(guesses, self.canvas.tau, self.canvas.leap) | accept_best(guesses.score_P, 1)
         if self.canvas.steps is None:
             return accepted

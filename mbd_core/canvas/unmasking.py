@@ -1,4 +1,4 @@
-"""Acceptance on a canvas: the model's guess at each open position, and which become tokens.
+"""Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
 
 Each rule returns a boolean mask (P,) of the positions it accepts.
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mbd_core.decoding.canvas_config import Canvas, Leap
 from mbd_core.decoding.sampling import Draw, Sampling, Vocab, choose, gumbel, margin, neg_entropy, uniform
 
-# Noise that belongs to a position and to no token is drawn under an id that no token has, one for each purpose.
+# Noise of a position, rather than of a token, is drawn with one of these ids, which no token has.
 RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
 
 
@@ -32,7 +32,7 @@ class Guesses:
 
 
 def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
-    """The request's own noise at `position_P` in its forward number `forward`; nothing else in a batch enters it."""
+    """The request's own noise at `position_P` in forward number `forward`, independent of the rest of the batch."""
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full(position_P.shape, value, dtype=dtype, device=position_P.device)
@@ -79,9 +79,10 @@ def accept_best(score_P: Tensor, count: int) -> Tensor:
 
 
 def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> Tensor:
-    """Scores (P,) whose n highest are n positions drawn without replacement, with odds exp(score / score_temperature).
+    """Scores (P,) with Gumbel noise: their n highest are n draws without replacement.
 
-    With `score_temperature` 0 they are the scores themselves.
+    The odds of a position are exp(score / score_temperature). With `score_temperature` 0 they are the scores without
+    noise.
     """
     if canvas.score_temperature == 0:
         return guesses.score_P
@@ -93,8 +94,7 @@ def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: 
 def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Tensor:
     """Positions with confidence >= tau; with `leap` also those >= tau_relaxed near one of them (LocalLeap).
 
-    Only positions over `tau` are anchors: a position accepted by the relaxed threshold relaxes no other in this
-    forward.
+    Only positions with confidence >= `tau` are anchors: one that the relaxed threshold accepts does not relax others.
     """
     sure_P = guesses.confidence_P >= tau
     if leap is None:
@@ -107,7 +107,7 @@ def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Te
 def accept_by_factor(guesses: Guesses, factor: float) -> Tensor:
     """The longest sequence of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM, Sec. 3).
 
-    The released code also accepts the last rank where that is the first to fail; the paper's rule does not.
+    The released code also accepts the last rank if all ranks before it pass; the paper's rule does not.
     """
     confidence, order = guesses.confidence_P.sort(descending=True, stable=True)
     rank = torch.arange(1, len(order) + 1)
@@ -119,6 +119,6 @@ def accept_by_factor(guesses: Guesses, factor: float) -> Tensor:
 
 
 def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward: int) -> Tensor:
-    """Each position by itself with chance `share` (Dream's `origin`)."""
+    """Each position independently with probability `share` (Dream's `origin`)."""
     draw = noise_source(guesses.position_P, sampling, forward)
     return uniform(draw, torch.full_like(guesses.position_P, RANDOM_TURN)[:, None])[:, 0] < share

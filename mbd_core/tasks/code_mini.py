@@ -1,7 +1,7 @@
-"""code-mini: a described small Python function with tests to run, in HumanEval's columns.
+"""code-mini: small Python functions to write from a description, with tests, in HumanEval's columns.
 
-A function takes a list of integers through a pipeline of steps (keep, change, order) to one result. The pipeline
-with its constants is the *key* that decides the split.
+A function applies a pipeline of stages (keep, change, order) to a list of integers and returns one result. The
+pipeline with its constants is the *key* that decides the split.
 """
 
 import random
@@ -19,7 +19,7 @@ ListStep = Callable[[list[int]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A step of the pipeline: its description, its line of Python (on `xs`), what it does, and what near misses do."""
+    """A stage of the pipeline: its description, its line of Python (on `xs`), its function, and near misses of it."""
 
     text: str
     line: str
@@ -28,7 +28,7 @@ class Stage:
 
 
 def _stage(n: int, text: str, line: str, make: Callable[[int], ListStep]) -> Stage:
-    """A stage with the constant `n`; taking one more or one less is a near miss."""
+    """A stage with the constant `n`; its near misses have n - 1 and n + 1."""
     return Stage(text=text, line=line, apply=make(n), near_misses=(make(n - 1), make(n + 1)))
 
 
@@ -97,7 +97,7 @@ RESULTS = (
 
 
 def run(steps: Sequence[ListStep], xs: list[int]) -> Any:
-    """What a pipeline makes of a list."""
+    """The result of a pipeline on a list."""
     value: Any = list(xs)
     for step in steps:
         value = step(value)
@@ -105,7 +105,7 @@ def run(steps: Sequence[ListStep], xs: list[int]) -> Any:
 
 
 def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
-    """The pipeline with one stage left out, or one replaced by a near miss."""
+    """All pipelines with one stage removed or replaced by a near miss."""
     steps = [s.apply for s in stages]
     wrong = [steps[:i] + steps[i + 1 :] for i in range(len(stages) - 1)]
     for i, stage in enumerate(stages):
@@ -114,9 +114,9 @@ def wrong_pipelines(stages: Sequence[Stage]) -> list[list[ListStep]]:
 
 
 def checks(stages: Sequence[Stage], key: str) -> list[tuple[list[int], Any]]:
-    """At least 6 inputs with their results, chosen until each wrong pipeline differs from the right one on some.
+    """At least 6 inputs with their results, such that every wrong pipeline fails on one of them.
 
-    At most 200 inputs are tried: a wrong pipeline may never differ (multiples of 2, then of 3, in either order).
+    At most 200 inputs are tried, because a wrong pipeline may be equivalent to the right one.
     """
     rng = random.Random(key)
     steps, undetected = [s.apply for s in stages], wrong_pipelines(stages)
@@ -141,7 +141,7 @@ def _problem(rng: random.Random) -> tuple[str, tuple[str, list[Stage]]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """A stream of HumanEval-shaped rows of one split, no problem twice; a seed always gives the same."""
+    """A stream of rows of one split, in HumanEval's columns, without repeats; a seed always gives the same stream."""
     rng = random.Random(f"code-mini/{split}/{seed}")
     for number, key, (name, stages) in distinct(lambda: _problem(rng), split):
         text = ", ".join(s.text for s in stages)

@@ -1,8 +1,8 @@
-"""gsm-mini: worded multi-step arithmetic with reasoning, in GSM8K's columns (`question`, `answer` ending in `#### N`).
+"""gsm-mini: arithmetic word problems of several steps, in GSM8K's columns (`question`, `answer` ending in `#### N`).
 
 A problem is a short chain of steps over one running count. Its *key* (the verbs and numbers, without the names and
-things) decides the split, so no test problem occurs in training under another person's name or with other things. The
-same numbers may occur there with another verb of the same meaning (docs/findings.md says how often).
+things) decides the split, so no test problem occurs in training with another name or other things. The same numbers
+may occur in training with another verb of the same meaning (docs/findings.md says how often).
 """
 
 import random
@@ -19,7 +19,7 @@ MAX_COUNT = 99
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One change of the running count: its sentence in the question, and its working in the answer."""
+    """One change of the running count, with its sentence in the question and its working in the answer."""
 
     verb: str
     numbers: tuple[int, ...]
@@ -106,7 +106,7 @@ def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:
-    """A stream of `{"question", "answer"}` rows of one split, no problem twice; a seed always gives the same."""
+    """A stream of `{"question", "answer"}` rows of one split, without repeats; a seed always gives the same stream."""
     rng = random.Random(f"gsm-mini/{split}/{seed}")
     for _, _, row in distinct(lambda: _problem(rng), split):
         yield row

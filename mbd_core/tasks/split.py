@@ -1,4 +1,4 @@
-"""Train, valid and test splits of a generated task, by what a problem asks rather than by when it is drawn."""
+"""Train, valid and test splits of a generated task: a hash of the problem's key decides, not the order of drawing."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ P = TypeVar("P")
 
 
 def distinct(draw: Callable[[], tuple[str, P]], split: Split) -> Iterator[tuple[int, str, P]]:
-    """(number, key, problem) of one split as `draw` gives (key, problem), no key twice.
+    """(number, key, problem) of the draws that belong to one split; every key occurs once.
 
-    Ends when 10,000 draws in a row bring nothing new.
+    The stream ends after 10,000 draws in a row without a new problem.
     """
     keys: set[str] = set()
     misses = 0

@@ -1,7 +1,7 @@
-"""The tiny models' tokenizer: byte-level BPE whose merges never cross a word, a digit or a line's indentation.
+"""The tiny models' tokenizer: byte-level BPE whose merges stay within a word, a digit or a line's indentation.
 
-Every word of the two tasks becomes one token and every digit stays one token, so arithmetic is written digit by
-digit; any other text still round-trips through the byte tokens.
+Every word of the two tasks is one token and every digit is one token, so arithmetic is written digit by digit. Any
+other text is encoded by byte tokens and decodes to itself.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn the merges from `texts` and wrap them as a Hugging Face tokenizer with mask, EOS and chat template."""
+    """Learn the merges from `texts`; returns a Hugging Face tokenizer with mask, EOS and chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
