@@ -1,4 +1,4 @@
-"""The seconds that a call takes, on devices that run asynchronously too."""
+"""The seconds that a call takes, also on asynchronous devices."""
 
 import time
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""What the decoder benchmark decodes: models, their prompts, and the methods that fit them.
+"""The cases of the decoder benchmark: models, their prompts, and the methods that fit each model.
 
-A method is an entry of `decoding.methods.METHODS` with a few fields of its own: thresholds near the papers' at which
+A method is an entry of `decoding.methods.METHODS` with a few changed fields: thresholds near the papers' at which
 small models accept several tokens a step.
 """
 
@@ -25,14 +25,14 @@ from mbd_core.tasks import gsm_mini
 
 SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")
 FAMILIES = ("sdar", "llada2", "llada", "dream")
-BLOCK_SIZE = 8  # of the families' models, which are too small to have been trained with any
+BLOCK_SIZE = 8  # of the families' models, which have random weights
 CANVAS_BLOCK_LENGTH = 16
 BRANCH_LENGTHS = (4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodCase:
-    """A decoder by its name in `METHODS` and by its paper's; `static` is Block Buffer's fixed shapes."""
+    """A decoder: its name in `METHODS`, its label in the table, its config; `static`: run with `static_shapes`."""
 
     name: str
     label: str
@@ -42,7 +42,7 @@ class MethodCase:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
-    """A model, the prompts it is given, and the methods it is decoded by."""
+    """A model, its prompts, and the methods to decode them with."""
 
     label: str
     model: Decoder
@@ -51,7 +51,7 @@ class ModelCase:
 
 
 def block_methods(block_size: int) -> list[MethodCase]:
-    """The methods of models that attend in blocks."""
+    """The methods for block-causal models."""
 
     def case(name: str, label: str, *, static: bool = False, **fields: Any) -> MethodCase:
         return _method_case(name, label, {"tau_m2t": 0.9, **fields}, block_size=block_size, static=static)
@@ -68,7 +68,7 @@ def block_methods(block_size: int) -> list[MethodCase]:
 
 
 def canvas_methods(max_tokens: int, *, shifted: bool) -> list[MethodCase]:
-    """The methods of models with full attention; a shifted model is Dream's, the others are LLaDA's."""
+    """The methods for full-attention models: Dream's if `shifted`, otherwise LLaDA's."""
     block_size = CANVAS_BLOCK_LENGTH // 2
 
     def canvas(name: str, label: str, **fields: Any) -> MethodCase:
@@ -128,9 +128,9 @@ def _shipped_case(name: str, num_requests: int) -> ModelCase:
     problems = itertools.islice(gsm_mini.generate(split="test", seed=0), num_requests)
     prompts = chat_prompts(tokenizer, [question(problem["question"]) for problem in problems])
     methods = block_methods(model.config.block_size)
-    # tiny-bd was never trained on several noisy blocks
-    trained = methods[:1] if name == "tiny-bd" else methods
-    return ModelCase(label=name, model=model, prompts=[tuple(ids) for ids in prompts], methods=trained)
+    if name == "tiny-bd":  # it was not trained on several noisy blocks
+        methods = methods[:1]
+    return ModelCase(label=name, model=model, prompts=[tuple(ids) for ids in prompts], methods=methods)
 
 
 def _family_case(family: str, folders: Mapping[str, Path], num_requests: int, max_tokens: int) -> ModelCase:
@@ -156,7 +156,7 @@ def _random_prompts(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
 
 
 def _random_model(family: str) -> Decoder:
-    """Random weights whose confidences spread over the thresholds."""
+    """Random weights, scaled so that confidences lie on both sides of the thresholds."""
     model = random_model(SHAPES[f"tiny-{family}"], device=torch.device("cpu"), dtype=torch.float32, std=0.2)
     model.lm_head.weight.mul_(3.0)
     return model

@@ -1,7 +1,7 @@
-"""Every decoder beside a plain loop of the same method: tokens, forwards, wall time, at one and at several requests.
+"""Every decoder compared with a plain loop of the same method: tokens, forwards, wall time.
 
 The plain loop decodes one request after another without an engine; the engine decodes the same requests one after
-another, and all at once. All three take turns and the medians count, so that a busy machine slows them alike.
+another, and all at once. The three take turns and the medians count, so that a busy machine slows them alike.
 """
 
 import copy
@@ -42,10 +42,10 @@ COLUMNS = {
 def measure_method(
     model: ModelCase, method: MethodCase, *, max_tokens: int, repeats: int, tick: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """One row: the plain loop, the engine with one request at a time, and with all of them.
+    """One row: the plain loop, the engine with one request at a time, and the engine with all requests.
 
-    `tick` is called after each of the `3 * repeats` timed runs. Where float32 tokens differ, float64 decides whether
-    rounding alone is the reason (`same_tokens_float64`).
+    `tick` is called after each of the `3 * repeats` timed runs. If float32 tokens differ, a comparison in float64
+    shows whether rounding is the only reason (`same_tokens_float64`).
     """
     requests = [
         Request(request_id=str(n), prompt=prompt, max_tokens=max_tokens, decoding=method.decoding)
@@ -83,7 +83,7 @@ def measure_method(
 
 
 def plain_run(model: Decoder, request: Request) -> PlainRun:
-    """One request by the plain loop of its method."""
+    """Decode one request by the plain loop of its method."""
     config, decoding = model.config, request.decoding
     if decoding.canvas is None:
         return multi_bd(model, list(request.prompt), request.max_tokens, decoding)
@@ -100,7 +100,7 @@ def plain_run(model: Decoder, request: Request) -> PlainRun:
 
 
 def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Request]) -> bool:
-    """Whether the tokens agree where rounding cannot decide: random weights amplify a last bit into another token."""
+    """Whether the tokens agree in float64. In float32, rounding in the last bit can change a token."""
     exact = replace(model, model=copy.deepcopy(model.model).double())
     expected = [plain_run(exact.model, r).tokens for r in requests]
     one, many = (_engine(exact, method, max_rows=n) for n in (1, len(requests)))
@@ -109,7 +109,7 @@ def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Req
 
 
 def _engine(model: ModelCase, method: MethodCase, *, max_rows: int) -> Engine:
-    """An engine as large as it must be, without a prefix cache: a repetition must not find the one before it."""
+    """An engine of the size needed, without a prefix cache, so that a repetition does not reuse pages."""
     config = EngineConfig(
         max_rows=max_rows,
         buffer_size=method.decoding.buffer_size,
@@ -127,6 +127,6 @@ def _num_forwards(result: PlainRun | Output) -> int:
 
 
 def _timed(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    start = time.perf_counter()
     run()
-    return time.perf_counter() - started
+    return time.perf_counter() - start

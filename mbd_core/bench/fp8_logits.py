@@ -1,8 +1,8 @@
-"""What FP8 weights cost a model: its logits before and after rounding, at the same positions.
+"""The error of FP8 weights: a model's logits before and after rounding, at the same positions.
 
-The sequences are text of the model's own tokenizer (both tasks' test problems with their solutions), or random ids
-under a model folder without one. Half of each solution's positions are compared twice: with all tokens shown, and with
-those positions masked as in decoding. Errors are absolute.
+The sequences are both tasks' test problems with their solutions, or random ids if the model folder has no tokenizer.
+Half of each solution's positions are compared twice: with no token masked, and with these positions masked, as in
+decoding. Errors are absolute.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class ComparedSequence:
 def fp8_rows(
     folder: Path, *, parts: Parts | None, num_sequences: int, seed: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """One row for clean inputs and one for masked; without `parts` the experts are rounded, or all if there are none.
+    """One row for clean inputs and one for masked inputs. `parts` is by default the experts, if the model has any.
 
-    Raises `ValueError` for a folder that is no model's, and for parts that the model does not have.
+    Raises `ValueError` for a folder without a model, and for parts that the model does not have.
     """
     config = load_config(folder)
     if parts == "experts" and config.moe is None:
@@ -89,7 +89,7 @@ def fp8_rows(
 def compared_sequences(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, *, count: int, seed: int
 ) -> list[ComparedSequence]:
-    """`count` sequences, the same for the same seed; half of each one's solution is compared."""
+    """`count` sequences that depend on the seed alone, each with half of its solution's positions."""
     rng = random.Random(seed)
     pairs = _random_pairs(config, rng, count) if tokenizer is None else _task_pairs(tokenizer, count, seed)
     sequences = []
@@ -112,15 +112,14 @@ def _task_pairs(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> li
     code = ((p["prompt"], p["canonical_solution"]) for p in code_mini.generate(split="test", seed=seed))
     problems = itertools.chain.from_iterable(zip(gsm, code, strict=False))
     return [
-        (question_prompt(tokenizer, asked), tokenizer(solution, add_special_tokens=False)["input_ids"])
-        for asked, solution in itertools.islice(problems, count)
+        (question_prompt(tokenizer, question), tokenizer(solution, add_special_tokens=False)["input_ids"])
+        for question, solution in itertools.islice(problems, count)
     ]
 
 
 @torch.inference_mode()
 def logits(model: Decoder, sequences: Sequence[ComparedSequence], *, masked: bool) -> Tensor:
-    """Logits (A, V - 1) on the CPU that predict the compared positions, without the mask's own, which is never
-    predicted."""
+    """Logits (A, V - 1) on the CPU that predict the compared positions, without the column of the mask id."""
     c, device, rows_AV = model.config, model.model.norm.weight.device, []
     for sequence in sequences:
         tokens, at = torch.tensor(sequence.tokens), torch.tensor(sequence.positions)

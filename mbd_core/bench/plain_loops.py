@@ -1,7 +1,7 @@
-"""Plain loops: one request, no engine, no pages. The baseline that the engine is measured against; same tokens.
+"""Plain loops: one request, no engine, no pages. The baseline of the engine, which generates the same tokens.
 
-Keys and values lie in contiguous tensors; acceptance runs on the host, one Python step a forward. A canvas has
-a decoder of its own; decoding in blocks, D2F included, is the algorithm of `decoding/literal_algorithms.py`.
+Keys and values lie in contiguous tensors; acceptance runs on the host, in Python, after every forward. A canvas runs
+its `CanvasDecoder`; block decoding, D2F included, runs `naive_multibd` of `decoding/literal_algorithms.py`.
 
 Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
 channels.
@@ -48,7 +48,7 @@ class ContiguousCache:
         self.v[:, target] = self.v[:, source]
 
     def positions(self, lane: int) -> Tensor:
-        """A lane's keys and values (L, D), position by position, for measurements."""
+        """A lane's keys and values (L, D), one row for each position."""
         both = torch.stack((self.k[:, lane], self.v[:, lane]))
         return both.permute(2, 0, 1, 3, 4).flatten(1)
 
@@ -58,7 +58,7 @@ Watch = Callable[[CanvasPlan, ContiguousCache], None]
 
 @dataclass(frozen=True)
 class LaneAttention:
-    """The `Attend` of a canvas forward: every query's keys are written, then each query attends to its whole lane."""
+    """The `Attend` of a canvas forward: it writes all queries' keys; then each query attends to its whole lane."""
 
     cache: ContiguousCache
     queries: list[Query]
@@ -79,7 +79,7 @@ class LaneAttention:
 
 @dataclass(frozen=True)
 class GridAttention:
-    """The `Attend` of blocks from `start` on, on a grid from `origin` on: each attends to all up to its own end."""
+    """The block-causal `Attend` of positions from `start` on; the block grid begins at `origin`."""
 
     cache: ContiguousCache
     origin: int
@@ -130,7 +130,7 @@ def run_canvas(model: Decoder, decoder: CanvasDecoder, *, watch: Watch | None = 
 
 
 def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query], device: torch.device) -> list[Tensor]:
-    """One packed forward of `queries`: the logits (A, V) each of them asked for."""
+    """One packed forward of `queries`; returns the logits (A, V) of each query."""
     ids = torch.cat([q.tokens for q in queries]).to(device)
     positions = torch.cat([torch.arange(q.start, q.stop) for q in queries]).to(device)
     hidden = model(ids, positions, LaneAttention(cache, queries))
@@ -145,11 +145,11 @@ def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query],
 def multi_bd(
     model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
 ) -> PlainRun:
-    """Naive MultiBD (Alg. 4) with at most `buffer_size` resident blocks, greedy; `ValueError` if it cannot decode so.
+    """Naive MultiBD (Alg. 4), greedy, with at most `buffer_size` resident blocks; `ValueError` for other methods.
 
-    A prefill forward stores the prompt's whole blocks; then every step is one forward of the resident blocks, whose
-    keys are written at their positions, so that those of a final block are stored. A D2F prompt is stored in full, and
-    the algorithm is given none of it.
+    A prefill forward stores the prompt's whole blocks. Then every step is one forward of the resident blocks, which
+    writes their keys at their positions and so stores final blocks. The prefill of a D2F prompt stores all of it, and
+    the algorithm begins with an empty prompt.
     """
     if config.canvas is not None or config.ranks_by_score:
         raise ValueError(
@@ -165,8 +165,8 @@ def multi_bd(
     span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
     cache = ContiguousCache(model, num_lanes=1, length=span)
     vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
-    hidden, hidden_start = torch.zeros(0), 0  # of the last forward, and where it began
-    last_hidden: Tensor | None = None  # of the last committed position, from which a shifted model predicts the next
+    hidden, hidden_start = torch.zeros(0), 0  # the last forward's hidden states, and its first position
+    last_hidden: Tensor | None = None  # that of the last committed position, for a model with shifted logits
 
     def forward(ids: list[int], start: int, weights: list[float] | None = None) -> Tensor:
         nonlocal hidden, hidden_start, last_hidden

@@ -1,8 +1,8 @@
 """The least time a decode step can take on a machine: bytes and FLOPs counted from the model, speeds measured.
 
-Only what no implementation can avoid is counted: every touched weight read once, the keys and values of the prefix
-read once a sequence and those of the buffer written and read once, and the multiplications. Activations and logits are
-not counted: a perfect kernel keeps them on the chip.
+The count has only the work that no implementation avoids: one read of every weight in use, one read of the prefix's
+keys and values for each sequence, one write and one read of the buffer's, and the multiplications. Activations and
+logits are not counted: a perfect kernel keeps them on the chip.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from mbd_core.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one decode step must move (bytes) and compute (floating-point operations, a multiply-add being two)."""
+    """The bytes that one decode step must move and its floating-point operations (two for each multiply-add)."""
 
     weight_bytes: float
     kv_bytes: float
@@ -28,14 +28,14 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a device reaches in the same run: bytes a second and floating-point operations a second."""
+    """The measured speed of a device: bytes and floating-point operations a second."""
 
     bandwidth: float
     flops: float
 
 
 def distinct_experts(num_experts: int, per_token: int, tokens: int) -> float:
-    """How many experts `tokens` tokens touch on average if each picks `per_token` at random: E (1 - (1 - K/E)^T)."""
+    """The mean number of experts that T tokens use if each picks K of E at random: E (1 - (1 - K/E)^T)."""
     return num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens)
 
 
@@ -51,12 +51,12 @@ def step_cost(
     expert_bytes: float | None = None,
     logit_tokens: int | None = None,
 ) -> StepCost:
-    """One step of `rows` sequences with `buffer_size` slots each behind `prefix` stored tokens.
+    """The cost of one step of `rows` sequences with `buffer_size` slots each after `prefix` stored tokens.
 
-    `block_size` is the model's unless given; `matrix_bytes` and `expert_bytes` are the sizes of a weight of the
-    layers' matrices and of the experts where they differ (1 for FP8); `logit_tokens` is how many positions get
-    logits, all of the buffer's unless given. For one tensor-parallel rank pass `config.sharded(size)`. Raises
-    `ValueError` for counts that are not positive.
+    `block_size` is by default the model's. `matrix_bytes` and `expert_bytes` are the bytes of one weight in the
+    layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
+    positions with logits, by default all of the buffer. For one tensor-parallel rank pass `config.sharded(size)`.
+    Raises `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:
@@ -100,7 +100,7 @@ def step_cost(
 
 
 def floor_seconds(cost: StepCost, machine: Machine) -> float:
-    """The larger of the time to move the bytes and the time to do the operations."""
+    """The least time of a step: the larger of the times for its bytes and for its operations."""
     return max(cost.bytes / machine.bandwidth, cost.flops / machine.flops)
 
 
@@ -127,5 +127,5 @@ def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None 
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Both speeds of this device, now."""
+    """Measure both speeds of this device."""
     return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))

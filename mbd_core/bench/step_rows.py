@@ -1,4 +1,4 @@
-"""The engine benchmark: decode steps beside their bare forward and beside the least time the machine allows."""
+"""The engine benchmark: decode steps, compared with their bare forward and with the least time on this machine."""
 
 import platform
 from collections.abc import Callable
@@ -64,11 +64,11 @@ PAPER_COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepBenchmark:
-    """A model, where and how it runs, and the cases it is measured at; one case is one row of the report.
+    """A model, its device and dtype, and the cases to measure; each case is one row of the report.
 
-    model  a shape by name, with random weights, or a model folder
+    model  the name of a shape, which gets random weights, or a model folder
     fp8    round these weights to FP8
-    tpf    tokens a forward, to state TPS; without it Table 3's
+    tpf    tokens per forward, from which TPS is computed; by default that of Table 3
     """
 
     model: str
@@ -80,7 +80,7 @@ class StepBenchmark:
     tpf: float | None = None
 
     def check(self) -> None:
-        """Raise `ValueError` for what can be known to fail before anything is measured or loaded."""
+        """Raise `ValueError` for settings that cannot work, before anything is loaded or measured."""
         config, size = self.config, self.config.block_size
         for case in self.cases:
             if case.prefix % size:
@@ -100,14 +100,14 @@ class StepBenchmark:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """The weights and the pages of the largest case must fit the memory that is free."""
+        """Raise `ValueError` if the weights and the pages of the largest case exceed the free memory."""
         pages = max(case.kv_bytes(self.config, self.dtype) for case in self.cases)
-        needed = self.config.num_parameters * self.dtype.itemsize + pages
+        num_bytes = self.config.num_parameters * self.dtype.itemsize + pages
         on_gpu = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_host_memory()
-        if needed > free:
+        if num_bytes > free:
             raise ValueError(
-                f"{self.model} needs {needed / 1e9:.1f} GB in {_name(self.dtype)} and {self.device} has "
+                f"{self.model} needs {num_bytes / 1e9:.1f} GB in {_name(self.dtype)} and {self.device} has "
                 f"{free / 1e9:.1f} GB free; take a smaller shape, fewer rows, or a smaller --dtype"
             )
 
@@ -197,7 +197,7 @@ def shape_or_folder(model: str) -> ModelConfig:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name; `ValueError` if it is not there, or is neither a CPU nor a GPU of CUDA."""
+    """The device with that name; `ValueError` if it does not exist, or is neither a CPU nor a CUDA device."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -1,8 +1,8 @@
-"""One decode step of a full engine, timed: whole, the host's part of it, its bare forward on the identical batch.
+"""The time of a full engine's decode step: the whole step, its host work, and the bare forward on the same batch.
 
-The engine is filled without computing prefixes: its sequences are admitted as usual, their prefix pages hold random
-keys and count as stored. Then it decodes. No confidence exceeds tau_m2t = 1, so every block takes one token a step,
-blocks begin evenly apart, and all slots are resident all the time.
+The engine is filled without computing prefixes: its sequences are admitted as usual, their prefix pages get random
+keys and count as stored. Then it decodes. No confidence exceeds tau_m2t = 1, so every block accepts one token a step,
+blocks begin at equal distances, and all slots are always resident.
 """
 
 import statistics
@@ -34,13 +34,13 @@ WARM_UP = 2  # steps that caches and allocators need
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """What a step is measured at: `rows` sequences of `buffer_size` slots behind `prefix` stored tokens.
+    """The size of a measured step: `rows` sequences of `buffer_size` slots after `prefix` stored tokens.
 
-    steps      measured steps; the median counts
-    static     send every slot through the model, used or not; `None`: as the engine does by itself
-    attention  the kernel by name; by default the best there is
+    steps      measured steps, of which the median is reported
+    static     send every slot through the model, resident or not; `None`: the engine decides
+    attention  the kernel by name; `None`: the engine decides
     trace      measure a trace recorder too
-    graphs     on a GPU, replay static steps as CUDA graphs; `None`: as the engine does by itself
+    graphs     on a GPU, replay static steps as CUDA graphs; `None`: the engine decides
     """
 
     rows: int
@@ -58,15 +58,15 @@ class StepCase:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     def num_tokens(self, block_size: int) -> int:
-        """Tokens that every sequence may decode: more than it can in all the steps."""
+        """`max_tokens` of every sequence: more than it can decode in all steps."""
         return self.buffer_size * (3 * (self.steps + WARM_UP + 1) + 2 * block_size)
 
     def num_pages(self, block_size: int, page_size: int) -> int:
-        """Pages that hold all sequences to their ends, and the null page."""
+        """Pages for all sequences at full length, and the null page."""
         return 1 + self.rows * -(-(self.prefix + self.num_tokens(block_size) + block_size) // page_size)
 
     def kv_bytes(self, config: ModelConfig, dtype: torch.dtype) -> int:
-        """Memory of the pages."""
+        """The memory of the pages, in bytes."""
         page_size = EngineConfig().resolve_page_size(config.block_size)
         token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         return self.num_pages(config.block_size, page_size) * page_size * token
@@ -74,12 +74,12 @@ class StepCase:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Medians in seconds, and what the batches held.
+    """Medians in seconds, and the mean sizes of the batches.
 
     step      `Engine.step()`: schedule, device part, collect
     forward   `runner.forward` and `logits` on the same batches: the attention's layout, the model, the logits
-    layout    of `forward`, what lays the attention out for all layers
-    recorder  what a trace recorder adds to a step, its share of making the table included; `None` unless asked for
+    layout    the part of `forward` that binds the attention to the layout, once for all layers
+    recorder  the time that a trace recorder adds to a step, with its share of the table; `None` if not measured
     num_tokens, num_logits  packed tokens and positions with logits of a batch
     """
 
@@ -93,9 +93,9 @@ class StepTimes:
 
 
 def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
-    """An engine whose every row decodes behind `case.prefix` stored tokens, all slots resident.
+    """An engine in which every row decodes after `case.prefix` stored tokens.
 
-    Raises `ValueError` for a prefix that is no multiple of the block size and for what the engine refuses.
+    Raises `ValueError` for a prefix that is no multiple of the block size, and the engine's own errors.
     """
     config = model.config
     size = config.block_size
@@ -146,10 +146,10 @@ def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
 def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] = lambda: None) -> StepTimes:
     """Time a filled engine's steps, and its forward alone on the same batches.
 
-    Running the forward again changes nothing: it stores the same keys where they are. On a CPU steps and forwards
-    take turns, so that a slow spell of the machine meets all of them alike. On a GPU they come one kind after
-    another, for a step is launched before the one before it is read; where the step is replayed as a graph its forward
-    is one too.
+    A repeated forward changes nothing: it writes the same keys to the same pages. On a CPU steps and forwards take
+    turns, so that a slow period of the machine slows both alike. On a GPU all steps are timed first, because the
+    engine launches a step before it reads the previous one. If the engine replays steps as CUDA graphs, the forward is
+    captured as a graph too.
     """
     for _ in range(2 * engine.block_size):
         engine.step()
@@ -174,16 +174,16 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
 
 
 class _StepParts:
-    """What a step consists of, timed apart on the batch of the last step."""
+    """The parts of a step, each timed by itself on the batch of the last step."""
 
     def __init__(self, engine: Engine, recorder: TraceRecorder | None) -> None:
         self._engine, self._runner, self._recorder = engine, engine.runner, recorder
-        self._graphs: dict[int, Callable[[], object]] = {}  # each captured step has a batch of its own
+        self._graphs: dict[int, Callable[[], object]] = {}  # by the id of the batch, which each captured step has
         self._sizes: list[tuple[int, int]] = []
         self.seconds: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
 
     def time_parts(self, plan: StepPlan, *, wait: bool) -> None:
-        """The forward, its layout and the recorder, for the step of `plan`, which has just been taken."""
+        """Time the forward, its layout and the recorder for `plan`, the last step that ran."""
         batch = self._batch
         self._sizes.append((len(batch.input_ids_T), len(batch.logits_at_A)))
         self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=wait))
@@ -192,19 +192,19 @@ class _StepParts:
             report = self._engine.last_report
             record = partial(record_step, self._recorder, plan.number, plan.decoding, report)
             self.seconds["recorder"].append(_seconds(record))
-            self._forward()  # a step always follows a forward: none finds emptier caches
+            self._forward()  # so that every step follows a forward and finds the same CPU caches
 
     def medians(self) -> StepTimes:
-        of = {name: statistics.median(values[WARM_UP:]) for name, values in self.seconds.items() if values}
-        own = None
+        median = {name: statistics.median(values[WARM_UP:]) for name, values in self.seconds.items() if values}
+        recorder = None
         if self._recorder is not None:
-            self._recorder.table()  # the first table loads code
-            own = of["recorder"] + _seconds(self._recorder.table) / len(self._sizes)
+            self._recorder.table()  # the first call loads code
+            recorder = median["recorder"] + _seconds(self._recorder.table) / len(self._sizes)
         return StepTimes(
-            step=of["step"],
-            forward=of["forward"],
-            layout=of["layout"],
-            recorder=own,
+            step=median["step"],
+            forward=median["forward"],
+            layout=median["layout"],
+            recorder=recorder,
             num_tokens=statistics.fmean(tokens for tokens, _ in self._sizes[WARM_UP:]),
             num_logits=statistics.fmean(logits for _, logits in self._sizes[WARM_UP:]),
             backend=self._engine.attention.name,
@@ -220,7 +220,7 @@ class _StepParts:
         self._runner.logits(self._runner.forward(self._batch))
 
     def _forward_as_in_steps(self) -> Callable[[], object]:
-        """The bare forward, as a graph where steps are graphs."""
+        """The bare forward, captured as a graph if the engine replays its steps as graphs."""
         if not self._engine.graphs:
             return self._forward
         key = id(self._batch)
@@ -230,37 +230,37 @@ class _StepParts:
 
 
 def measure_host(engine: Engine, case: StepCase) -> float:
-    """Seconds (a median) of what a step does on the host alone: to collect it, to schedule the next.
+    """The median seconds of a step's work on the host alone: collecting it and scheduling the next step.
 
-    In steps whose forward is left out, since on a CPU it would empty the caches that beside a GPU are the host's own.
-    The tokens are no model's from then on.
+    The steps run without a forward: on a CPU the forward would evict the host's data from the processor's caches,
+    which it does not on a GPU. From then on the engine's tokens are meaningless.
     """
     engine.land()
-    plan, taken = engine.schedule(), []
+    plan, seconds = engine.schedule(), []
     with _without_forward(engine.runner):
         for _ in range(WARM_UP + case.steps):
             plan, _, host = _step_apart(engine, plan)
-            taken.append(host)
-    return statistics.median(taken[WARM_UP:])
+            seconds.append(host)
+    return statistics.median(seconds[WARM_UP:])
 
 
 def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]:
-    """A scheduled step as the engine takes it, up to where the next is scheduled: that plan, the seconds of all of it,
-    and of what came behind the device's part."""
-    started = time.perf_counter()
+    """Run a scheduled step and schedule the next one. Returns the next plan, the seconds of all this, and the seconds
+    after the device's part."""
+    start = time.perf_counter()
     launched = engine.launch(plan)
     if engine.buffer.tokens_RNB.is_cuda:
         torch.cuda.synchronize()
-    done = time.perf_counter()
+    device_end = time.perf_counter()
     engine.collect(launched)
-    following = engine.schedule()
-    ended = time.perf_counter()
-    return following, ended - started, ended - done
+    next_plan = engine.schedule()
+    end = time.perf_counter()
+    return next_plan, end - start, end - device_end
 
 
 @contextmanager
 def _without_forward(runner: ModelRunner) -> Iterator[None]:
-    """Every forward gives the same hidden states, every position the same logits."""
+    """Replace the forward and the logits of a runner by constant tensors."""
     forward, logits = runner.forward, runner.logits
     assert runner.last_batch is not None
     some_AD = forward(runner.last_batch)[:1]
@@ -280,14 +280,14 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The same as a CUDA graph."""
+    """`run`, captured as a CUDA graph."""
     graph, _ = capture(run, warm_up=1)
     return graph.replay
 
 
 def _seconds(run: Callable[[], object], *, wait: bool = False) -> float:
-    started = time.perf_counter()
+    start = time.perf_counter()
     run()
     if wait:
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What benchmarks share: runs timed in turn, so that a busy machine slows them alike, the paper's rows, and tables."""
+"""The common part of the benchmarks: runs that take turns, the paper's rows, and Markdown tables."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ PAPER_STEP_RATIO = 1.24
 def interleaved(
     runs: Mapping[str, Callable[[], float]], *, repeats: int, after: Callable[[], object] | None = None
 ) -> dict[str, list[float]]:
-    """What each run returned, `repeats` times, the runs taking turns; `after` is called after every run.
+    """The results of `repeats` calls of each run. The runs take turns; `after` is called after every run.
 
-    A slow spell of the machine then slows all runs alike. Every round begins with another run, so that none always
-    follows the same one. Raises `ValueError` for `repeats` under 1.
+    A slow period of the machine then slows all runs alike. Every round begins with another run, so that a run does not
+    always follow the same one. Raises `ValueError` for `repeats` below 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
@@ -39,7 +39,7 @@ def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Step time at a buffer of N over that at 1, for every (model, rows, prefix) that has both."""
+    """The step time at buffer_size N divided by that at 1, for every (model, rows, prefix) that has both."""
     single = {(r["model"], r["rows"], r["prefix"]): r["step_seconds"] for r in rows if r["buffer_size"] == 1}
     return [
         {
@@ -56,8 +56,8 @@ def buffer_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How a step's host work grows from the fewest rows to the most, for every (model, buffer, prefix) with several;
-    beside it the same ratio of all that a step does beside its forward."""
+    """The ratio of a step's host work at the most rows to that at the fewest, for every (model, buffer, prefix) with
+    several; `growth_beside_forward` is the same ratio of step time minus forward time."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["buffer_size"], row["prefix"]), []).append(row)
@@ -82,9 +82,9 @@ def host_growth(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A table of `rows`; `columns` maps a key to a heading, with a format after a bar (`"step (ms)|.2f"`).
+    """A table of `rows`; `columns` maps a key to a heading and, after a bar, a format (`"step (ms)|.2f"`).
 
-    A heading that ends in "(ms)" shows seconds as milliseconds; a missing value, or `None`, is a dash.
+    Under a heading that ends in "(ms)", seconds are shown as milliseconds. A missing value, or `None`, is a dash.
     """
     split = {key: (*text.split("|"), "")[:2] for key, text in columns.items()}
     lines = ["| " + " | ".join(title for title, _ in split.values()) + " |", "|" + "---|" * len(split)]
@@ -94,10 +94,12 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> s
             value = row.get(key)
             if value is not None and title.endswith("(ms)"):
                 value = value * 1e3
-            cells.append("-" if value is None else _truth(value) if isinstance(value, bool) else format(value, form))
+            cells.append(
+                "-" if value is None else _yes_or_no(value) if isinstance(value, bool) else format(value, form)
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _truth(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"

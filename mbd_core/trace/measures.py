@@ -1,4 +1,4 @@
-"""A step trace in numbers: active blocks, slot-wise mask ratios, block lifetimes, token efficiency, the bubble."""
+"""The measures of a step trace: active blocks, mask ratios by slot, block lifetimes, token efficiency, the bubble."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ NUM_BINS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A distribution in a few numbers; `histogram` holds shares, by value or by bin."""
+    """A summary of a distribution; `histogram` has the share of each value or bin."""
 
     n: int
     mean: float
@@ -26,19 +26,19 @@ class Spread:
 class RunMeasures:
     """The numbers of one run.
 
-    num_other           full-attention requests, which are left out
-    num_forwards        NFE summed over requests, store-only ones included
-    num_accepted        positions that became tokens; positions after an EOS count here too
+    num_other           full-attention requests, which the other numbers do not cover
+    num_forwards        NFE summed over requests, store-only forwards included
+    num_accepted        positions that became tokens, also after an EOS
     tpf                 num_accepted / num_forwards
-    store_only_share    share of forwards in which nothing was decoded (the bubble)
-    active_blocks       ACTIVE slots of a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
-    mask_ratios         by rank among a forward's ACTIVE slots (Fig. 2 C): the ratio the forward saw, `NUM_BINS` bins
-    mask_ratio_gaps     second ACTIVE slot's ratio less the first's, and so on; `NUM_BINS` bins over [-1, 1]
-    lifetimes           forwards from a block's activation to its leaving, both counted; histogram from 1
-    waiting             those of them in which it was final (TO_CACHE), its store included; histogram from 0
-    num_unfinished      blocks that never left: dropped after an EOS, or the trace ended earlier
+    store_only_share    share of forwards that decoded nothing (the bubble)
+    active_blocks       ACTIVE slots in a request's forward (Fig. 2 D-E); histogram from 0 to N_buf
+    mask_ratios         mask ratios before a forward, by rank among its ACTIVE slots (Fig. 2 C); `NUM_BINS` bins
+    mask_ratio_gaps     mask ratio of rank k + 1 minus that of rank k; `NUM_BINS` bins over [-1, 1]
+    lifetimes           forwards of a block, from its activation to the one that stored it; histogram from 1
+    waiting             those of them in which the block was TO_CACHE, its store included; histogram from 0
+    num_unfinished      blocks that were never stored: dropped after an EOS, or the trace ended earlier
     token_efficiency    eta = TPF_s / Q_s with Q_s = N_buf * B (paper Section 4.5), `None` without a block size
-    resident_efficiency the same with the resident blocks alone for Q_s: what dynamic packing would reach
+    resident_efficiency the same with Q_s of the resident blocks alone: the efficiency of dynamic packing
     """
 
     name: str
@@ -70,7 +70,7 @@ def measure(run: TracedRun) -> RunMeasures:
     num_store_only = int((active == 0).sum())
     size = run.block_size
     lives = [life for r in run.requests for life in block_lives(r)]
-    gone = [life for life in lives if life.left]
+    finished = [life for life in lives if life.left]
     return RunMeasures(
         name=run.name,
         num_requests=len(run.requests),
@@ -86,16 +86,16 @@ def measure(run: TracedRun) -> RunMeasures:
         active_blocks=_spread(active, np.bincount(active, minlength=run.num_slots + 1)),
         mask_ratios=_spreads(ratios_by_rank(run)),
         mask_ratio_gaps=_spreads(ratio_gaps(run), low=-1.0),
-        lifetimes=_counts([life.num_forwards for life in gone], start=1),
-        waiting=_counts([life.num_waiting for life in gone], start=0),
-        num_unfinished=len(lives) - len(gone),
+        lifetimes=_counts([life.num_forwards for life in finished], start=1),
+        waiting=_counts([life.num_waiting for life in finished], start=0),
+        num_unfinished=len(lives) - len(finished),
         token_efficiency=num_accepted / (num_forwards * run.num_slots * size) if size else None,
         resident_efficiency=num_accepted / (resident * size) if size else None,
     )
 
 
 def active_by_forward(run: TracedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean and standard deviation of the ACTIVE slots at each forward of a request, and of how many (Fig. 2 D)."""
+    """At each forward of a request: mean and standard deviation of the ACTIVE slots, number of requests (Fig. 2 D)."""
     longest = max(r.num_forwards for r in run.requests)
     table = np.full((len(run.requests), longest), np.nan)
     for row, r in zip(table, run.requests, strict=True):
@@ -104,7 +104,7 @@ def active_by_forward(run: TracedRun) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def ratios_by_rank(run: TracedRun) -> list[np.ndarray]:
-    """Mask ratios the forwards saw, of the first ACTIVE slot, the second, and so on, as far as any occurs."""
+    """Mask ratios before the forwards, one array for each rank among the ACTIVE slots that occurs."""
     ratios: list[list[np.ndarray]] = [[] for _ in range(run.num_slots)]
     for r in run.requests:
         active = r.state_TN == ACTIVE
@@ -115,7 +115,7 @@ def ratios_by_rank(run: TracedRun) -> list[np.ndarray]:
 
 
 def ratio_gaps(run: TracedRun) -> list[np.ndarray]:
-    """Differences of mask ratio between the ACTIVE slots of rank k + 1 and k of one forward."""
+    """Differences of mask ratio between the ACTIVE slots of rank k + 1 and k of a forward, one array for each k."""
     gaps: list[list[float]] = [[] for _ in range(run.num_slots)]
     for r in run.requests:
         for active_N, ratio_N in zip(r.state_TN == ACTIVE, r.mask_ratio_TN, strict=True):
@@ -125,7 +125,7 @@ def ratio_gaps(run: TracedRun) -> list[np.ndarray]:
 
 
 def _counts(values: list[int], *, start: int) -> Spread | None:
-    """The spread of whole numbers, its histogram one value a bin from `start`; `None` without any."""
+    """The spread of whole numbers, with a histogram bin for each value from `start`; `None` without values."""
     return _spread(np.array(values), np.bincount(values)[start:]) if values else None
 
 

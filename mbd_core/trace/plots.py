@@ -1,4 +1,4 @@
-"""The pictures of step traces: active blocks (Fig. 2 D-E), mask ratios (2 C), block maps, lifetimes, efficiency."""
+"""The plots of step traces: active blocks (Fig. 2 D-E), mask ratios (2 C), block maps, lifetimes, efficiency."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from mbd_core.trace.measures import RunMeasures, active_by_forward, ratios_by_ra
 from mbd_core.trace.traced_run import DUMMY, TO_CACHE, RequestTrace, TracedRun
 
 NUM_TRAJECTORIES = 5
-# Not in the buffer yet, being decoded (by mask ratio, light to dark), being stored, in the cache.
+# Colors of a block: not in the buffer yet; ACTIVE, by mask ratio; TO_CACHE; in the cache.
 MAP_COLORS = ("#f2f2f2", "#cfe3f7", "#8fc1ea", "#3f87c9", "#e08a1e", "#b9cdb5")
 MAP_LABELS = ("not begun", "active, mostly masked", "active, half masked", "active, mostly filled", "stored", "cached")
 
 
 def draw_plots(runs: Sequence[TracedRun], measures: Sequence[RunMeasures], folder: Path) -> list[str]:
-    """Write all PNG files into `folder`; their names."""
+    """Write all PNG files into `folder`; returns their names."""
     figures = {
         "active_blocks.png": _active_blocks(runs),
         "mask_ratios.png": _mask_ratios(runs),
@@ -47,7 +47,7 @@ def _figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Fi
 
 
 def _active_blocks(runs: Sequence[TracedRun]) -> Figure:
-    """Fig. 2 D on the left, E on the right; a row of panels a run."""
+    """Fig. 2 D on the left, E on the right; one row of panels for each run."""
     figure, panels = _figure(len(runs), 2, width=5.4, height=2.9)
     for run, (mean_panel, path_panel) in zip(runs, panels, strict=True):
         mean, std, _ = active_by_forward(run)
@@ -71,7 +71,7 @@ def _active_blocks(runs: Sequence[TracedRun]) -> Figure:
 
 
 def _mask_ratios(runs: Sequence[TracedRun]) -> Figure:
-    """Fig. 2 C: one outline a rank among the active slots."""
+    """Fig. 2 C: one outline for each rank among the active slots."""
     figure, panels = _figure(1, len(runs), width=5.0, height=3.6)
     for run, panel in zip(runs, panels[0], strict=True):
         for rank, values in enumerate(ratios_by_rank(run), start=1):
@@ -88,7 +88,7 @@ def _mask_ratios(runs: Sequence[TracedRun]) -> Figure:
 
 
 def _block_map(runs: Sequence[TracedRun]) -> Figure:
-    """Block against forward for the first sampled request of each run: where every block is at every forward."""
+    """The state of every block at every forward, for the first sampled request of each run."""
     figure, panels = _figure(len(runs), 1, width=8.0, height=2.6)
     longest = max(sampled(run)[0].num_forwards for run in runs)
     for run, panel in zip(runs, panels[:, 0], strict=True):

@@ -1,7 +1,7 @@
-"""Step traces: one row a step and slot, recorded by column, kept as Parquet; everything else is computed from them.
+"""Step traces: one row for each step and slot, recorded by column and written as Parquet.
 
 A trace is one file, or a folder of part files (`part-00000000.parquet`, ...) that a long-running engine rotates. DUMMY
-slots are written like the others: they tell N_buf, and compressed columns hold them for almost nothing.
+slots are written like the others: they record N_buf, and compressed columns store them in almost no space.
 
 Shape legend: n sequences that decode in a step, N slots, B block size.
 """
@@ -56,15 +56,15 @@ class _Step:
 
 
 class TraceRecorder:
-    """Collects the steps of an engine; in a decode step it only copies a few small arrays.
+    """Collects the steps of an engine; a decode step costs only the copies of a few small arrays.
 
-    Without `folder` all rows stay in memory until `write`. With one, every `rows_per_file` rows become a part file
-    there, the oldest parts beyond `max_files` are deleted, and memory stays bounded; `close` writes the last, shorter
-    part. Parts that the folder holds already are kept and counted; a folder serves one recorder at a time. A part that
-    cannot be written is lost with a logged error: a full disk must not end the requests being served.
+    Without `folder` all rows stay in memory until `write`. With a folder, every `rows_per_file` rows become a part
+    file and the oldest parts beyond `max_files` are deleted, so that memory and disk are bounded; `close` writes the
+    last, shorter part. Existing parts count towards `max_files`. Only one recorder may use a folder at a time. A part
+    that cannot be written is lost and an error is logged: a full disk must not end the requests being served.
 
-    `detail` asks the engine for tokens and confidences too. `block_size` is B, for those who read the file; with
-    detail it is known from the tokens. Raises `ValueError` for sizes under 1.
+    With `detail` the engine also records tokens and confidences. `block_size` is B, written into the file; with detail
+    the tokens show it. Raises `ValueError` for sizes below 1.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class TraceRecorder:
         tokens: np.ndarray | None,
         confidences: np.ndarray | None,
     ) -> None:
-        """One step of n sequences. Arrays are copied, so the caller may reuse them.
+        """Append one step of n sequences. Arrays are copied, so the caller may reuse them.
 
-        states       (n, N) int, `SlotState` as the forward saw it
-        mask_ratios  (n, N) float, before the forward; accepted, edited: (n, N) int, what it did
+        states       (n, N) int, `SlotState` in the forward
+        mask_ratios  (n, N) float, before the forward; accepted, edited: (n, N) int, counts of this step
         tokens       (n, N, B) int after the step, -1 = masked; confidences (n, N, B); both `None` without `detail`
         """
         assert (tokens is not None) == (confidences is not None) == self.detail
@@ -124,13 +124,13 @@ class TraceRecorder:
         self._grow(states.size)
 
     def extend(self, rows: Sequence[StepTrace]) -> None:
-        """Append rows of other sequences, in their order."""
+        """Append rows of canvases, in their order."""
         self._steps += rows
         self._grow(len(rows))
 
     @property
     def rows(self) -> list[StepTrace]:
-        """The rows in memory, in order; with a folder those that are in no part yet."""
+        """The rows in memory, in order; with a folder, those that no part file has yet."""
         return _to_rows(self.table())
 
     def table(self) -> pa.Table:
@@ -141,12 +141,12 @@ class TraceRecorder:
         return table.replace_schema_metadata({BLOCK_SIZE_KEY: str(size)} if size is not None else None)
 
     def write(self, path: Path) -> None:
-        """Write the rows in memory to a Parquet file, beside its place, then rename it."""
+        """Write the rows in memory to a temporary Parquet file, then rename it to `path`."""
         with file_beside(path) as beside:
             pq.write_table(self.table(), beside, compression="zstd")
 
     def close(self) -> None:
-        """With a folder, write what is left as its last part."""
+        """With a folder, write the remaining rows as its last part."""
         if self._folder is not None and self._num_rows:
             self._rotate()
 
@@ -174,15 +174,15 @@ class TraceRecorder:
 
 
 def read_trace(path: Path) -> list[StepTrace]:
-    """The rows of a trace, a file or a folder of parts; `ValueError` in one sentence if it is none."""
+    """The rows of a trace file or of a folder of parts; raises the errors of `read_trace_table`."""
     return _to_rows(read_trace_table(path))
 
 
 def read_trace_table(path: Path) -> pa.Table:
-    """A trace as an Arrow table of `SCHEMA`, parts in their order; its block size, if known, by `trace_block_size`.
+    """A trace as an Arrow table of `SCHEMA`, parts in their order; `trace_block_size` finds its block size.
 
-    A folder whose first part has been rotated away begins in the middle of requests: those that are in its first
-    step are left out. Raises `ValueError`, one sentence, for what is missing, not Parquet, or has other columns.
+    If the first part of a folder was deleted, the table may begin in the middle of requests: requests in its first
+    step are left out. Raises `ValueError`, one sentence, if the trace is missing, not Parquet, or has other columns.
     """
     if not path.exists():
         raise ValueError(f"{path}: there is no such trace file or folder")
@@ -200,7 +200,7 @@ def read_trace_table(path: Path) -> pa.Table:
 
 
 def trace_block_size(table: pa.Table) -> int | None:
-    """B of a trace: the length of its tokens, else what its recorder was given, else `None`."""
+    """B of a trace: from the length of its tokens, else from the recorder's `block_size`, else `None`."""
     tokens = table["tokens"].drop_null()
     if len(tokens):
         return len(tokens[0])
@@ -258,12 +258,12 @@ def _to_table(steps: list[_Step]) -> pa.Table:
 
 
 def _list_column(arrays: list[np.ndarray | None], num_rows: int, kind: pa.DataType) -> pa.Array:
-    given = [a for a in arrays if a is not None]
-    if not given:
+    blocks = [a for a in arrays if a is not None]
+    if not blocks:
         return pa.nulls(num_rows, kind)
-    lengths = np.concatenate([np.full(a.shape[0] * a.shape[1], a.shape[2]) for a in given])
+    lengths = np.concatenate([np.full(a.shape[0] * a.shape[1], a.shape[2]) for a in blocks])
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([a.ravel() for a in given])))
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([a.ravel() for a in blocks])))
 
 
 def _to_rows(table: pa.Table) -> list[StepTrace]:

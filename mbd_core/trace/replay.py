@@ -1,7 +1,7 @@
-"""A self-contained HTML page that replays requests forward by forward, several decodings of one request side by side.
+"""A self-contained HTML page that replays one request forward by forward, with several decodings of it side by side.
 
-The page is `replay.html` with its data filled in; it needs no network and works from file://. Everything that a frame
-shows is computed here, so that the script only draws.
+The page is `replay.html` with data inserted; it needs no network and works from file://. The contents of all frames
+are computed here, so that the page's script only draws.
 """
 
 import html
@@ -21,9 +21,9 @@ TEMPLATE = Path(__file__).with_name("replay.html")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySlot:
-    """A slot in one forward: what the forward saw (`state`, `mask_ratio`), and its tokens after it (-1 = masked).
+    """A slot in one forward: `state` and `mask_ratio` before it, tokens and confidences after it (-1 = masked).
 
-    Blocks count from 1 at the request's first. `new` and `edited` are offsets into the block.
+    `block` counts from 1, the request's first block. `new` and `edited` are offsets into the block.
     """
 
     block: int
@@ -37,7 +37,7 @@ class ReplaySlot:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFrame:
-    """One forward. `num_tokens` and `num_committed` count useful tokens so far, filled and stored in the cache."""
+    """One forward. `num_tokens` counts the useful tokens so far, `num_committed` those of them in the cache."""
 
     caption: str
     store_only: bool
@@ -51,7 +51,7 @@ class ReplayFrame:
 class ReplaySide:
     """One decoding of the request. The first `num_prompt` cells hold the prompt's remainder.
 
-    `end` is the position, from the first block's start, of the EOS that ended the request, if one did.
+    `end` is the position of the EOS that ended the request, relative to the first block; `None` without one.
     """
 
     name: str
@@ -74,14 +74,14 @@ def write_replay(
         "texts": None if texts is None else {str(k): v for k, v in texts.items()},
         "sides": [asdict(s) for s in sides],
     }
-    # Inside <script> only "<" can end the data or open a comment; the rest of a token's text is JSON's business.
+    # Inside <script> only "<" can end the data or begin a comment; JSON escapes everything else.
     body = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title)).replace("__DATA__", body)
     write_text(path, page)
 
 
 def shared_request(runs: Sequence[TracedRun]) -> str | None:
-    """The first request of a run that all of them have."""
+    """The first request that all runs have, `None` if there is none."""
     first, *others = ([r.request_id for r in run.requests] for run in runs)
     return next((request_id for request_id in first if all(request_id in ids for ids in others)), None)
 
@@ -95,9 +95,9 @@ def replay_runs(
     eos_token_ids: Sequence[int] = (),
     decode: Callable[[int], str] | None = None,
 ) -> None:
-    """Write the page of one request, each run's decoding of it a side; `decode` is the text of a token.
+    """Write the page of one request, one side for each run; `decode` returns the text of a token.
 
-    Raises `ValueError` for a run without the request, or one recorded without tokens.
+    Raises `ValueError` for a run without the request, or recorded without tokens.
     """
     sides = [replay_side(run.request(request_id), name=run.name, eos_token_ids=eos_token_ids) for run in runs]
     texts = None if decode is None else {token: decode(token) for token in sorted(used_tokens(sides))}
@@ -107,14 +107,14 @@ def replay_runs(
 
 def used_tokens(sides: Sequence[ReplaySide]) -> set[int]:
     """All token ids that the page will show."""
-    shown = {t for s in sides for f in s.frames for slot in f.slots for t in slot.tokens if t >= 0}
-    return shown | {t for s in sides for t in s.prompt_tokens}
+    frame_tokens = {t for s in sides for f in s.frames for slot in f.slots for t in slot.tokens if t >= 0}
+    return frame_tokens | {t for s in sides for t in s.prompt_tokens}
 
 
 def replay_side(request: RequestTrace, *, name: str, eos_token_ids: Sequence[int] = ()) -> ReplaySide:
-    """Every frame of a request that was recorded in detail; `ValueError` if it was not.
+    """The frames of a request; `ValueError` if the request was not recorded in detail.
 
-    With `eos_token_ids`, tokens from the first committed EOS on do not count.
+    With `eos_token_ids`, tokens from the first committed EOS on are not useful.
     """
     if request.tokens_TNB is None or request.confidences_TNB is None:
         raise ValueError(
@@ -185,7 +185,7 @@ def _end(committed: np.ndarray, num_prompt: int, eos_token_ids: Sequence[int]) -
 
 
 def _caption(slots: Sequence[ReplaySlot]) -> str:
-    """What a forward does, as on the project page: 'Store B1 + decode B2, B3'."""
+    """What a forward does, for example 'Store B1 + decode B2, B3'."""
     storing = [s for s in slots if s.state == STATES[TO_CACHE]]
     active = [s for s in slots if s.state == STATES[ACTIVE]]
     parts = [
@@ -198,5 +198,5 @@ def _caption(slots: Sequence[ReplaySlot]) -> str:
         if of
     ]
     text = " + ".join(f"{verb} {blocks}" for verb, blocks in parts) or "nothing resident"
-    only = "" if active or not storing else " only: no token can come of this forward"
-    return text[0].upper() + text[1:] + only
+    suffix = "" if active or not storing else " only: no token can come of this forward"
+    return text[0].upper() + text[1:] + suffix

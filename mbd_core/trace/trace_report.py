@@ -1,4 +1,4 @@
-"""A report on step traces: its numbers as JSON and Markdown, and the pictures beside them."""
+"""A report on step traces: the measures as JSON and Markdown, and the plots."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,7 +22,7 @@ def write_trace_report(runs: Sequence[TracedRun], folder: Path, *, settings: dic
 
 
 def render_markdown(measures: Sequence[RunMeasures], *, plots: Sequence[str], settings: dict[str, Any]) -> str:
-    """One table with a column a run, the slot-wise ratios, the pictures, and what the words mean."""
+    """A table with one column for each run, the mask ratios by slot, the plots, and the definitions."""
     header = ["| | " + " | ".join(_escape(m.name) for m in measures) + " |", "|---|" + "---|" * len(measures)]
     lines = ["# Step traces", "", *header]
     for label, cells in _rows(measures):
@@ -40,10 +40,10 @@ def render_markdown(measures: Sequence[RunMeasures], *, plots: Sequence[str], se
 
 
 NOTES = """Values are mean ± standard deviation over forwards or blocks. Accepted tokens count every position that
-became a token, also behind an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); "resident
-only" takes the blocks really resident for Q. A store-only forward decodes nothing: the bubble. A lifetime counts a
-block's forwards from its activation to its leaving; blocks that never left (dropped behind an EOS, or cut off with the
-trace) have none.
+became a token, also after an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); for "resident
+only", Q counts the resident blocks alone. A store-only forward decodes nothing: the bubble. A lifetime counts a
+block's forwards from its activation to the one that stored it; blocks that were never stored (dropped after an EOS, or
+still in the buffer when the trace ended) have none.
 """
 
 

@@ -1,4 +1,4 @@
-"""A step trace cut into requests, each a rectangle of its own forwards and the buffer's slots.
+"""A step trace split into requests: for each request, arrays over its forwards and the buffer's slots.
 
 Steps in which a request took no part (it waited, or was preempted) are not among its forwards.
 
@@ -20,9 +20,9 @@ DUMMY, ACTIVE, TO_CACHE = (int(s) for s in (SlotState.DUMMY, SlotState.ACTIVE, S
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestTrace:
-    """One request's forwards. `state` and `mask_ratio` are what a forward saw, the rest is what it did.
+    """One request's forwards. `state` and `mask_ratio` are the values before a forward, the others its results.
 
-    tokens_TNB, confidences_TNB  only if the trace was recorded in detail; -1 and 0 where masked
+    tokens_TNB, confidences_TNB  `None` unless the trace was recorded in detail; -1 and 0 where masked
     """
 
     request_id: str
@@ -45,16 +45,16 @@ class RequestTrace:
 
     @property
     def store_only_T(self) -> np.ndarray:
-        """Forwards in which nothing was decoded: the bubble."""
+        """Whether a forward decoded nothing: the bubble."""
         return self.num_active_T == 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedRun:
-    """A trace under a name.
+    """A trace with a name.
 
-    block_size  `None` where neither the trace nor the reader says it
-    num_other   requests that were decoded with full attention, so without a buffer; they are left out
+    block_size  `None` if neither the trace nor the caller of `read_run` gives it
+    num_other   canvas requests, which have no Block Buffer and are not in `requests`
     """
 
     name: str
@@ -68,11 +68,11 @@ class TracedRun:
 
     @property
     def detailed(self) -> bool:
-        """Whether tokens were recorded, so that requests can be replayed."""
+        """Whether tokens were recorded, as a replay requires."""
         return all(r.tokens_TNB is not None for r in self.requests)
 
     def request(self, request_id: str) -> RequestTrace:
-        """The request of that id; `ValueError` names a few that there are."""
+        """The request with that id; `ValueError` names a few that exist."""
         for request in self.requests:
             if request.request_id == request_id:
                 return request
@@ -82,7 +82,10 @@ class TracedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLife:
-    """A block's stay in the buffer, in the request's forwards; `num_waiting` of them it spent as TO_CACHE."""
+    """A block's forwards in the buffer, from number `first` on; in `num_waiting` of them it was TO_CACHE.
+
+    left  whether it was stored and left the buffer
+    """
 
     block: int
     first: int
@@ -92,9 +95,9 @@ class BlockLife:
 
 
 def read_run(path: Path, *, name: str, block_size: int | None = None) -> TracedRun:
-    """A trace file or folder, cut into requests; `block_size` is for traces that do not say theirs.
+    """A trace file or folder, split into requests; give `block_size` for traces that do not record it.
 
-    Raises `ValueError`, one sentence that names the file, for what is missing, empty, damaged or no trace.
+    Raises `ValueError`, one sentence that names the file, if it is missing, empty, damaged or no trace.
     """
     table = read_trace_table(path)
     try:
@@ -104,7 +107,7 @@ def read_run(path: Path, *, name: str, block_size: int | None = None) -> TracedR
 
 
 def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> TracedRun:
-    """A trace in memory, cut into requests; raises as `read_run` does."""
+    """A trace in memory, split into requests; raises the errors of `read_run`."""
     if not len(table):
         raise ValueError("the trace is empty: it holds no step of any whole request")
     for field in table.schema:
@@ -123,10 +126,10 @@ def traced_run(table: pa.Table, *, name: str, block_size: int | None = None) -> 
 
 
 def block_lives(request: RequestTrace) -> list[BlockLife]:
-    """Every block that was resident.
+    """The `BlockLife` of every block that was resident.
 
-    It has left if the buffer moved past it, or if the request's last forward stored it: TO_CACHE, or, where tokens may
-    be revised, a leading block that was complete in that forward and was not changed by it.
+    A block has left if the buffer moved past it, or if the request's last forward stored it. That forward stores the
+    leading blocks that are TO_CACHE or, as under T2T, complete and unchanged by it.
     """
     resident = request.state_TN != DUMMY
     verified = (request.mask_ratio_TN[-1] == 0.0) & (request.edited_TN[-1] == 0)
@@ -148,7 +151,7 @@ def block_lives(request: RequestTrace) -> list[BlockLife]:
 
 
 def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
-    """The requests that a Block Buffer decoded, and how many others there are."""
+    """The requests that a Block Buffer decoded, and the number of other requests."""
     canvas = pc.equal(table["state"], CANVAS_STATE)
     num_other = pc.count_distinct(table["request_id"].filter(canvas)).as_py()
     table = table.filter(pc.invert(canvas))
@@ -192,17 +195,17 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
 
 
 def _matrix(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray] | None:
-    """A list column as rows of equal length, zero where it is empty, and where it is not; `None` if it always is."""
+    """A list column as a matrix, with zeros in null rows, and the mask of valid rows; `None` if all rows are null."""
     if column.null_count == len(column):
         return None
-    given = pc.is_valid(column).to_numpy()
+    valid = pc.is_valid(column).to_numpy()
     lengths = pc.unique(pc.list_value_length(column.drop_null()))
     if len(lengths) > 1:
         raise ValueError(f"blocks of different sizes ({', '.join(map(str, lengths.to_pylist()))}) in one trace")
     flat = pc.list_flatten(column).to_numpy()
     whole = np.zeros((len(column), lengths[0].as_py()), dtype=flat.dtype)
-    whole[given] = flat.reshape(-1, whole.shape[1])
-    return whole, given
+    whole[valid] = flat.reshape(-1, whole.shape[1])
+    return whole, valid
 
 
 def _take(matrix: tuple[np.ndarray, np.ndarray] | None, at_TN: np.ndarray) -> np.ndarray | None:
