@@ -1,7 +1,7 @@
 """AUP, accuracy under parallelism, in both definitions in use. A point is (TPF, accuracy in percent).
 
-Neither number means anything without its points, so keep them beside it. They differ much: one point scores 0 under
-Eq. 4.1 and TPF times accuracy under d3LLM's.
+Report either number only together with its points. The definitions differ much: a single point scores 0 under Eq. 4.1
+and TPF times accuracy under d3LLM's.
 """
 
 import math
@@ -14,7 +14,7 @@ AupPoint = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedAup:
-    """d3LLM's AUP, the points it was computed from and those left out for losing too much accuracy."""
+    """d3LLM's AUP, the points that it covers, and the points dropped because their accuracy is too low."""
 
     value: float
     points: tuple[AupPoint, ...]
@@ -33,10 +33,10 @@ def aup_d3llm(
 ) -> WeightedAup:
     """d3LLM's AUP: the rectangle up to the first point, then trapezoids of accuracies weighted by W.
 
-    `W(y) = min(exp(-alpha * (1 - y / y_max)), 1)`, `y_max` the best accuracy of any method on the task. Points more
-    than `y_min_offset` below the slowest one's accuracy are left out and returned as `dropped`; the released code
-    raises instead where the fastest point is one of them. Raises `ValueError` for no points or a `y_max` that is not
-    above 0 although an accuracy is.
+    `W(y) = min(exp(-alpha * (1 - y / y_max)), 1)`, `y_max` the best accuracy of any method on the task. Points whose
+    accuracy is more than `y_min_offset` below that of the slowest point are returned as `dropped`; the released code
+    raises an error instead if the fastest point is one of them. Raises `ValueError` for no points or a `y_max` that is
+    not above 0 although an accuracy is.
     """
     curve = _sorted(points)
     floor = curve[0][1] - y_min_offset
@@ -60,7 +60,7 @@ def aup_d3llm(
 
 
 def _sorted(points: Iterable[AupPoint]) -> list[AupPoint]:
-    """By TPF; of two with the same TPF the more accurate first, so that the order given does not matter."""
+    """The points by TPF, with equal TPF by falling accuracy, so that the order of the input does not matter."""
     ordered = sorted(((float(p), float(y)) for p, y in points), key=lambda point: (point[0], -point[1]))
     if not ordered:
         raise ValueError("AUP needs at least one (TPF, accuracy) point")

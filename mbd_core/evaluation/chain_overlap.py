@@ -1,6 +1,6 @@
 """gsm-mini test problems whose arithmetic chain occurs in training, and the accuracy with and without them.
 
-A chain is all of an answer's equations in order, whatever the words around them.
+A chain is the sequence of an answer's equations, without the words around them.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def chain(answer: str) -> Chain:
 
 
 def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
-    """The chains of all training problems, drawn again: `streams` are (seed, number of problems)."""
+    """The chains of all training problems, which are generated again: `streams` are (seed, number of problems)."""
     return {
         chain(row["answer"])
         for seed, num_problems in streams
@@ -35,7 +35,7 @@ def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
 def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> str:
     """Accuracy by model, method, threshold and whether the chain is in `training`, as Markdown.
 
-    `folders` are sweeps on gsm-mini's test split, whose problems are drawn again.
+    `folders` are sweeps on gsm-mini's test split, whose problems are generated again.
     """
     correct: dict[tuple[str, str, float, bool], list[bool]] = defaultdict(list)
     for folder in folders:

@@ -32,14 +32,14 @@ class Failure:
 
 
 class ModelRefused(ValueError):
-    """A model that cannot be loaded with the engine's configuration: no memory for a KV page, no kernel."""
+    """A model cannot be loaded with the engine's configuration, for example without memory for a KV page."""
 
 
 class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
-    `load` returns the model of a name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in memory
-    at a time: it is closed and dropped before the next model is loaded, and before it is loaded again after a failure.
+    `load` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in memory at
+    a time: it is closed before another model is loaded, and after a failure before it is loaded again.
     """
 
     def __init__(self, load: Callable[[str], DecodingModel]) -> None:
@@ -47,20 +47,20 @@ class DecodeStage:
         self._loaded: tuple[str, DecodingModel] | None = None
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The table (`PLANNED_COLUMNS`) with its texts and counts (`DECODED_COLUMNS`)."""
+        """The table (`PLANNED_COLUMNS`) with texts and counts (`DECODED_COLUMNS`)."""
         rows = table.to_pylist()
         for name in dict.fromkeys(row["model"] for row in rows):
             self._decode(name, [row for row in rows if row["model"] == name])
         return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
 
     def close(self) -> None:
-        """Close and drop the engine; it is loaded again when it is needed."""
+        """Close and drop the engine. The next table loads it again."""
         if self._loaded is not None:
             (_, model), self._loaded = self._loaded, None
             model.engine.close()
 
     def _model(self, name: str) -> DecodingModel:
-        """The model of that name. The caller must not keep its engine while another may be loaded."""
+        """The model with that name. The caller must not keep its engine while another one may be loaded."""
         if self._loaded is None or self._loaded[0] != name:
             self.close()
             try:
@@ -102,7 +102,7 @@ class DecodeStage:
         return results | self._run(name, [request for request in requests if request.request_id not in results])
 
     def _run(self, name: str, requests: Sequence[Request]) -> dict[str, Output | Failure]:
-        """Run valid requests together. If that fails, run each alone: then only the one that causes it fails."""
+        """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
         if not requests:
             return {}
         outputs = self._generate(name, requests)
@@ -116,11 +116,10 @@ class DecodeStage:
         return results
 
     def _generate(self, name: str, requests: Sequence[Request]) -> list[Output] | Failure:
-        """The outputs. Any exception of the engine is a failure of the requests, and ends the engine, whose state is
-        then unknown.
+        """The outputs, or a `Failure` for any exception of the engine, which is then closed: its state is unknown.
 
-        The engine is dropped after the `except` clause: inside it the traceback still refers to the engine, and a
-        second one would be loaded beside it.
+        The engine is dropped after the `except` clause, because inside it the traceback still refers to the engine and
+        keeps its memory.
         """
         model = self._model(name)
         try:

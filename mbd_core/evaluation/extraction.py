@@ -1,7 +1,7 @@
-"""The one number of a worked answer, by two rules, and its exact value.
+"""The number in a worked answer, by two rules, and its exact value.
 
-The rules are those of lm-eval's `gsm8k`: strict takes what follows the first `#### `, flexible takes the last number
-of the text. Each gives one answer at most, so a second guess cannot be right in its place.
+The rules are those of lm-eval's `gsm8k`: strict takes the number after the first `#### `, flexible takes the last
+number of the text. Each takes at most one number, so further guesses in the text do not count.
 """
 
 import re
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 def strict_number(text: str) -> str | None:
-    """What the first `#### N` gives as N, as written; `None` without one."""
+    """The N of the first `#### N`, as written; `None` without one."""
     match = _STRICT.search(text)
     return match.group(1) if match else None
 
@@ -25,7 +25,7 @@ def flexible_number(text: str) -> str | None:
 
 
 def parse_number(text: str | None) -> Fraction | None:
-    """The exact value of a decimal, `,`, `$` and a trailing `.` ignored; `None` if it is not a decimal."""
+    """The exact value of a decimal number, without `,`, `$` and a trailing `.`; `None` if the text is no decimal."""
     if text is None:
         return None
     plain = text.replace(",", "").replace("$", "").removesuffix(".")
@@ -33,6 +33,6 @@ def parse_number(text: str | None) -> Fraction | None:
 
 
 def same_number(answer: str | None, reference: str) -> bool:
-    """Whether both are numbers of the same exact value: `1,000.` is `$1000`, `0.30` is `.3`."""
+    """Whether both are numbers with the same exact value, like `1,000.` and `$1000`, or `0.30` and `.3`."""
     value = parse_number(answer)
     return value is not None and value == parse_number(reference)

@@ -10,9 +10,9 @@ from mbd_core.evaluation.tasks import Problem, find_task
 
 
 def grade_table(table: pa.Table) -> pa.Table:
-    """The table (`DECODED_COLUMNS`) with its grades (`GRADED_COLUMNS`). A row without text is wrong, `undecoded`.
+    """The table (`DECODED_COLUMNS`) with grades (`GRADED_COLUMNS`). A row without text is wrong (`undecoded`).
 
-    Configurations often give the same text for a problem; it is graded once.
+    Several configurations often give the same text for a problem, so each such text is graded once.
     """
     rows = table.to_pylist()
     grades: dict[tuple[str, str, str], Grade] = {}

@@ -9,8 +9,8 @@ from mbd_core.evaluation.tasks import Problem, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """Whether the text is right, and why. For math also both extractions as written and whether each is right;
-    `correct` is the one the task's rule names."""
+    """Whether the text is right, and the reason. For math also both extractions, as written, and which are right;
+    `correct` follows the task's rule."""
 
     correct: bool
     reason: Reason

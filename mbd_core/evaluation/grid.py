@@ -1,7 +1,7 @@
 """The decoding configurations of a sweep: a grid over the fields of named methods.
 
-A method is a name with decoding fields: those of `decoding.methods`, and those that the user defines as JSON. A grid
-field is varied under every method that it has a meaning for, in place of the method's own value.
+A method is a name with decoding fields, from `decoding.methods` or defined by the user as JSON. A grid field replaces
+the value of every method in which it has a meaning.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from mbd_core.decoding.methods import METHODS, MULTI, SINGLE, Fields, merge_fiel
 Grid = dict[str, tuple[Any, ...]]
 Methods = dict[str, Fields]
 
-DEFAULT_SLOTS = 4  # of `multi`, where the model's author recommends SingleBD
-# They concern a second resident block, so with one slot they would only repeat the same run.
+DEFAULT_SLOTS = 4  # the buffer size of `multi` if the model's author recommends SingleBD
+# These fields have no effect with one slot, where varying them would repeat the same run.
 MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
 MULTI_LABELS = {"teacher_forcing": "MultiBD (training-free)", "multitf": "MBD", None: "MultiBD"}
 LABELS = ("SingleBD", *MULTI_LABELS.values())
@@ -26,14 +26,14 @@ LABELS = ("SingleBD", *MULTI_LABELS.values())
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One decoding configuration of a model, under the method's name in the report."""
+    """One decoding configuration of a model; `method` is the method's name in the report."""
 
     method: str
     decoding: DecodingConfig
 
 
 def parse_grid(text: str) -> Grid:
-    """`"tau_m2t=0.7,0.9;t2t.tau=0.3,0.5"` as field -> values, of the fields' types (`none`: not set).
+    """Parse `"tau_m2t=0.7,0.9;t2t.tau=0.3,0.5"` into field -> values of the field's type (`none`: not set).
 
     Raises `ValueError` for an unknown or repeated field, or a value of the wrong type.
     """
@@ -50,9 +50,9 @@ def parse_grid(text: str) -> Grid:
 
 
 def parse_methods(definitions: Iterable[str]) -> Methods:
-    """`NAME={"t2t": {"tau": 0.4}}` as name -> decoding fields, beside the known methods; `ValueError` names a bad one.
+    """`METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed one.
 
-    The fields themselves are checked against each model by `plan_variants`.
+    `plan_variants` checks the fields themselves, for each model.
     """
     methods = dict(METHODS)
     for item in definitions:
@@ -79,12 +79,12 @@ def plan_variants(
     defaults: Mapping[str, Any],
     block_size: int,
 ) -> list[Variant]:
-    """The grid's product for each named method, over a model's `defaults` (its `generation_config.json`), without
-    repeats.
+    """All combinations of the grid for each named method, without repeats.
 
-    `single` is SingleBD; `multi` is Block Buffer MultiBD with the model's own buffer_size (4 if that is 1), labelled
-    by how the model was trained (`trained_with` in `defaults`). Raises `ValueError` for an unknown method, a
-    configuration that cannot be honoured, a grid field that concerns none of the methods, and `multi` with one slot.
+    A method's fields replace the model's `defaults` (its `generation_config.json`). `single` is SingleBD; `multi` is
+    Block Buffer MultiBD with the model's own buffer_size (4 if that is 1), and its label says how the model was
+    trained (`trained_with` in `defaults`). Raises `ValueError` for an unknown method, a configuration that cannot be
+    honoured, a grid field that concerns none of the methods, and `multi` with one slot.
     """
     variants: dict[Variant, None] = {}
     unused = set(grid)
@@ -113,8 +113,7 @@ def plan_variants(
 
 
 def _with_revision(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's fields, and the revision (`t2t` or `soft`) that the model's defaults have on, so that a grid may vary
-    a field of it."""
+    """A method's fields, with the revision (`t2t` or `soft`) of the model's defaults, so that a grid can vary it."""
     if fields.get("canvas") is not None:
         return dict(fields)
     return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
@@ -157,7 +156,7 @@ def _label(name: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _parts(config: type) -> dict[str, type]:
-    """The fields of a config that are configs themselves."""
+    """The fields of a config whose values are configs."""
     hints = get_type_hints(config).items()
     return {name: part for name, hint in hints for part in _options(hint) if is_dataclass(part)}
 
@@ -167,7 +166,7 @@ def _options(hint: Any) -> tuple[type, ...]:
 
 
 def _kinds(path: str) -> tuple[Any, ...]:
-    """The types a grid field may have; `ValueError` for a path that names no field, or a whole part."""
+    """The types of a grid field's values; `ValueError` for a path that names no field, or a whole part."""
     config: type = DecodingConfig
     *parts, last = path.split(".")
     for part in parts:
@@ -186,7 +185,7 @@ def _kinds(path: str) -> tuple[Any, ...]:
 
 
 def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
-    """A grid value as one of `kinds`: none, a truth value, a number, or text."""
+    """A grid value as one of `kinds`: none, a boolean, a number, or text."""
     if type(None) in kinds and text == "none":
         return None
     if bool in kinds:

@@ -13,7 +13,7 @@ Answers = dict[tuple[int, str], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedAnswers:
-    """On how many of the same problems only the first, or only the second, is right."""
+    """The number of problems on which only the first model, or only the second, is right."""
 
     num_problems: int
     first_only: int
@@ -21,12 +21,12 @@ class PairedAnswers:
 
     @property
     def p_value(self) -> float:
-        """Of the sign test, two-sided."""
+        """The p-value of the two-sided sign test."""
         return sign_test(self.first_only, self.second_only)
 
 
 def load_answers(folders: Sequence[Path], *, model: str, task: str, tau_m2t: float, buffer_size: int) -> Answers:
-    """Whether one model and configuration is right, by (seed, problem); `ValueError` if the sweeps have none."""
+    """Whether an answer is right, by (seed, problem), for one model and configuration; `ValueError` if none exists."""
     answers: Answers = {}
     for folder in folders:
         for row in read_samples(folder):

@@ -1,4 +1,4 @@
-"""The problems of a task: drawn from a generator, or read from a JSON-lines file."""
+"""The problems of a task, from a generator or from a JSON-lines file."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ DEFAULT_LIMIT = 500
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemSet:
-    """A task's problems and where they came from: a file, or a generator's split and seed."""
+    """A task's problems and their source: a file, or a generator's split and seed."""
 
     task: Task
     source: str
@@ -27,7 +27,7 @@ class ProblemSet:
 
     @property
     def sha256(self) -> str:
-        """A hash of all problems: two reports with the same hash are about the same problems."""
+        """A hash of all problems: reports with the same hash have the same problems."""
         text = "\n".join(json.dumps(asdict(p), sort_keys=True) for p in self.problems)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -37,9 +37,9 @@ def load_problems(
 ) -> ProblemSet:
     """The first `limit` problems of a task.
 
-    A generated task takes `split` and `seed` and gives 500 problems by default; the others read `data`, a JSON-lines
-    path or fsspec URL, plain or gzipped, all of it by default. Raises `ValueError`: a limit below 1, `data` missing
-    or not wanted, and for a malformed file its name, the line and the reason.
+    A generated task takes `split` and `seed`, and 500 problems by default. The other tasks read `data`, the path or
+    fsspec URL of a JSON-lines file, plain or gzipped, by default all of it. Raises `ValueError` for a limit below 1,
+    for `data` that is missing or not wanted, and for a malformed file, naming the file, the line and the reason.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} must be at least 1")

@@ -10,7 +10,7 @@ from mbd_core.evaluation.statistics import mean_and_stderr
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSample:
-    """One graded request. `counts` is `None` if decoding failed, which is an error and a wrong answer."""
+    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong."""
 
     correct: bool
     counts: Counts | None
@@ -20,15 +20,15 @@ class GradedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a configuration did on `n` samples.
+    """The results of a configuration on `n` samples.
 
     accuracy           percent right of all `n`, errors counted as wrong; `accuracy_stderr` its binomial standard error
-    accuracy_strict    percent right under that extraction, `None` where the task has no extraction (also _flexible)
+    accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
-    tps                all useful tokens / all decode seconds: a request's own rate beside the others of its batch
-    nfe                mean forwards a sample
-    errors             samples without counts, which the rates leave out
+    tps                all useful tokens / all decode seconds: the mean rate of a request within its batch
+    nfe                mean forwards per sample
+    errors             samples without counts; they do not enter tpf, tps and nfe
     """
 
     n: int
@@ -50,7 +50,7 @@ class Summary:
 
 
 def summarize(samples: Sequence[GradedSample]) -> Summary:
-    """Sum up one configuration's samples; `ValueError` without any. A rate without a denominator is 0."""
+    """The summary of one configuration's samples; `ValueError` without samples. A rate with denominator 0 is 0."""
     if not samples:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)

@@ -1,6 +1,6 @@
-"""The columns of a sweep's samples: as planned, with what decoding adds, with what grading adds.
+"""The columns of a sweep's samples after planning, after decoding and after grading.
 
-Every stage keeps the columns it is given and adds its own. A sample that cannot be decoded keeps its row, with the
+Every stage keeps the columns of its input and adds its own. A sample that cannot be decoded keeps its row, with the
 reason in `error`.
 """
 

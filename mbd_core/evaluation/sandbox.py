@@ -1,9 +1,9 @@
-"""Running a candidate program against tests in a process of its own, with limits on time and memory.
+"""Runs a candidate program against tests in its own process, with limits on time and memory.
 
-A pass needs a verdict signed with a marker drawn for this run, written after `check` returned. So a candidate that
-exits, prints "passed" or kills itself fails. These limits contain accidents, not malice: a program may still read
-files and open sockets, and one that searches its interpreter's frames could find the marker. Run sweeps over
-programs of models you do not trust in a container.
+A pass is a verdict that the child writes after `check` returned, signed with a random marker of this run. So a
+candidate that exits, prints "passed" or kills itself fails. The limits contain accidents, not malice: a program can
+still read files, open sockets and search the interpreter's frames for the marker. Use a container to sweep models that
+you do not trust.
 """
 
 import json
@@ -24,7 +24,7 @@ VERDICT_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one candidate may use: wall seconds, CPU seconds (whole), address space and largest file in bytes."""
+    """The limits of one candidate: wall seconds, whole CPU seconds, address space and largest file in bytes."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 5
@@ -34,16 +34,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How a run ended; `detail` is for people (the exception's name, the exit status)."""
+    """The result of a run; `detail` is for people (the exception's name, the exit status)."""
 
     reason: Reason
     detail: str = ""
 
 
 def run_tests(program: str, *, test: str, entry_point: str, limits: Limits) -> Verdict:
-    """Run `program`, then `test`, then `check(entry_point)`, in `python -I` with an empty environment and own folder.
+    """Run `program`, then `test`, then `check(entry_point)`, in `python -I`, a minimal environment and a new folder.
 
-    The child gets no stdin and its output is thrown away; its process group is killed at the end, whatever the end.
+    The candidate gets no stdin and its output is discarded. Its process group is killed at the end in every case.
     """
     marker = secrets.token_hex(16)
     order = {
@@ -73,23 +73,23 @@ def run_tests(program: str, *, test: str, entry_point: str, limits: Limits) -> V
         finally:
             _end(child)
         result.seek(0)
-        written = result.read(VERDICT_BYTES + 1)
-    return _read_verdict(written, marker=marker, returncode=child.returncode)
+        content = result.read(VERDICT_BYTES + 1)
+    return _read_verdict(content, marker=marker, returncode=child.returncode)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # the whole group has ended already
+        return  # all processes of the group have ended
     finally:
         child.wait()
 
 
-def _read_verdict(written: bytes, *, marker: str, returncode: int) -> Verdict:
+def _read_verdict(content: bytes, *, marker: str, returncode: int) -> Verdict:
     try:
-        verdict = json.loads(written)
-    except ValueError:  # nothing there, or not what our child writes
+        verdict = json.loads(content)
+    except ValueError:  # empty, or written by the candidate
         verdict = None
     if isinstance(verdict, dict) and verdict.get("marker") == marker:
         return Verdict(reason=verdict["reason"], detail=verdict["detail"])

@@ -1,7 +1,7 @@
 """Runs one candidate program and its tests. Started by `sandbox.py` as `python -I sandbox_child.py RESULT_FD`.
 
-The work order (JSON) comes on stdin, the verdict goes to the descriptor RESULT_FD, signed with the order's marker.
-A program that ends the process, however it does so, leaves no signed verdict. Imports nothing of ours.
+The work order (JSON) comes on stdin. The verdict, signed with the order's marker, goes to the descriptor RESULT_FD. A
+program that ends the process itself leaves no signed verdict. This file imports nothing from the project.
 """
 
 import json
@@ -32,15 +32,15 @@ def _verdict(order: dict[str, Any]) -> tuple[str, str]:
         return "wrong", "a test's assertion failed"
     except MemoryError:
         return "memory", "out of memory"
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are a candidate's failures too
+    except BaseException as error:  # a candidate may also raise SystemExit or KeyboardInterrupt
         return "error", type(error).__name__
     return "passed", ""
 
 
 def main() -> None:
-    """Read the order, lose stdin, run, sign, end without running what the candidate may have left for the exit."""
+    """Read the order, detach stdin, run, write the verdict, and exit without the candidate's exit handlers."""
     result_fd = int(sys.argv[1])
-    write, leave = os.write, os._exit
+    write, exit_now = os.write, os._exit  # the candidate may replace them
     order = json.loads(sys.stdin.buffer.read())
     marker = order.pop("marker")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -48,7 +48,7 @@ def main() -> None:
     _limit(order)
     reason, detail = _verdict(order)
     write(result_fd, json.dumps({"marker": marker, "reason": reason, "detail": detail}).encode())
-    leave(0)
+    exit_now(0)
 
 
 if __name__ == "__main__":

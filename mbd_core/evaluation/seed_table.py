@@ -1,4 +1,4 @@
-"""Several sweeps that differ in their seed alone, as one table: mean and standard error over the seeds."""
+"""One table of several sweeps that differ only in their seed: mean and standard error over the seeds."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def seed_table(folders: Sequence[Path]) -> str:
 
 
 def load_rows(folder: Path) -> dict[RowKey, dict[str, Any]]:
-    """A report's rows by model, method, task and the settings that its configurations differ in."""
+    """A report's rows by model, method, task and the settings in which its configurations differ."""
     rows = read_report(folder)["rows"]
     varied = [name for name in rows[0]["config"] if len({str(row["config"][name]) for row in rows}) > 1]
     return {

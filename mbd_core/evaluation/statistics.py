@@ -10,7 +10,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error (from the sample's variance); the error of fewer than two values is 0."""
+    """The mean and its standard error (from the sample variance), which is 0 for fewer than two values."""
     center = mean(values)
     if len(values) < 2:
         return center, 0.0

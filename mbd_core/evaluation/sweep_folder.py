@@ -1,4 +1,4 @@
-"""A sweep's folder: `samples/part-*.parquet` (one row a sample), `plot.png`, `report.md` and, last, `report.json`."""
+"""A sweep's folder: `samples/part-*.parquet` (one row for each sample), `plot.png`, `report.md`, `report.json`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ def check_sweep_folder(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def claim_sweep_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Make `folder` for a sweep's files; those of an earlier sweep in it are removed."""
+    """Make `folder` for a sweep's files; the files of an earlier sweep in it are removed."""
     claim_folder(folder, KIND, FILES, overwrite=overwrite)
 
 
 def write_samples(folder: Path, number: int, table: pa.Table) -> None:
-    """Write the samples' part of that number."""
+    """Write part `number` of the samples."""
     with file_beside(folder / "samples" / f"part-{number:05d}.parquet") as path:
         pq.write_table(table, path)
 
@@ -45,7 +45,7 @@ def write_report(
 ) -> str:
     """Write the plot, the report as Markdown and, last, as JSON; returns the Markdown.
 
-    `labels` maps task names to column heads; `settings` say what was run.
+    `labels` maps task names to column heads; `settings` come from `sweep_settings`.
     """
     text = render_markdown(rows, aups, labels=labels, settings=settings)
     content = {
@@ -79,6 +79,6 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """A sweep's samples, one row (`GRADED_COLUMNS`) each."""
+    """A sweep's samples as rows of `GRADED_COLUMNS`."""
     for path in sorted((folder / "samples").glob("part-*.parquet")):
         yield from pq.read_table(path).to_pylist()

@@ -8,11 +8,11 @@ from mbd_core.evaluation.statistics import mean
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
 
 CAPTION = (
-    "Accuracy (Acc, percent) and tokens per forward (TPF, mean over samples). Each cell pair is that row's "
-    "configuration of best accuracy on that task, the higher TPF on ties; it was chosen on the very samples it is "
-    "reported on, so with many configurations the accuracies lean high. Average columns are means over the tasks. "
-    "AUP takes all configurations of the row, per task, then the mean over tasks: Eq. 4.1 is the plain trapezoid "
-    "(0 with a single configuration), d3LLM's has the first rectangle and weights (no point at TPF 1 is added)."
+    "Accuracy (Acc, percent) and tokens per forward (TPF, mean over samples). Each pair of cells shows the row's "
+    "configuration with the best accuracy on that task, on ties the higher TPF. It was chosen on the samples that "
+    "it is reported on, so with many configurations the accuracies are biased upwards. Average columns are means over "
+    "the tasks. AUP covers all configurations of the row for each task, then the mean over tasks: Eq. 4.1 is the "
+    "trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and weights (no point at TPF 1)."
 )
 
 
@@ -30,7 +30,7 @@ def render_markdown(
 
 
 def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
-    """The table of each method's best configuration, and which configuration that is."""
+    """The table of each method's best configuration, and a list of these configurations."""
     heads = [f"{label} {what}" for label in labels.values() for what in ("Acc ↑", "TPF ↑")]
     heads += ["Average Acc ↑", "Average TPF ↑", "AUP Eq. 4.1 ↑", "AUP d3LLM ↑"]
     lines = ["| Model | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]

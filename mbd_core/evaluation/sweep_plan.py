@@ -1,4 +1,4 @@
-"""What a sweep runs, loaded and checked before anything is computed: models, configurations, problems, engine."""
+"""The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine."""
 
 import itertools
 import json
@@ -18,16 +18,16 @@ from mbd_core.tasks.split import Split
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """What a user asks of a sweep, by name.
+    """The user's options of a sweep.
 
     models          names of shipped models, or paths of model folders
     tasks           names of tasks
-    grid            decoding fields and their values, as `parse_grid` reads them
+    grid            decoding fields and their values, in the syntax of `parse_grid`
     methods         names of methods (default: single, multi and those of `definitions`)
-    definitions     methods of the user's own, as NAME=JSON
+    definitions     the user's own methods, as NAME=JSON
     data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
-    limit           problems a task (default: 500 generated ones, all of a file)
-    engine          the engine's sizes; its slots are those of the configuration that has most
+    limit           problems per task (default: 500 generated problems, or all of a file)
+    engine          the engine's sizes; `plan_sweep` sets its buffer size to the largest of all configurations
     """
 
     models: Sequence[str]
@@ -46,11 +46,11 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All samples that are decoded: every model's variants on every task's problems.
+    """All samples of a sweep: every model's variants on every task's problems.
 
-    models    names to folders, as `model_folder` takes them
-    methods   the decoding fields of the methods that are run
-    notes     sentences that a reader of the numbers must know
+    models    name -> folder, an argument of `model_folder`
+    methods   the decoding fields of each method in the sweep
+    notes     remarks for a reader of the numbers
     """
 
     models: dict[str, str]
@@ -70,8 +70,7 @@ class Sweep:
         return num_problems * sum(len(variants) for variants in self.variants.values())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row a sample (`PLANNED_COLUMNS`). A model's rows stand together, a problem's configurations beside each
-        other."""
+        """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem and configuration."""
         sample = 0
         for model, variants in self.variants.items():
             for problem_set in self.problem_sets:
@@ -91,12 +90,12 @@ class Sweep:
 
 
 def plan_sweep(options: SweepOptions) -> Sweep:
-    """Everything that the options name, loaded and checked; `ValueError` says in one sentence what is wrong."""
+    """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
     tasks = [find_task(name) for name in options.tasks]
     files = _data_files(options.data, [task.name for task in tasks])
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
-    own = [name for name in methods if name not in METHODS]
-    method_names = [SINGLE, MULTI, *own] if options.methods is None else list(options.methods)
+    user_methods = [name for name in methods if name not in METHODS]
+    method_names = [SINGLE, MULTI, *user_methods] if options.methods is None else list(options.methods)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -137,7 +136,7 @@ def _model_variants(
     methods: Mapping[str, Mapping[str, Any]],
     tensor_parallel: int,
 ) -> list[Variant]:
-    """The configurations of one model; `ValueError` if it cannot be swept by them."""
+    """The configurations of one model; `ValueError` if the model does not support them."""
     if not folder.tokenizer.chat_template:
         raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
     variants = plan_variants(
@@ -155,7 +154,7 @@ def _model_variants(
 
 
 def _data_files(options: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Paths by task, from TASK=PATH, or from PATH alone where there is one task."""
+    """The path of each task's file, from TASK=PATH, or from PATH alone if there is one task."""
     files: dict[str, str] = {}
     for item in options:
         task, equals, path = item.partition("=")

@@ -11,7 +11,7 @@ from mbd_core.evaluation.rates import GradedSample, Summary, summarize
 
 @dataclass(frozen=True)
 class ReportKey:
-    """What one summary is of; `config` is the whole decoding configuration as JSON text."""
+    """The subject of one summary; `config` is the whole decoding configuration as JSON text."""
 
     model: str
     method: str
@@ -21,7 +21,7 @@ class ReportKey:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One configuration's summary and the few fields that tell it from its method's other configurations."""
+    """One configuration's summary; `varied` has the fields in which its method's configurations differ."""
 
     key: ReportKey
     config: Mapping[str, Any]
@@ -51,9 +51,9 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
     by_method: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for key in samples:
         by_method.setdefault((key.model, key.method), []).append(fields[key])
-    differing = {method: _differing(configs) for method, configs in by_method.items()}
+    names = {method: _varied_fields(configs) for method, configs in by_method.items()}
     return [
-        ReportRow(key, configs[key], _varied(fields[key], differing[key.model, key.method]), summarize(graded))
+        ReportRow(key, configs[key], _varied_text(fields[key], names[key.model, key.method]), summarize(graded))
         for key, graded in samples.items()
     ]
 
@@ -91,7 +91,7 @@ def best_row(rows: Iterable[ReportRow]) -> ReportRow:
 
 
 def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields that are set, those of parts under dotted names."""
+    """The fields that are not `None`, with dotted names for the fields of parts."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{name}.")
@@ -99,11 +99,11 @@ def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield f"{path}{name}", tuple(value) if isinstance(value, list) else value
 
 
-def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Fields that do not have one value in all configurations."""
+def _varied_fields(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields whose values differ between the configurations."""
     names = dict.fromkeys(name for config in configs for name in config)
     return [name for name in names if len({config.get(name) for config in configs}) > 1]
 
 
-def _varied(config: Mapping[str, Any], names: Iterable[str]) -> str:
+def _varied_text(config: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={config[name]}" for name in names if name in config)

@@ -1,4 +1,4 @@
-"""A sweep's graded samples as they come: written to its folder, and gathered by configuration for the report."""
+"""Writes a sweep's graded samples to its folder as they arrive, and gathers them by configuration for the report."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from mbd_core.evaluation.sweep_report import ReportKey
 
 
 def collect_samples(tables: Iterable[pa.Table], sweep: Sweep, *, folder: Path) -> dict[ReportKey, list[GradedSample]]:
-    """Write every table as a part, show the progress, and gather the samples by configuration, in the sweep's order.
+    """Write every table as a part, show progress, and return the samples by configuration, in the sweep's order.
 
     Raises `RuntimeError` if samples are missing at the end.
     """
@@ -41,7 +41,7 @@ def collect_samples(tables: Iterable[pa.Table], sweep: Sweep, *, folder: Path) -
 
 
 def graded_sample(row: dict[str, Any]) -> GradedSample:
-    """A row of `GRADED_COLUMNS` as the numbers that the rates need."""
+    """The sample of a row of `GRADED_COLUMNS`."""
     counts = None
     if row["error"] is None:
         counts = Counts(**{name: row[name] for name in COUNTS}, decode_seconds=row["decode_seconds"])

@@ -1,4 +1,4 @@
-"""The part of a report that says what was run: what a reader needs to judge the numbers, or to run them again."""
+"""The settings in a report: what a reader needs to judge the numbers or to repeat the sweep."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from mbd_core.evaluation.sweep_plan import Sweep
 def sweep_settings(
     sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float, seconds: float
 ) -> dict[str, Any]:
-    """What was run, by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
+    """The settings by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
     return {
         "models": {name: _model_settings(model_folder(folder)) for name, folder in sweep.models.items()},
         "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
@@ -45,7 +45,7 @@ def sweep_settings(
 
 
 def _model_settings(folder: Path) -> dict[str, Any]:
-    """How large a model is and how it was trained: without that its accuracy says little."""
+    """A model's size and training, without which its accuracy says little."""
     config = load_config(folder)
     trained = load_generation_defaults(folder).get("trained_with", "unknown")
     return {"parameters": f"{config.num_parameters / 1e6:.3g}M", "block_size": config.block_size, "trained": trained}

@@ -1,4 +1,4 @@
-"""The benchmark tasks by name: how a row of each becomes a problem, and by which rule an answer counts."""
+"""The benchmark tasks by name: how a row becomes a problem, and which rule grades an answer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from mbd_core.tasks import code_mini, gsm_mini
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem. `prompt` is what the user asks; `reference` is the right number (math) or the tests' source (code),
-    whose `check` is given the function named `entry_point`."""
+    """One problem. `prompt` is the user's question; `reference` is the right number (math) or the source of the tests
+    (code), which call `check` with the function named `entry_point`."""
 
     problem_id: str
     prompt: str
@@ -21,10 +21,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A benchmark: how its rows become problems and by which rule an answer counts.
+    """A benchmark: its columns, how a row becomes a problem, and the rule that grades an answer.
 
-    `rule` is the extraction whose value is the accuracy: `strict` (`#### N`), `flexible` (the last number), `code`.
-    `generate` draws rows without end; a task without it reads its rows from a file that the user names.
+    `rule` is `strict` (the number after `####`), `flexible` (the last number) or `code` (the tests pass). `generate`
+    draws rows; a task without it reads its rows from a file that the user names.
     """
 
     name: str
@@ -76,7 +76,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_task(name: str) -> Task:
-    """The task of that name; an unknown one is a `ValueError` that lists the known."""
+    """The task with that name; `ValueError` lists the known names."""
     if name not in TASKS:
         raise ValueError(f"unknown task '{name}'; known: {', '.join(TASKS)}")
     return TASKS[name]

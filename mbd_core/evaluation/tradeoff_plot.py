@@ -1,4 +1,4 @@
-"""The accuracy-TPF plot: one panel a task, one curve a model and method, standard errors as bars."""
+"""The accuracy-TPF plot: one panel for each task, one curve for each model and method, standard errors as bars."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The comparison of Fig. 2: the same prompts decoded under SingleBD and under MultiBD, a trace of each."""
+"""The comparison of Fig. 2: a trace of the same prompts under SingleBD and under MultiBD."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.traced_run import TracedRun, read_run
 
 MAX_ROWS = 8
-MULTI_BUFFER_SIZE = 4  # where the model recommends none
+MULTI_BUFFER_SIZE = 4  # for a model that recommends SingleBD or nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class RecordedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a report says of the requests: useful tokens, forwards, and tokens per forward."""
+        """The report's lines on the requests: useful tokens, forwards, and tokens per forward."""
         mean_tpf = sum(c.tpf for c in self.counts) / len(self.counts)
         return {
             f"{self.method} useful tokens": sum(c.num_tokens for c in self.counts),
@@ -38,9 +38,9 @@ class RecordedRun:
 def compared_decodings(
     defaults: Mapping[str, Any], fields: Mapping[str, Any], *, block_size: int, buffer_size: int | None
 ) -> dict[str, DecodingConfig]:
-    """SingleBD, and MultiBD with `buffer_size` slots, by default as many as the model recommends, or 4.
+    """SingleBD, and MultiBD with `buffer_size` slots (default: the model's recommendation, or 4).
 
-    `defaults` are the model's own decoding fields, `fields` change them; `ValueError` for what cannot be honoured.
+    `fields` replace the model's own decoding fields, `defaults`; `ValueError` for settings that cannot be honoured.
     """
     recommended = decoding_config(defaults, {}, block_size=block_size).buffer_size
     size = buffer_size or (recommended if recommended > 1 else MULTI_BUFFER_SIZE)
@@ -62,9 +62,9 @@ def record_run(
     max_tokens: int,
     vocab_limit: int | None = None,
 ) -> RecordedRun:
-    """Decode the prompts by one method, in detail, and write the trace to `path`; request n is called "n".
+    """Decode the prompts by one method and write a detailed trace to `path`; request n has the id "n".
 
-    Raises `ValueError` for what the engine refuses.
+    Raises the engine's `ValueError`.
     """
     recorder = TraceRecorder(detail=True)
     config = EngineConfig(max_rows=MAX_ROWS, buffer_size=decoding.buffer_size)

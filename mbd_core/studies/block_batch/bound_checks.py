@@ -1,4 +1,4 @@
-"""Every bound of Propositions 1 to 3, checked on all caches that were watched."""
+"""The checks of the bounds in Propositions 1 to 3 on all watched caches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from mbd_core.studies.block_batch.cache_bounds import Bound, Drift, error_bounds
 from mbd_core.studies.block_batch.cache_events import CacheRun
 from mbd_core.studies.block_batch.study import StudiedPrompt
 
-FLOAT_ROUNDING = 8.0  # times the relative error of a dtype
-TINY = 1e-9  # below it a bound is zero
+FLOAT_ROUNDING = 8.0  # the allowed error of a refresh, in relative errors of the dtype
+TINY = 1e-9  # a bound below this counts as this
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCheck:
-    """One statement of a proposition, checked `count` times; `value` and `bound` are those of the tightest check."""
+    """A statement of a proposition, true in `held` of `count` checks; `value` and `bound` of the tightest check."""
 
     proposition: str
     statement: str
@@ -32,7 +32,7 @@ class BoundCheck:
 
 
 def checks_of(prompts: Sequence[StudiedPrompt], *, rounding: float) -> list[BoundCheck]:
-    """Every bound of Props. 1 to 3 on the caches that were watched; `rounding` is their dtype's relative error."""
+    """Every bound of Props. 1 to 3 on the watched caches; `rounding` is the relative error of their dtype."""
     records = [p.caches for p in prompts if p.caches is not None]
     checks: list[BoundCheck | None] = []
     for n in sorted(records[0].singles) if records else []:

@@ -1,4 +1,4 @@
-"""The pictures of BlockBatch's analyses: forwards (Fig. 2), bifurcations, caches on their way (Fig. 3)."""
+"""The plots of BlockBatch's analyses: forwards (Fig. 2), bifurcations, cache trajectories (Fig. 3)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ KINDS = {"initial": "first forward", "refresh": "full refresh", "block": "block 
 
 
 def draw_forwards(points: Mapping[str, MeanRun], path: Path, *, graded: bool) -> None:
-    """Bars of mean NFE a method, with the accuracy as dots on a second axis where answers were graded (Fig. 2)."""
+    """One bar of mean NFE for each method and, if answers were graded, its accuracy on a second axis (Fig. 2)."""
     figure = Figure(figsize=(max(5.0, 1.0 * len(points) + 1.6), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
@@ -40,7 +40,7 @@ def draw_forwards(points: Mapping[str, MeanRun], path: Path, *, graded: bool) ->
 
 
 def draw_bifurcations(matrix: Array, lengths: Sequence[int], path: Path) -> None:
-    """Mean common prefix of every pair of block lengths (Table 5) as a heat map; the diagonal: whole outputs."""
+    """The mean common prefix of every pair of block lengths (Table 5) as a heat map; on the diagonal, mean outputs."""
     figure = Figure(figsize=(1.0 * len(lengths) + 2.4, 0.85 * len(lengths) + 1.5), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
@@ -67,7 +67,7 @@ def draw_consensus(outputs: Mapping[int, Sequence[int]], path: Path) -> None:
 def draw_shares(
     shares: Array, lengths: Sequence[int], path: Path, *, split: int | None = None, title: str = ""
 ) -> None:
-    """Write consensus shares (S, P) as PNG: positions across, block lengths down; grey where an output has ended."""
+    """Write consensus shares (S, P) as PNG, a row for each block length; grey after the end of an output."""
     figure = Figure(
         figsize=(min(16.0, max(6.0, shares.shape[1] / 14)), 0.5 * len(lengths) + 1.8), layout="constrained"
     )
@@ -77,7 +77,7 @@ def draw_shares(
     image = panel.imshow(shares, aspect="auto", cmap="RdYlGn", vmin=1 / len(lengths), vmax=1.0, interpolation="none")
     panel.set_yticks(range(len(lengths)), [str(n) for n in lengths])
     panel.set_ylabel("block length")
-    panel.set_xlabel("position behind the prompt")
+    panel.set_xlabel("position after the prompt")
     panel.set_title(title, fontsize="medium")
     if split is not None:
         panel.axvline(split - 0.5, color="black", linestyle="--", linewidth=1)
@@ -86,7 +86,7 @@ def draw_shares(
 
 
 def draw_trajectories(record: CacheRecord, lengths: Sequence[int], path: Path, *, title: str) -> None:
-    """Fig. 3 of one prompt: caches in the tangent plane by step; below, along the anchor, and D_t with syncs."""
+    """Fig. 3 of one prompt: caches in the tangent plane by step, along the anchor by step, and D_t with syncs."""
     figure = Figure(figsize=(12.0, 9.6), layout="constrained")
     FigureCanvasAgg(figure)
     colors = {n: f"C{i}" for i, n in enumerate(lengths)}

@@ -1,4 +1,4 @@
-"""A report on BlockBatch's analyses: report.json with all numbers, report.md, and the pictures beside them."""
+"""A report on BlockBatch's analyses: report.json with all numbers, report.md, and the plots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -78,7 +78,7 @@ def render_markdown(
     plots: Sequence[str],
     settings: Mapping[str, object],
 ) -> str:
-    """The tables of the analyses, the pictures, and what the words mean."""
+    """The tables of the analyses, the plots, and the definitions."""
     lines = ["# Block lengths side by side", "", "## Forwards", ""]
     lines += ["| method | accuracy | NFE | chosen by the oracle |", "|---|---|---|---|"]
     for name, point in method_means(study, oracle).items():
@@ -103,24 +103,24 @@ def render_markdown(
     return "\n".join(lines) + "\n"
 
 
-ORACLE_GRADED = "The oracle takes, for every prompt, the most accurate block length, of several the cheapest."
+ORACLE_GRADED = "The oracle takes, for every prompt, the most accurate block length (the cheapest of several)."
 ORACLE_UNGRADED = (
     "No answer could be graded, so accuracies are unknown and the oracle is the least NFE of each prompt alone."
 )
 NOTES = """Single runs use Fast-dLLM's dual cache: a full forward at the start of a block, then the block alone. NFE
 counts forwards; BlockBatch's packed forward of all branches is one. A bifurcation length is the number of tokens
-before two outputs first differ; on the diagonal stands the mean output. The consensus maps show which share of the
-block lengths has the same token at a position.
+before two outputs first differ; on the diagonal, the mean length of an output. The consensus maps show the share of
+the block lengths that have the same token at a position.
 
-Caches are sketched (a seeded random projection); x and y are the leading directions of the residuals' SVD in the
-tangent plane of the anchor, the first forward's cache, and z goes along it. D_t, Γ and the quantities of Props. 1 and
-2 are measured on the caches themselves, Prop. 3 on the sketches. E is the distance of a cache from a full forward on
-the tokens that its own forward saw. Prop. 1's positions are the response's whole blocks.
+Caches are sketched (a seeded random projection). The anchor is the first forward's cache; z is the component along it,
+and x and y are the leading directions of the residuals' SVD in its tangent plane. D_t, Γ and the quantities of Props.
+1 and 2 are measured on the caches themselves, Prop. 3 on the sketches. E is the distance of a cache from that of a
+full forward on the same tokens. Prop. 1's positions are the response's whole blocks.
 """
 
 
 def _branch_table(study: BranchStudy) -> list[str]:
-    """What BlockBatch's branches did, means over the prompts."""
+    """The counts of BlockBatch's branches, as means over the prompts."""
     lines = ["## BlockBatch's branches", ""]
     lines += ["| block length | won | block forwards | refreshes | own tokens | merged | copied |"]
     lines += ["|---|---|---|---|---|---|---|"]

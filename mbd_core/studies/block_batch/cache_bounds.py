@@ -1,6 +1,6 @@
 """The bounds of BlockBatch's Propositions 1 to 3 (App. C) on measured caches.
 
-Each check returns what was measured beside what the paper says it cannot exceed.
+Each check returns a measured value and the paper's upper bound of it.
 
 Shape legend: N events or branches, L positions, D numbers of one position, V = L * D numbers of one cache.
 """
@@ -18,7 +18,7 @@ ForwardKind = Literal["block", "refresh"]
 
 @dataclass(frozen=True)
 class Bound:
-    """A measured value and what bounds it from above; `holds` forgives float rounding."""
+    """A measured value and its upper bound; `holds` allows float rounding."""
 
     value: float
     bound: float
@@ -31,7 +31,7 @@ class Bound:
 def distance_bounds(
     caches_NV: Array, where: Coordinates, pairs: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], Bound]:
-    """Prop. 3: of every pair of caches (or of `pairs`), the projected distance (Eq. 6) against the full one."""
+    """Prop. 3: the projected distance (Eq. 6) and the full distance of every pair of caches, or of `pairs`."""
     points = where.points
     if pairs is None:
         pairs = [(i, j) for i in range(len(points)) for j in range(i)]
@@ -43,7 +43,7 @@ def distance_bounds(
 
 @dataclass(frozen=True)
 class BlockUpdate:
-    """A block forward's correction of a cache (L, D), and which positions [start, stop) its block had."""
+    """A block forward's correction of a cache (L, D), and its block's positions [start, stop)."""
 
     start: int
     stop: int
@@ -51,9 +51,10 @@ class BlockUpdate:
 
 
 def projected_energy(full_LD: Array, block_size: int) -> tuple[float, float]:
-    """Lemma 1: mean energy of a full refresh's correction inside a block, and the m / L share it must equal.
+    """Lemma 1: the mean energy of a full refresh's correction inside a block, and m / L of its whole energy.
 
-    The mean runs over the blocks that tile the canvas, under which each position lies in a block with chance m / L;
+    The two must be equal.
+    The mean is taken over the blocks that tile the canvas, so each position is in one of them with probability m / L;
     `ValueError` if they do not tile it.
     """
     blocks = _tiles(full_LD, block_size)
@@ -93,7 +94,7 @@ def block_movement_bound(full_LD: Array, updates: Sequence[BlockUpdate]) -> Boun
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMovement:
-    """Prop. 1's lengths where they were measured without keeping the corrections themselves.
+    """Prop. 1's lengths, without the corrections that they were measured on.
 
     share     m / L
     full      |d_full|
@@ -113,7 +114,7 @@ class BlockMovement:
 
     @property
     def against_refresh(self) -> Bound | None:
-        """E |d_blk| < |d_full|, where E |r| < (1 - sqrt(m / L)) |d_full| implies it; `None` elsewhere."""
+        """E |d_blk| < |d_full| if its premise E |r| < (1 - sqrt(m / L)) |d_full| is met, else `None`."""
         premise = self.residual < (1 - float(np.sqrt(self.share))) * self.full
         return Bound(self.moved, self.full) if premise else None
 
@@ -181,7 +182,7 @@ def measured_drift(errors: Sequence[float], kinds: Sequence[ForwardKind], *, gro
 
 
 def error_bounds(errors: Sequence[float], kinds: Sequence[ForwardKind], drift: Drift) -> list[Bound]:
-    """Prop. 2 along a run: each event's error against the recurrence from the first one; intervals may vary."""
+    """Prop. 2 along a run: each event's error and its bound by the recurrence from the first error."""
     _check_events(errors, kinds)
     bound, out = errors[0], []
     for i, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""What is kept of the caches of a watched run: an event a forward, and what was measured with it.
+"""The record of a watched run's caches: one event for each forward, and the measurements.
 
 Shape legend: C numbers of a sketch.
 """
@@ -17,10 +17,10 @@ class CacheEvent:
     """A branch's cache after one forward, or after a synchronisation that overwrote it.
 
     branch  block length
-    step    forwards before this one
+    step    number of forwards before this one
     sketch  (C,) float64
-    error   distance from a full forward on the tokens that this forward saw, where it was measured
-    norm    length of the whole cache, where the error was measured
+    error   distance from the cache of a full forward on the same tokens, `None` if not measured
+    norm    length of the cache as a vector, `None` if the error was not measured
     """
 
     branch: int
@@ -33,7 +33,7 @@ class CacheEvent:
 
 @dataclass(frozen=True)
 class CacheRun:
-    """What was measured on one trajectory: its events, and Prop. 1's quantities after a few of its forwards."""
+    """The measurements of one trajectory: its events, and Prop. 1's quantities after some of its forwards."""
 
     events: list[CacheEvent] = field(default_factory=list)
     energies: list[tuple[float, float]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class CacheRun:
 
     @property
     def errors(self) -> list[float]:
-        """E after the first forward and after each later one."""
+        """E (Prop. 2) after each forward."""
         return [e.error for e in self.events if e.error is not None]
 
     @property
@@ -53,7 +53,8 @@ class CacheRun:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSync:
-    """A synchronisation: forwards before it, block lengths of the leader and the overwritten, what D_t did."""
+    """A synchronisation: the forwards before it, the leader's block length and those of the overwritten branches, and
+    D_t before and after it."""
 
     step: int
     leader: int
@@ -63,10 +64,10 @@ class BranchSync:
 
 @dataclass(frozen=True)
 class BranchedRun:
-    """What was measured on a BlockBatch run: events of every branch, dispersions, synchronisations.
+    """The measurements of a BlockBatch run: events of every branch, dispersions, synchronisations.
 
-    dispersions  (step, D_t) after every forward of at least two branches with masks, on the caches themselves
-    ratios       sketched distance / distance of every pair of them apart
+    dispersions  (step, D_t) after every forward with at least two branches that have masks, on the caches themselves
+    ratios       sketched distance / distance of every pair of these branches whose caches differ
     """
 
     events: list[CacheEvent] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """KV caches as points: BlockBatch's trajectory coordinates (Eqs. 3 and 4) and the dispersion of branches (App. C.4).
 
-A cache is one vector, all keys and values of a lane flattened position by position.
+A cache is one vector: all keys and values of a lane, flattened position by position.
 
 Shape legend: N events or branches, V numbers of one cache.
 """
@@ -16,9 +16,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane (N,), and the rest's length.
+    """Caches in the frame of Eq. 3: z along the anchor, (a, q) in the tangent plane, and the length of the rest.
 
-    frame  (3, V): u0, e1, e2, orthonormal; a tangent direction is zero where the points span none
+    frame  (3, V): u0, e1, e2, orthonormal; e1 or e2 is zero if the residuals do not span it
     """
 
     anchor: Array
@@ -68,7 +68,7 @@ def dispersion(caches_NV: Array) -> float:
 
 
 def pair_dispersion(squared_BB: Array) -> float:
-    """`dispersion` of B branches whose squared distances to one another are known."""
+    """`dispersion` of B branches, from their squared distances."""
     count = len(squared_BB)
     return float(squared_BB.sum() / (count * (count - 1))) if count > 1 else 0.0
 
@@ -89,7 +89,7 @@ class SyncContraction:
 def sync_contraction(squared_BB: Array, copies: Sequence[tuple[int, int]]) -> SyncContraction:
     """The dispersion before and after `copies` (source, target), in order, of branches at these squared distances.
 
-    A copied branch is at the point of its source, so that no cache is needed.
+    A target gets the distances of its source, so no cache is needed.
     """
     now_BB = squared_BB.copy()
     for source, target in copies:

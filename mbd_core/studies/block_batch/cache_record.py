@@ -33,9 +33,9 @@ class CacheRecord:
 
     points       of the single runs ("single") and of BlockBatch's branches ("block_batch"), in one frame
     dispersions  (step, D_t) of BlockBatch's branches after a forward, on the caches themselves
-    moves        mean distance that an event of a kind moved a cache, by (run, kind)
-    ratios       sketched distance / distance, of pairs of BlockBatch's caches
-    distances    Prop. 3, of branches of the same step
+    moves        mean distance by which an event moved a cache, by (run, kind of event)
+    ratios       sketched distance / distance, for pairs of BlockBatch's caches
+    distances    Prop. 3, for branches at the same step
     """
 
     points: list[TrajectoryPoint]
@@ -55,7 +55,7 @@ def record_caches(singles: Mapping[int, CacheRun], branched: BranchedRun) -> Cac
     where = coordinates(sketches_NV, [event.kind == "initial" for _, event in named])
     together: dict[tuple[str, int], dict[int, int]] = {}
     for number, (run, event) in enumerate(named):
-        together.setdefault((run, event.step), {})[event.branch] = number  # of a sync and a forward, the forward
+        together.setdefault((run, event.step), {})[event.branch] = number  # a forward replaces a sync of its step
     pairs = [pair for numbers in together.values() for pair in combinations(numbers.values(), 2)]
     points = [
         TrajectoryPoint(run=run, branch=e.branch, step=e.step, kind=e.kind, x=float(x), y=float(y), z=float(z))

@@ -1,7 +1,7 @@
-"""Watch the caches of a canvas while it is decoded: BlockBatch's KV diagnostics without keeping a cache.
+"""Records the caches of a canvas while it is decoded: BlockBatch's KV diagnostics without storing every cache.
 
-A cache becomes one short vector, its sketch, after every forward. Distances that a proposition speaks of are measured
-on the caches themselves, at once, and only the numbers are kept; a few lanes are the whole memory it takes.
+After every forward a cache is reduced to one short vector, its sketch. The distances in the propositions are measured
+on the caches themselves at that moment, and only the numbers are stored; the memory is that of a few lanes.
 
 Shape legend: L positions, Q positions of one query, D numbers of one position, C numbers of a sketch, B branches.
 """
@@ -26,12 +26,13 @@ CHUNK = 8192
 
 
 class Sketch:
-    """A random projection of a whole cache to C numbers that keeps squared distances in the mean.
+    """A random projection of a whole cache to C numbers that preserves squared distances in the mean.
 
-    Position p's numbers x_p give s_p * (x_p G) / sqrt(C), and a cache the sum over its positions: G (D, C) is Gaussian
-    and shared, s_p are C random signs of the position's own. A window that changed is projected anew alone. The
-    relative deviation of a squared distance is between sqrt(2 / C), a Gaussian matrix of full height, and
-    sqrt(8 / C), if all positions moved the same way. Seeded, whatever the device.
+    The sketch is the sum over the positions p of s_p * (x_p G) / sqrt(C): x_p are the position's D numbers, G (D, C)
+    is one Gaussian matrix for all positions, s_p are C random signs of the position. After a forward only the
+    positions that it computed are projected again. The relative standard deviation of a squared distance lies between
+    sqrt(2 / C), as for a Gaussian matrix over the whole cache, and sqrt(8 / C), if all positions move the same way.
+    The same seed gives the same sketch on every device.
     """
 
     def __init__(self, model: Decoder, *, length: int, size: int = 256, seed: int = 1729) -> None:
@@ -49,26 +50,26 @@ class Sketch:
         self._sign_LC = (2 * torch.randint(2, (length, size), generator=coin) - 1).float().to(device)
 
     def positions(self, cache: ContiguousCache, lane: int, start: int, stop: int) -> Tensor:
-        """The parts (Q, C) of positions [start, stop) in the sketch of a lane."""
+        """The terms (Q, C) of positions [start, stop) in the sketch of a lane."""
         both = torch.stack((cache.k[:, lane, start:stop], cache.v[:, lane, start:stop]))
         return both.permute(2, 0, 1, 3, 4).flatten(1).float() @ self._gauss_DC * self._sign_LC[start:stop]
 
 
-def squared_difference(one: ContiguousCache, lane: int, other: ContiguousCache, its_lane: int) -> Tensor:
-    """Squared distance of two lanes position by position (L,), in float64, a layer at a time."""
+def squared_difference(one: ContiguousCache, lane: int, other: ContiguousCache, other_lane: int) -> Tensor:
+    """The squared distance of two lanes at each position (L,), in float64, computed layer by layer."""
     total = torch.zeros(one.k.shape[2], dtype=torch.float64, device=one.k.device)
-    for mine, its in ((one.k, other.k), (one.v, other.v)):
-        for layer in range(len(mine)):
-            total += (mine[layer, lane].float() - its[layer, its_lane].float()).double().square().sum((-1, -2))
+    for first, second in ((one.k, other.k), (one.v, other.v)):
+        for layer in range(len(first)):
+            total += (first[layer, lane].float() - second[layer, other_lane].float()).double().square().sum((-1, -2))
     return total
 
 
 class SingleWatch:
-    """The `Watch` of one trajectory with a dual cache: in `run`, events, errors (Prop. 2), block updates (Prop. 1).
+    """The `Watch` of one trajectory with a dual cache; `run` gets events, errors (Prop. 2) and updates (Prop. 1).
 
-    Every forward is followed by a full one on the same tokens. Behind forwards 1, 4, 16, ... the cache is kept until
-    the next one has shown the tokens a step further on; then every block that tiles the response is updated from it
-    in turn. The response's whole blocks are the positions that Prop. 1's sums run over: a decoder has no others.
+    After every forward it runs a full forward on the same tokens. After forwards 1, 4, 16, ... it copies the cache;
+    once the next forward gives the tokens of the next step, it updates the copy by each block of the response in turn.
+    Prop. 1's sums run over the response's whole blocks, because a decoder updates no other blocks.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SingleWatch:
         self._region = (prompt_length, prompt_length + max_tokens // block_length * block_length)
         self._tokens = torch.zeros(self._length, dtype=torch.int64)
         self._fresh = ContiguousCache(model, num_lanes=1, length=self._length)
-        self._kept: ContiguousCache | None = None
+        self._copy: ContiguousCache | None = None
         self._part_LC = torch.empty(0)
         self.run = CacheRun()
 
@@ -104,28 +105,28 @@ class SingleWatch:
                 norm=norm,
             )
         )
-        if self._kept is not None:
-            self._probe(self._kept)
-            self._kept = None
+        if self._copy is not None:
+            self._probe(self._copy)
+            self._copy = None
         if round(math.log(step + 1, 4), 9).is_integer():
-            self._kept = ContiguousCache(self._model, num_lanes=1, length=self._length)
-            self._kept.k.copy_(cache.k)
-            self._kept.v.copy_(cache.v)
+            self._copy = ContiguousCache(self._model, num_lanes=1, length=self._length)
+            self._copy.k.copy_(cache.k)
+            self._copy.v.copy_(cache.v)
 
-    def _probe(self, kept: ContiguousCache) -> None:
-        """Prop. 1 from the cache `kept`, the tokens of now, and `_fresh`, which holds their full forward."""
+    def _probe(self, old: ContiguousCache) -> None:
+        """Measure Prop. 1 from the cache `old`, the current tokens, and `_fresh`, the cache of their full forward."""
         start, stop = self._region
-        full_L = squared_difference(self._fresh, 0, kept, 0)[start:stop]
+        full_L = squared_difference(self._fresh, 0, old, 0)[start:stop]
         if float(full_L.sum()) == 0:
             return
         work = ContiguousCache(self._model, num_lanes=1, length=self._length)
         moved, residual = [], []
         for begin in range(start, stop, self._size):
             end = begin + self._size
-            work.k.copy_(kept.k)
-            work.v.copy_(kept.v)
+            work.k.copy_(old.k)
+            work.v.copy_(old.v)
             self._forward(work, begin, end)
-            moved.append(float(squared_difference(work, 0, kept, 0).sum().sqrt()))
+            moved.append(float(squared_difference(work, 0, old, 0).sum().sqrt()))
             # outside its block a block forward changes nothing, and P_B d_full is zero there
             residual.append(float(squared_difference(work, 0, self._fresh, 0)[begin:end].sum().sqrt()))
         norms_L1 = full_L.sqrt().cpu().numpy()[:, None]
@@ -146,10 +147,11 @@ class SingleWatch:
 
 
 class BranchWatch:
-    """The `Watch` of a BlockBatch run; what it measured is in `run`.
+    """The `Watch` of a BlockBatch run; `run` gets its measurements.
 
-    Synchronisations are Algorithm 2's, recognised by the branches' counts: the decoder does not copy a lane that is
-    complete, or that the next forward computes anew as a whole. Distances run over the branches that still have masks.
+    A synchronisation (Algorithm 2) is recognised by the branches' counts, not by copies: the decoder does not copy to
+    a lane that is complete, or that the next forward recomputes as a whole. Distances are taken between the branches
+    that still have masks.
     """
 
     def __init__(self, sketch: Sketch, decoder: BranchedCanvas) -> None:

@@ -28,10 +28,10 @@ def compared_canvases(
     tau: float | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> ComparedCanvases:
-    """The canvases at `lengths`, ascending, with confidence threshold `tau` and further decoding `fields`.
+    """The canvases at `lengths`, ascending, with confidence threshold `tau` and other decoding `fields`.
 
-    Raises `ValueError` for a model that attends in blocks, for lengths that cannot be compared, and for fields that
-    cannot be honoured or that the comparison varies itself.
+    Raises `ValueError` for a block-causal model, for lengths that cannot be compared, and for fields that cannot be
+    honoured or that the comparison itself varies.
     """
     if config.attention != "full":
         raise ValueError(
@@ -44,15 +44,15 @@ def compared_canvases(
             raise ValueError("the threshold is given twice, as --tau and as canvas.tau in --decoding; leave one out")
         canvas = {**canvas, "tau": tau}
 
-    def built(method: str, own: Mapping[str, Any]) -> Canvas:
-        changes = {**others, "canvas": {**canvas, **own}}
+    def build(method: str, changed: Mapping[str, Any]) -> Canvas:
+        changes = {**others, "canvas": {**canvas, **changed}}
         result = decoding_config({}, merge_fields(METHODS[method], changes), block_size=config.block_size).canvas
         assert result is not None
         return result
 
     return ComparedCanvases(
-        single={n: built("fast-dllm-dual", {"block_length": n}) for n in lengths},
-        block_batch=built("block-batch", {"branches": {**branches, "block_lengths": list(lengths)}}),
+        single={n: build("fast-dllm-dual", {"block_length": n}) for n in lengths},
+        block_batch=build("block-batch", {"branches": {**branches, "block_lengths": list(lengths)}}),
     )
 
 
@@ -65,7 +65,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def _parts(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Decoding fields without their canvas, the canvas without its branches, and the branches."""
+    """Split decoding fields: those outside `canvas`, those of `canvas` outside `branches`, those of `branches`."""
     canvas = fields.get("canvas", {})
     branches = canvas.get("branches", {}) if isinstance(canvas, Mapping) else None
     if not isinstance(canvas, Mapping) or not isinstance(branches, Mapping):

@@ -1,4 +1,4 @@
-"""Decode the study's prompts: with every block length alone, with BlockBatch, and the caches of some watched."""
+"""Decodes the study's prompts with every block length alone and with BlockBatch, and watches the caches of some."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from mbd_core.studies.block_batch.study_prompts import StudyPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class StudyDecoder:
-    """A model and how its prompts are decoded.
+    """A model and the settings of its decoding.
 
-    vocab_limit  the tokenizer's size: ids from there on are never predicted
-    sketch_size  numbers that a watched cache is projected to, with seed `seed`
+    vocab_limit  the tokenizer's size; larger ids are never predicted
+    sketch_size  the numbers of a sketch, which `seed` determines
     """
 
     model: Decoder

@@ -1,7 +1,7 @@
-"""What the block length does to the output: the per-sample oracle, bifurcations, consensus.
+"""The effect of the block length on the output: the per-sample oracle, bifurcations, consensus.
 
-Outputs of one sample come as {block length: generated token ids}: model tokens, not words, so that a bifurcation is a
-position of the canvas. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
+The outputs of one sample are {block length: generated token ids}; in tokens, a bifurcation is a position of the
+canvas. Sources: the BlockBatch paper, Figures 2 and 4 and Table 5.
 
 Shape legend: S block lengths, P positions after the prompt.
 """
@@ -33,13 +33,13 @@ class MeanRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """The best block length of every sample, against every fixed one.
+    """The best block length of every sample, compared with every fixed one.
 
     fixed   the mean of each block length
-    oracle  each sample with its most accurate block length (of several the cheapest) and *its* forwards
-    mixed   best accuracy and, apart from it, fewest forwards of each sample: what the released script reports, and
-            no choice of block lengths attains
-    chosen  how many samples chose each block length
+    oracle  the mean over the samples, each with its most accurate block length (the cheapest of several)
+    mixed   the mean of each sample's best accuracy and of its fewest forwards, which may come from different block
+            lengths: what the released script reports
+    chosen  for how many samples the oracle takes each block length
     """
 
     fixed: Mapping[int, MeanRun]
@@ -49,7 +49,7 @@ class Oracle:
 
 
 def per_sample_oracle(samples: Sequence[Mapping[int, GradedRun]]) -> Oracle:
-    """The oracle over block lengths (Fig. 2); every sample needs the same ones, else `ValueError`."""
+    """The oracle over block lengths (Fig. 2); `ValueError` unless all samples have the same block lengths."""
     lengths = _same_lengths(samples)
     best = [min(lengths, key=lambda n: (-s[n].accuracy, s[n].num_forwards, n)) for s in samples]
     return Oracle(
@@ -86,7 +86,7 @@ def _same_lengths(samples: Sequence[Mapping[int, object]]) -> list[int]:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two outputs share before they first differ; the shorter length where one continues the other."""
+    """The number of tokens before two outputs first differ; the shorter length if one continues the other."""
     length = min(len(one), len(other))
     return next((i for i in range(length) if one[i] != other[i]), length)
 
@@ -114,9 +114,9 @@ def bifurcation_matrix(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
 
 
 def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
-    """Share of all block lengths, itself included, with the same token at a position -> (S, P), lengths ascending.
+    """The share of block lengths, itself included, with the same token at a position -> (S, P), lengths ascending.
 
-    NaN where an output has ended. 1 everywhere before the first bifurcation (Fig. 4); later 1s are re-agreements.
+    NaN after the end of an output. Before the first bifurcation all shares are 1 (Fig. 4).
     """
     lengths = sorted(outputs)
     shares = np.full((len(lengths), max(len(outputs[n]) for n in lengths)), np.nan)
@@ -128,7 +128,7 @@ def consensus(outputs: Mapping[int, Sequence[int]]) -> Array:
 
 
 def mean_consensus(samples: Sequence[Mapping[int, Sequence[int]]]) -> Array:
-    """`consensus` averaged over the samples whose output reaches a position -> (S, P); NaN where none does."""
+    """The mean of `consensus` over the samples whose output reaches a position -> (S, P); NaN where none does."""
     lengths = _same_lengths(samples)
     shares = [consensus(s) for s in samples]
     width = max(one.shape[1] for one in shares)

@@ -1,4 +1,4 @@
-"""What the BlockBatch study knows of its prompts: outputs, forwards, branches, and the caches of the watched ones."""
+"""The results of the BlockBatch study: each prompt's outputs, forwards, branches and, if watched, caches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mbd_core.studies.block_batch.output_measures import GradedRun, Oracle, per_
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedPrompt:
-    """One prompt under one method. `accuracy` is `None` where nothing says what is right."""
+    """One prompt decoded by one method. `accuracy` is `None` for a prompt without a grader."""
 
     tokens: list[int]
     num_forwards: int
@@ -33,15 +33,15 @@ class StudiedPrompt:
 
     @property
     def outputs(self) -> dict[int, list[int]]:
-        """What each block length alone generated."""
+        """The output of each block length alone."""
         return {n: run.tokens for n, run in self.single.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BranchStudy:
-    """Everything that the report shows.
+    """The data of the report.
 
-    graded    whether accuracies are known
+    graded    whether all prompts have accuracies
     rounding  relative rounding error of the caches' dtype
     """
 
@@ -52,7 +52,7 @@ class BranchStudy:
 
 
 def oracle_of(prompts: Sequence[StudiedPrompt]) -> Oracle:
-    """The per-sample oracle over the single runs; ungraded ones count as equally accurate: the cheapest."""
+    """The per-sample oracle over the single runs. Ungraded runs count as equally accurate, so the cheapest wins."""
     return per_sample_oracle(
         [
             {

@@ -1,4 +1,4 @@
-"""The prompts of the study: lines of a JSON-lines file, texts or token ids; each checked before a model is loaded."""
+"""The prompts of the study, from a JSON-lines file of texts or token ids; all are checked before a model is loaded."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from mbd_core.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPrompt:
-    """One prompt; `grade` says how good an output is (0 to 1), `None` where nothing does."""
+    """One prompt; `grade` returns the score of an output (0 to 1), `None`: the prompt has no grader."""
 
     name: str
     ids: tuple[int, ...]
@@ -23,7 +23,7 @@ class StudyPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLine:
-    """One line of a prompts file: a text, or the ids of one."""
+    """One line of a prompts file: a text or token ids."""
 
     name: str
     text: str | None = None
@@ -33,7 +33,7 @@ class PromptLine:
 def read_prompts(path: Path, *, limit: int | None = None) -> list[PromptLine]:
     """The first `limit` prompts of a file of lines {"prompt": "text"} or {"prompt_ids": [1, 2]}.
 
-    Raises `ValueError` for a file that cannot be read or holds none, and names the line that is malformed.
+    Raises `ValueError` for a file that cannot be read, has no prompt or has a malformed line, which it names.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -65,7 +65,7 @@ def _prompt_line(line: str, number: int, path: Path) -> PromptLine:
 
 
 def tokenized(lines: Sequence[PromptLine], tokenizer: PreTrainedTokenizerBase | None) -> list[StudyPrompt]:
-    """The prompts as ids; only texts need a tokenizer."""
+    """The prompts as token ids; only texts need a tokenizer."""
     prompts = []
     for line in lines:
         ids = line.ids
