@@ -83,6 +83,8 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
             folder.rename(replaced)
         beside.rename(folder)
     finally:
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)  # the new folder did not take its place
         for leftover in (beside, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
 

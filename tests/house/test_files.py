@@ -80,6 +80,23 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     assert (folder / "weights").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_what_was_there_comes_back_where_the_new_folder_does_not_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = tmp_path / "model", Path.rename
+    written(folder)
+
+    def interrupted(source: Path, target: Path) -> Path:
+        if (source / "weights").read_text() == "two":
+            raise KeyboardInterrupt
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written(folder, "two", overwrite=True)
+    assert (folder / "weights").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_claimed_folder_gives_up_its_own_files_and_no_others(tmp_path: Path) -> None:
     patterns = ["samples/part-*.parquet", "report.json"]
     folder = claim_folder(tmp_path / "sweep", "sweep", patterns)
