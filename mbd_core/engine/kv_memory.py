@@ -11,11 +11,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from mbd_core.decoding.sampling import Draw, Vocab, choose
 from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.models.model_config import ModelConfig
+
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -55,9 +58,9 @@ def fit_num_pages(
 def _profile(
     runner: ModelRunner, config: EngineConfig, *, block_size: int, page_size: int, logits_at_once: int
 ) -> None:
-    """The largest forward: a full prefill budget, every batch row's whole buffer, and the logits of one chunk.
+    """The largest step: a full prefill budget, every batch row's whole buffer, and a chunk of logits to draw from.
 
-    All rows write to and attend to the same page of a cache of two, so that the values mean nothing and the shapes
+    All rows write to the null page and attend to the other page of a cache of two: the values mean nothing, the shapes
     are right.
     """
     device = runner.model.model.norm.weight.device
@@ -76,7 +79,13 @@ def _profile(
     )
     torch.cuda.reset_peak_memory_stats(device)
     logits_AV = runner.logits(runner.forward(pack([rows], page_size=page_size)))
-    logits_AV.float().softmax(-1)
+    half_A = torch.full((num_asked,), 0.5, device=device)
+    zeros_A = torch.zeros_like(half_A, dtype=torch.int64)
+    # sorting the vocabulary for top_p takes more memory than anything else
+    draw = Draw(
+        temperature_P=half_A, top_p_P=half_A, top_k_P=zeros_A, seed_P=zeros_A, position_P=zeros_A, forward_P=zeros_A
+    )
+    choose(logits_AV, Vocab(runner.model.config.mask_token_id, logits_AV.shape[-1]), draw)
 
 
 def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> PagedKVCache:
@@ -85,10 +94,14 @@ def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> Pa
 
 
 def free_host_memory() -> int:
-    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit."""
+    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit.
+
+    Of the container's memory what only caches files is free: the kernel gives it back when it is needed.
+    """
     available = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        return min(available, int(limit.read_text()) - int(used.read_text()))
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(statistics["inactive_file"]))
     except (OSError, ValueError):  # no such file, or "max"
         return available

@@ -1,13 +1,17 @@
 """KV pages from free memory: as many as fit beside the weights, never a constant."""
 
+from pathlib import Path
+
 import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
 from test_exactness import build, gist, request
 
+from mbd_core.decoding import sampling
 from mbd_core.engine import kv_memory
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.kv_memory import bytes_per_page, longest_in_pages
+from mbd_core.engine.model_runner import ModelRunner
 
 SIZES = EngineConfig(max_rows=3, page_size=16)
 
@@ -41,14 +45,36 @@ def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine(build(), SIZES)
 
 
+def test_files_that_a_container_caches_leave_their_memory_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in {
+        "memory.max": "1000000\n",
+        "memory.current": "990000\n",
+        "memory.stat": "anon 90000\ninactive_file 600000\nactive_file 300000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(kv_memory, "CGROUP", tmp_path)
+    assert kv_memory.free_host_memory() == 610_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert kv_memory.free_host_memory() > 610_000
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.5])
 def test_a_fraction_is_a_share(fraction: float) -> None:
     with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be a share"):
         EngineConfig(kv_memory_fraction=fraction)
 
 
-def test_a_gpu_gives_what_a_measured_forward_leaves() -> None:
-    """The forward's own peak and the share of the card that is not ours are left free."""
+def test_a_gpu_gives_what_a_measured_forward_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward's own peak and the share of the card that is not ours are left free. The step is the largest: a full
+    prefill budget beside the whole buffer of every batch row, and tokens drawn from a sorted vocabulary."""
+    forward, num_tokens = ModelRunner.forward, []
+    truncated, num_drawn = sampling._draw_truncated, []
+    monkeypatch.setattr(sampling, "_draw_truncated", lambda x, draw: num_drawn.append(len(x)) or truncated(x, draw))
+    monkeypatch.setattr(
+        ModelRunner, "forward", lambda runner, b: num_tokens.append(len(b.input_ids_T)) or forward(runner, b)
+    )
     with fake_device() as device:
         assert isinstance(device, FakeDevice)
         model = device.move(build().double())
@@ -57,3 +83,5 @@ def test_a_gpu_gives_what_a_measured_forward_leaves() -> None:
         assert engine.num_pages == budget // bytes_each(model)
         other = device.move(build().double())
         assert Engine(other, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
+        assert num_drawn == [3 * SIZES.buffer_size * model.config.block_size]
+        assert num_tokens == [SIZES.max_prefill_tokens + num_drawn[0]]
