@@ -20,7 +20,8 @@ from mbd_core.engine.step_kind import WORK_NAMES, StepKinds, Work
 def static_memory(served: Engine) -> dict[str, int]:
     """Addresses of all that a recorded step reads and writes."""
     buffer, runner = served.buffer, served.runner
-    tensors = {n: t for n, t in vars(buffer).items() if isinstance(t, torch.Tensor)}
+    parts = vars(buffer) | vars(buffer.settings)
+    tensors = {n: t for n, t in parts.items() if isinstance(t, torch.Tensor)}
     tensors |= {"tables": served._state.tables_RP, "last": runner.last_RD, "k": runner.cache.k, "v": runner.cache.v}
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
