@@ -15,7 +15,7 @@ def check_canvas(canvas: Canvas, *, prompt_length: int, max_tokens: int, eos_tok
     if canvas.steps is None:
         return
     if _fills_every_step(canvas) and canvas.steps > max_tokens:
-        raise ValueError(f"canvas.steps={canvas.steps} exceeds max_tokens={max_tokens}: a step fills one at least")
+        raise ValueError(f"canvas.steps={canvas.steps} exceeds max_tokens={max_tokens}: each step fills a position")
     size = canvas.block_length or max_tokens
     num_blocks = -(-max_tokens // size)
     for block in range(num_blocks):

@@ -7,7 +7,7 @@ import torch
 
 
 def steps_of_block(steps: int, max_tokens: int, start: int, stop: int) -> int:
-    """The share of the canvas's `steps` for the block [start, stop); equal for equal blocks that divide it."""
+    """The number of the canvas's `steps` that the block [start, stop) gets, in proportion to its length."""
     return steps * stop // max_tokens - steps * start // max_tokens
 
 

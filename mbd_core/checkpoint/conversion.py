@@ -44,10 +44,10 @@ def convert(
 ) -> None:
     """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
 
-    `experts` and `to` are the target's layout and format, `None`: the source's. `config_from` is the folder with
-    config.json and tokenizer if the source has none. `progress` is called with the bytes written so far and the total.
-    Raises `ValueError` for a target that `save_model` refuses, for wrong input, naming the file and the tensor, and
-    for a disk without room, naming both sizes; no partial target remains.
+    `experts` and `to` are the target's layout and format, `None`: the source's (our trainer's becomes "per_expert").
+    `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the
+    bytes written so far and the total. Raises `ValueError` for a target that `save_model` refuses, for wrong input,
+    naming the file and the tensor, and for a disk without room, naming both sizes; no partial target remains.
     """
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source

@@ -57,7 +57,10 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
                 f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
             )
     if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
-        raise ValueError(f"config.json has embedding_size={config['embedding_size']!r} beside another vocab_size")
+        raise ValueError(
+            f"config.json has embedding_size={config['embedding_size']!r} and vocab_size={fields['vocab_size']}; "
+            "they must be equal"
+        )
     experts = {ours: field_value(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
     try:
         moe = MoEConfig(**experts, **family.moe_switches) if experts else None

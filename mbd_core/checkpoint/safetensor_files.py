@@ -62,7 +62,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
             names = sorted(name for name, where in file_of.items() if where == file)
             holds = f", which holds '{names[0]}' and {len(names) - 1} more tensors" if names else ""
             if not file_of and any(folder.glob("*.safetensors")):
-                holds = f", and {INDEX}, which would say what its other weights files hold"
+                holds = f", and {INDEX}, which its other weights files need"
             raise ValueError(f"{folder} lacks the weights file {file}{holds}")
         with open_file(path) as tensors_file:
             for name in tensors_file.keys():  # noqa: SIM118 (not a dict)
@@ -119,7 +119,7 @@ def _index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{index} has no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index} has the tensor '{name}' in {file!r}, which is no file beside it")
+            raise ValueError(f"{index} has the tensor '{name}' in {file!r}, which is no file name in its folder")
     return weight_map
 
 

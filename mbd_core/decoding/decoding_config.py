@@ -115,7 +115,7 @@ class DecodingConfig:
         if self.t2t and self.soft:
             raise ValueError("t2t and soft are two ways to revise filled tokens; give one of them")
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
-            raise ValueError("soft accepts from the left, one token at least; leave out tokens_per_step and fallback")
+            raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
             raise ValueError("prefix_cache=True cannot be honoured with prompt_attention='full': the prompt's keys "
                              "depend on the whole prompt")  # fmt: skip

@@ -26,7 +26,7 @@ class Summary:
     accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
-    tps                all useful tokens / all decode seconds: the mean rate of a request within its batch
+    tps                all useful tokens / all decode seconds: the rate of one request while others share its batch
     nfe                mean forwards per sample
     errors             samples without counts; they do not enter tpf, tps and nfe
     """

@@ -16,12 +16,13 @@ from mbd_core.files import check_target_folder, claim_folder, file_beside, write
 
 KIND = "sweep"
 REPORT = "report.json"
-FILES = ("samples/part-*.parquet", "plot.png", "report.md", REPORT)
+FAILURE = "failure.txt"  # the traceback of a sweep that failed
+FILES = ("samples/part-*.parquet", "plot.png", "report.md", REPORT, FAILURE)
 
 
 def check_sweep_folder(folder: Path, *, overwrite: bool = False) -> None:
     """Raise `ValueError` if a sweep cannot be written to `folder` (`mbd_core.files`)."""
-    check_target_folder(folder, KIND, overwrite=overwrite)
+    check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
 
 
 def claim_sweep_folder(folder: Path, *, overwrite: bool = False) -> None:

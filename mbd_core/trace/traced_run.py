@@ -173,11 +173,11 @@ def _requests(table: pa.Table) -> tuple[list[RequestTrace], int]:
         at = order[bounds[number] : bounds[number + 1]]
         num_slots = int(column["slot"][at].max()) + 1
         if len(at) % num_slots or (column["slot"][at].reshape(-1, num_slots) != np.arange(num_slots)).any():
-            raise ValueError(f"request '{name}' lacks slots in some step, or is there twice")
+            raise ValueError(f"request '{name}' lacks slots in some step, or occurs twice")
         at = at.reshape(-1, num_slots)
         step_TN = column["step"][at]
         if (step_TN != step_TN[:, :1]).any() or (np.diff(step_TN[:, 0]) == 0).any():
-            raise ValueError(f"request '{name}' lacks slots in some step, or is there twice")
+            raise ValueError(f"request '{name}' lacks slots in some step, or occurs twice")
         requests.append(
             RequestTrace(
                 request_id=name,

@@ -88,7 +88,7 @@ def render_markdown(
         lines.append(f"| {name} | {accuracy} | {point.num_forwards:.2f} | {chosen} |")
     if study.graded:
         mixed = f"{100 * oracle.mixed.accuracy:.1f} % | {oracle.mixed.num_forwards:.2f}"
-        lines.append(f"| oracle, as released (no choice attains it) | {mixed} | |")
+        lines.append(f"| oracle, as released (best accuracy and least NFE apart) | {mixed} | |")
     lines += ["", ORACLE_GRADED if study.graded else ORACLE_UNGRADED]
     lines += ["", "## Bifurcation lengths (model tokens)", ""]
     lines += ["| | " + " | ".join(map(str, study.block_lengths)) + " |", "|---|" + "---|" * len(study.block_lengths)]
