@@ -6,6 +6,7 @@ was claimed for them (`claim_folder`). A folder that the project wrote carries a
 in it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
 """
 
+import glob
 import json
 import os
 import re
@@ -28,17 +29,21 @@ def check_new_file(path: Path) -> None:
     _check_writable(path.parent, path)
 
 
-def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False) -> None:
+def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
     """Raise `ValueError` if a folder of `kind` cannot be written at `folder`.
 
     A folder that does not exist or is empty can be filled. With `overwrite` a folder whose manifest says `kind` can be
-    replaced, unless it holds a file that the manifest does not name.
+    replaced, unless it holds a file that the manifest does not name. `in_place`: it will be filled by `claim_folder`;
+    otherwise it is replaced whole by `folder_beside`, which a mount point or the current folder cannot be.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{folder} exists already and is not a folder; give a folder that is yet to be made")
-    if folder.exists() and any(folder.iterdir()):
+    exists = folder.exists()
+    if exists and not in_place and (folder.is_mount() or folder.samefile(Path.cwd())):
+        raise ValueError(f"{folder} is a mount point or the current folder; give a folder in it")
+    if exists and any(folder.iterdir()):
         _check_replaceable(folder, kind, overwrite=overwrite)
-    _check_writable(folder if folder.exists() else folder.parent, folder)
+    _check_writable(folder if exists and in_place else folder.parent, folder)
 
 
 @contextmanager
@@ -77,7 +82,7 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
     try:
         yield beside
         beside.chmod(0o755)
-        _write_manifest(beside, kind, sorted(_files(beside)))
+        _write_manifest(beside, kind, sorted(map(glob.escape, _files(beside))))
         if folder.exists():
             check_target_folder(folder, kind, overwrite=overwrite)  # it may have been filled meanwhile
             folder.rename(replaced)
@@ -94,7 +99,7 @@ def claim_folder(folder: Path, kind: str, files: Sequence[str], *, overwrite: bo
 
     Those of an earlier run are removed. Raises `ValueError` as `check_target_folder` does.
     """
-    check_target_folder(folder, kind, overwrite=overwrite)
+    check_target_folder(folder, kind, overwrite=overwrite, in_place=True)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _files(folder):
         if name != MANIFEST:
@@ -110,7 +115,7 @@ def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
 def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        present, patterns = manifest["kind"], manifest["files"]
+        present, patterns = manifest["kind"], list(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "

@@ -59,7 +59,7 @@ class Admission:
 
     def default_max_tokens(self, request: Request) -> int:
         """The number of tokens for a request that names none: its `max_tokens`, or the nearest number that its method
-        can decode and that fits behind its prompt. Where nothing fits, `check` refuses the result."""
+        can decode and that fits behind its prompt. It is 1 where nothing fits; `check` then refuses it."""
 
         def pages(max_tokens: int) -> int:
             sized = replace(request, max_tokens=max_tokens)

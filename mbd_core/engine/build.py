@@ -1,6 +1,6 @@
 """An engine's parts, made of a model and a configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,10 +93,11 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
 
 
 def fitting_pages(model: Decoder, config: EngineConfig) -> int:
-    """How many KV pages fit beside `model` in an engine of `config`, its `num_pages` aside.
+    """How many KV pages fit beside `model` in an engine of `config`; its `num_pages` has no say.
 
     For ranks that must agree on a number before they build their engines. Raises `ValueError` if none fits.
     """
+    config = replace(config, num_pages=None)
     block_size = _check(model, config, None)
     page_size = config.resolve_page_size(block_size)
     return fit_num_pages(
@@ -109,7 +110,8 @@ def fitting_pages(model: Decoder, config: EngineConfig) -> int:
 
 
 def _logits_chunk(vocab_size: int, block_size: int) -> int:
-    """Whole blocks of positions whose float32 logits, all copies together, stay under about a gigabyte."""
+    """Whole blocks of positions whose float32 logits stay under 256 MiB: a greedy step then needs about a gigabyte for
+    all copies of them, one that draws from a part of the vocabulary about three."""
     return max(1, LOGITS_AT_ONCE // vocab_size // block_size) * block_size
 
 

@@ -58,7 +58,7 @@ class Collector:
             return []
         self.last_report_X = report_copy.read()
         report = self.last_report
-        seconds = self._seconds(plan)
+        seconds = self._seconds_since(plan)
         decoding = plan.decoding
         if decoding is not ledger.sequences:
             decoding = {row: s for row, s in decoding.items() if scheduler.is_running(s)}
@@ -76,7 +76,7 @@ class Collector:
                     ledger.update(sequence)
         return outputs
 
-    def _seconds(self, plan: StepPlan) -> float:
+    def _seconds_since(self, plan: StepPlan) -> float:
         """Wall time of a step: since it was planned, or since the one before it was read."""
         now = time.perf_counter()
         since, self._last_read = max(plan.started, self._last_read), now

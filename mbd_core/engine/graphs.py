@@ -69,20 +69,21 @@ class StepGraphs:
     num_eager: int = 0
     memory_bytes: int = 0
     _captured: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
-    _serving: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
+    _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
     _pool: Any = None
 
     def capture(self, kinds: Iterable[StepKind]) -> int:
         """Capture the kinds that are not yet; how many graphs there are then."""
         if self.enabled:
-            self._serving.clear()
-            free, _ = torch.cuda.mem_get_info()
+            self._graph_of_kind.clear()
+            free, _ = torch.cuda.mem_get_info(self.state.tables_RP.device)
             # graphs share their temporary memory: one runs at a time, its report is read before the next replay
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            for kind in kinds:
+            # the largest first: the smaller ones then fit into the memory that it has left in the pool
+            for kind in sorted(kinds, key=_size, reverse=True):
                 if kind not in self._captured:
                     self._captured[kind] = CapturedStep(self.state, kind, self._pool)
-            self.memory_bytes += free - torch.cuda.mem_get_info()[0]
+            self.memory_bytes += free - torch.cuda.mem_get_info(self.state.tables_RP.device)[0]
         return len(self._captured)
 
     def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
@@ -105,11 +106,15 @@ class StepGraphs:
 
     def _graph_for(self, kind: StepKind) -> "CapturedStep | None":
         """The graph of the least captured kind that does all that `kind` does."""
-        if kind not in self._serving:
-            able = [(k, step) for k, step in self._captured.items() if k.covers(kind)]
-            cost = [(k.num_asked is None, k.num_asked or 0, sum(vars(k.work).values())) for k, _ in able]
-            self._serving[kind] = able[cost.index(min(cost))][1] if able else None
-        return self._serving[kind]
+        if kind not in self._graph_of_kind:
+            able = [captured for captured in self._captured if captured.covers(kind)]
+            self._graph_of_kind[kind] = self._captured[min(able, key=_size)] if able else None
+        return self._graph_of_kind[kind]
+
+
+def _size(kind: StepKind) -> tuple[int, bool, int, int]:
+    """Orders kinds by what their step computes: batch rows, positions with logits, optional work."""
+    return kind.num_rows, kind.num_asked is None, kind.num_asked or 0, sum(vars(kind.work).values())
 
 
 class CapturedStep:

@@ -1,8 +1,8 @@
 """How many KV pages fit: from the device's free memory after the weights, less what the largest forward takes.
 
-On a GPU the forward is run once and its peak is read from the allocator, as vLLM and nano-vllm do; the pages then take
-all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose memory belongs
-to others too, the forward is not measured: the pages take at most half of `kv_memory_fraction` of the free memory, and
+On a GPU the largest step is run once and its peak is read from the allocator, as vLLM and nano-vllm do. The pages then
+take all that `kv_memory_fraction` of the card leaves, since cached prefixes make use of it. On a CPU, whose memory
+belongs to others too, nothing is measured: the pages take at most half of `kv_memory_fraction` of the free memory, and
 no more than the sequences of all batch rows can fill at the model's full length.
 """
 
@@ -38,11 +38,19 @@ def fit_num_pages(
     model, weights = runner.model.config, runner.model.model.norm.weight
     each = bytes_per_page(model, page_size, weights.dtype)
     if weights.device.type == "cuda":
-        _profile(runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_at_once)
+        try:
+            _profile(runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_at_once)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                "the largest step does not fit beside the weights; lower max_prefill_tokens or max_rows, or use a "
+                "larger device"
+            ) from error
         activations = torch.cuda.max_memory_allocated(weights.device) - torch.cuda.memory_allocated(weights.device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(weights.device)
-        budget = free - activations - int((1 - config.kv_memory_fraction) * total)
+        # graphs keep the temporary memory of a step for themselves, beside that of steps that run eagerly
+        steps = 1 if config.graphs is False else 2
+        budget = free - steps * activations - int((1 - config.kv_memory_fraction) * total)
         most = budget // each
     else:
         budget = int(config.kv_memory_fraction * free_host_memory() / 2)

@@ -32,7 +32,7 @@ class Ledger:
         self._seconds_R = np.zeros(num_rows)
         self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
         self._columns = (*whole, self._seconds_R, self._work_RK)
-        self._hold({})
+        self._set_sequences({})
 
     def seat(self, sequence: SequenceState) -> None:
         """A sequence takes its batch row."""
@@ -40,10 +40,10 @@ class Ledger:
         self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
         self._span_R[row] = sequence.span
-        self._hold({**self.sequences, row: sequence})
+        self._set_sequences({**self.sequences, row: sequence})
         self.update(sequence)
 
-    def _hold(self, sequences: dict[int, SequenceState]) -> None:
+    def _set_sequences(self, sequences: dict[int, SequenceState]) -> None:
         self.sequences = sequences
         self._rows = np.fromiter(sequences, dtype=np.int64)
         self.num_rows = max(sequences, default=-1) + 1
@@ -67,7 +67,7 @@ class Ledger:
         sequence.num_forwards += int(self._num_forwards_R[row])
         sequence.num_store_forwards += int(self._num_store_forwards_R[row])
         sequence.decode_seconds += float(self._seconds_R[row])
-        self._hold({r: s for r, s in self.sequences.items() if r != row})
+        self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
         for column in self._columns:
             column[row] = 0
 
@@ -75,14 +75,14 @@ class Ledger:
         """The work that some row asks for."""
         return Work(*np.logical_or.reduce(self._work_RK).tolist())
 
-    def upto_R(self, *, unread: int) -> np.ndarray:
+    def needed_positions_R(self, *, unread: int) -> np.ndarray:
         """Positions for which each row needs pages in its next step. `unread` steps are under way, and each can commit
         a whole window."""
         return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
 
     def missing_pages_R(self, *, unread: int) -> np.ndarray:
-        """How many of the pages for `upto_R` each row lacks."""
-        return np.maximum(-(-self.upto_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
+        """How many of the pages for `needed_positions_R` each row lacks."""
+        return np.maximum(-(-self.needed_positions_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
 
     @property
     def most_committed(self) -> int:

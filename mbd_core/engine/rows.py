@@ -156,7 +156,7 @@ def static_rows(
     """Every slot of every batch row, resident or not (Alg. 5): shapes that depend on nothing but the buffer's size.
 
     A slot that is not resident attends to one key and stores into the null page; what comes of it is not read. Logits
-    are asked at the `num_asked` first positions that can change, which must be as many as there are, or (`None`)
+    are asked at the first `num_asked` positions that can change, of which there must not be more, or (`None`)
     everywhere.
     """
     size, resident_RN = buffer.block_size, buffer.resident_RN

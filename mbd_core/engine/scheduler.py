@@ -244,7 +244,7 @@ class Scheduler:
         del self.running[sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         self.pool.release(sequence.pages, sequence.chain[: sequence.num_shareable])
-        sequence.pages, sequence.num_tabled = [], 0
+        sequence.pages, sequence.num_pages_in_table = [], 0
         self._blocked = None
 
     def _preempt(self, sequence: SequenceState) -> None:

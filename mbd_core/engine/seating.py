@@ -37,9 +37,9 @@ class Seating:
         rows = self.ledger.missing_pages_R(unread=unread).nonzero()[0].tolist()
         if not rows:
             return
-        upto_R = self.ledger.upto_R(unread=unread)
+        needed_positions_R = self.ledger.needed_positions_R(unread=unread)
         short = sorted((self.ledger.sequences[row] for row in rows), key=lambda s: s.arrival)
-        for sequence in self.scheduler.grow(lambda s: int(upto_R[s.row]), short):
+        for sequence in self.scheduler.grow(lambda s: int(needed_positions_R[s.row]), short):
             self.set_aside(sequence)
         grown = [s for s in short if s.seated]
         for sequence in grown:
@@ -104,9 +104,11 @@ class Seating:
     def _extend_tables(self, *sequences: SequenceState) -> None:
         """Write their new pages into the device's table. Rows without a sequence keep what they had, and nobody reads
         it."""
-        new = [(s.row, place, s.pages[place]) for s in sequences for place in range(s.num_tabled, len(s.pages))]
+        new = [
+            (s.row, place, s.pages[place]) for s in sequences for place in range(s.num_pages_in_table, len(s.pages))
+        ]
         if new:
             row, place, page = to_device(new, self.tables_RP.device).T
             self.tables_RP[row, place] = page
         for sequence in sequences:
-            sequence.num_tabled = len(sequence.pages)
+            sequence.num_pages_in_table = len(sequence.pages)

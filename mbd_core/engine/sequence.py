@@ -31,7 +31,7 @@ class SequenceState:
     prefix_length      tokens to be stored before it decodes: the whole blocks of the prompt, or of all `tokens` after
                        a preemption; at least the prompt where the prompt attends in full; 0 for a canvas
     saved              its Block Buffer row, while it is preempted
-    num_tabled         how many of its pages stand in the device's page table
+    num_pages_in_table  how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
@@ -42,7 +42,7 @@ class SequenceState:
     row: int = -1
     pages: list[int] = field(default_factory=list)
     arrival: int = 0
-    num_tabled: int = 0
+    num_pages_in_table: int = 0
     seated: bool = False
     prefilled: int = 0
     committed: int = 0
@@ -88,7 +88,7 @@ class SequenceState:
     @property
     def decodes(self) -> bool:
         """It takes part in the next forward with blocks of the Block Buffer."""
-        return not self.is_canvas and self.prefilled == self.prefix_length
+        return not self.is_canvas and self.prompt_stored
 
     @property
     def shares_prefix(self) -> bool:

@@ -64,7 +64,7 @@ class StepKind:
     work: Work
 
     def covers(self, other: "StepKind") -> bool:
-        """Whether this kind's step does for the same batch rows all that `other`'s does."""
+        """Whether a step of this kind can stand in for one of `other`."""
         enough = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
         return self.num_rows == other.num_rows and enough and self.work.covers(other.work)
 

@@ -113,6 +113,30 @@ def test_a_claimed_folder_gives_up_its_own_files_and_no_others(tmp_path: Path) -
     assert list(everything(folder)) == [MANIFEST]
 
 
+@pytest.mark.parametrize("files", ["*", ["*.txt"]])
+def test_only_what_the_manifest_names_is_ours(tmp_path: Path, files: object) -> None:
+    (tmp_path / "model").mkdir()
+    write_json(tmp_path / "model" / MANIFEST, {"kind": "model", "files": files})
+    (tmp_path / "model" / "a").mkdir()
+    (tmp_path / "model" / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"a/notes\.txt in it was not written"):
+        written(tmp_path / "model", overwrite=True)
+
+
+def test_a_name_that_looks_like_a_pattern_is_still_ours(tmp_path: Path) -> None:
+    with folder_beside(tmp_path / "model", "model") as beside:
+        (beside / "a[1].txt").write_text("one")
+    written(tmp_path / "model", overwrite=True)
+
+
+def test_the_current_folder_is_claimed_but_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="current folder; give a folder in it"):
+        check_target_folder(Path("."), "model")
+    claim_folder(Path("."), "sweep", ["report.json"])
+    assert (tmp_path / MANIFEST).exists()
+
+
 def test_an_empty_folder_can_be_filled(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     written(tmp_path / "model")
