@@ -54,7 +54,7 @@ class TensorPieces:
         infos = [(n, self.source.tensors[n].dtype) for part in wanted.parts for n in self._names(part)]
         for name, dtype in infos:
             if dtype != infos[0][1]:
-                raise ValueError(f"'{name}' is {dtype} and '{infos[0][0]}' is {infos[0][1]}; one tensor needs both")
+                raise ValueError(f"'{name}' is {dtype} but '{infos[0][0]}' is {infos[0][1]}; one tensor needs both")
         return infos[0][1]
 
     def _names(self, part: TensorPart) -> Iterator[str]:
