@@ -13,7 +13,7 @@ from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, host_growth
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.engine.engine import EngineConfig
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.kv_memory import free_host_memory
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig

@@ -7,7 +7,8 @@ from typing import Any
 
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.decoding.request import Counts, Request
-from mbd_core.engine.engine import Engine, EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.traced_run import TracedRun, read_run
