@@ -19,13 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.endpoint_args import EndpointArgs
-from mbd_core.serving.openai_errors import ApiError, api_error
+from mbd_core.serving.open_requests import DRAIN_SECONDS
+from mbd_core.serving.openai_errors import ApiError, api_error, clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.trace.recorder import TraceRecorder
 
 log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
+STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
 
 
 class EventStream(StreamingResponse):
@@ -58,7 +60,7 @@ def error_response(error: ApiError) -> JSONResponse:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
     return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
@@ -104,6 +106,11 @@ class Endpoint:
         """The start line."""
         return self.server.describe()
 
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
+        self.server.begin_drain()
+        return await self.server.drained(seconds)
+
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica when this raises."""
         self.server.check_health()
@@ -135,12 +142,16 @@ class Endpoint:
         return await respond(lambda: self.server.chat(body))
 
 
-def build(args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0) -> serve.Application:
+def build(
+    args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0, drain_seconds: float = DRAIN_SECONDS
+) -> serve.Application:
     """The Serve application: `replicas` endpoints, each with its own copy of the model and `num_gpus` GPUs.
 
     `num_gpus` is 0 or one a tensor-parallel rank (`cluster.placement`); each rank is a process and takes a CPU.
     A replica takes every request and refuses beyond its own bound with 429; Serve's queue before it is bounded too.
     Replicas on CPUs divide the machine's memory for keys and values, as they may be on one machine.
+    A replica that Serve ends alone, in a redeployment, has `drain_seconds` to finish its requests: Serve routes no
+    more to it, waits, and kills it when the time is over.
     """
     engine = args.engine
     if num_gpus == 0:
@@ -153,7 +164,7 @@ def build(args: EndpointArgs, *, replicas: int = 1, num_gpus: int = 0) -> serve.
         max_constructor_retry_count=2,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_timeout_s=drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": args.tensor_parallel, "num_gpus": num_gpus},
     ).bind(replace(args, engine=engine))

@@ -1,20 +1,27 @@
-"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, and stop what was started."""
+"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop what was started."""
 
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import ray
 from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from actors.endpoint import build
+from actors.request_ids import CALLBACK, CALLBACK_VARIABLE
 from cluster.local import connect
 from cluster.placement import gpus_each
 from cluster.signals import interrupt_on
 from mbd_core.serving.endpoint_args import EndpointArgs
 
+POLL_SECONDS = 0.5  # between two looks at a drain
+REPLY_SECONDS = 10.0  # for a replica to answer, beyond the time that it was given
+PASS_ON_SECONDS = 1.0  # for the HTTP proxy, which Serve kills, to send what the replicas have handed to it
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
 
 
@@ -35,8 +42,10 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: int) -> None:
-    """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until the first SIGINT or SIGTERM.
+def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: int, drain_seconds: float) -> None:
+    """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until SIGINT or SIGTERM.
+
+    Requests under way at the first signal have `drain_seconds` to end; a second signal ends the wait.
 
     Every replica gets a GPU a rank on a cluster that has GPUs; else all run on CPUs (`gpus_each`). What was started is
     stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to be impossible, and
@@ -44,6 +53,7 @@ def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: i
     """
     with ExitStack() as started:
         try:
+            os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # for the proxy of a Ray that is started here
             with _ray_signals():
                 if connect(num_cpus=max(4, replicas * args.tensor_parallel + 2), worker_logs=False):
                     started.callback(ray.shutdown)
@@ -52,15 +62,21 @@ def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: i
             num_gpus = gpus_each(nodes, processes=replicas, ranks=args.tensor_parallel)
             started.callback(serve.shutdown)
             serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-            start_line = _deploy(args, replicas=replicas, num_gpus=num_gpus)
-            print(start_line, flush=True)
-            url = f"http://{host}:{port}"
-            print(f"serving {args.name} at {url}/v1", flush=True)
-            body = f'{{"model": "{args.name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
-            print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
-            signal.pause()
+            handle = _deploy(args, replicas=replicas, num_gpus=num_gpus, drain_seconds=drain_seconds)
+            try:
+                print(handle.describe.remote().result(), flush=True)
+                url = f"http://{host}:{port}"
+                print(f"serving {args.name} at {url}/v1", flush=True)
+                body = f'{{"model": "{args.name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+                print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+                signal.pause()
+            except KeyboardInterrupt:
+                if drain_seconds > 0:
+                    interrupt_on(signal.SIGINT, signal.SIGTERM)
+                    _drain(handle, seconds=drain_seconds)
         except KeyboardInterrupt:
-            print("stopping", flush=True)
+            pass
+        print("stopping", flush=True)
 
 
 @contextmanager
@@ -82,13 +98,45 @@ def _check_no_serve() -> None:
     raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
 
 
-def _deploy(args: EndpointArgs, *, replicas: int, num_gpus: int) -> str:
-    """Start the replicas; the start line of one of them."""
+def _deploy(args: EndpointArgs, *, replicas: int, num_gpus: int, drain_seconds: float) -> DeploymentHandle:
+    """Start the replicas."""
+    application = build(args, replicas=replicas, num_gpus=num_gpus, drain_seconds=drain_seconds)
     try:
-        handle = serve.run(build(args, replicas=replicas, num_gpus=num_gpus), name=args.name, route_prefix="/")
+        return serve.run(application, name=args.name, route_prefix="/")
     except RuntimeError as error:
         raise start_failure(_status_message(args.name) or str(error)) from error
-    return str(handle.describe.remote().result())
+
+
+def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
+    """Let every replica refuse new requests, and wait for those under way, for `seconds` at most.
+
+    `serve.shutdown` does not wait: it kills the HTTP proxy, and with it every connection, before the replicas end.
+    """
+    deadline = time.monotonic() + seconds
+    count = left = _drain_replicas(handle, seconds=0)
+    if count == 0:
+        return
+    noun = "request" if count == 1 else "requests"
+    print(f"draining {count} {noun}, at most {seconds:g} s; a second signal stops at once", flush=True)
+    while left and (remaining := deadline - time.monotonic()) > 0:
+        left = _drain_replicas(handle, seconds=min(POLL_SECONDS, remaining))
+    if left:
+        print(f"cutting {left} of them, which did not end in {seconds:g} s", flush=True)
+    time.sleep(PASS_ON_SECONDS)
+
+
+def _drain_replicas(handle: DeploymentHandle, *, seconds: float) -> int:
+    """Drain every replica for `seconds` more; how many requests are left.
+
+    A replica that has ended has none; one that does not answer in time counts as having one.
+    """
+    try:
+        answers = handle.broadcast("drain", seconds).results(timeout_s=seconds + REPLY_SECONDS, return_exceptions=True)
+    except RayServeException:  # no replica is left
+        return 0
+    except TimeoutError as error:
+        answers = [error]
+    return sum(answer if isinstance(answer, int) else isinstance(answer, TimeoutError) for answer in answers)
 
 
 def start_failure(message: str) -> Exception:

@@ -23,6 +23,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
 from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
+from mbd_core.serving.open_requests import DRAIN_SECONDS
 
 Name = Annotated[
     str | None, typer.Option(help="What clients call it (default: the folder's name).", rich_help_panel=MODEL)
@@ -34,6 +35,14 @@ Host = Annotated[str, typer.Option(help="Address to listen on. There is no authe
 Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535, rich_help_panel=CLUSTER)]
 Replicas = Annotated[
     int, typer.Option(help="Engines in parallel, each with its own copy of the model.", min=1, rich_help_panel=CLUSTER)
+]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        help="How long requests under way may go on after the first Ctrl-C or SIGTERM; 0 cuts them at once.",
+        min=0,
+        rich_help_panel=CLUSTER,
+    ),
 ]
 BufferSize = Annotated[
     int, typer.Option(help="Slots a sequence, the most that a request may ask for.", min=1, rich_help_panel=ENGINE)
@@ -78,6 +87,7 @@ def run(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     replicas: Replicas = 1,
+    drain_seconds: DrainSeconds = DRAIN_SECONDS,
     tensor_parallel: TensorParallel = EndpointArgs.tensor_parallel,
     max_rows: MaxRows = EngineConfig.max_rows,
     buffer_size: BufferSize = EngineConfig.buffer_size,
@@ -93,7 +103,8 @@ def run(
 ) -> None:
     """Serve a model over OpenAI's HTTP API, until Ctrl-C or SIGTERM.
 
-    It runs on the cluster of RAY_ADDRESS, or on a local one of its own, and stops what it started.
+    It runs on the cluster of RAY_ADDRESS, or on a local one of its own, and stops what it started. The first signal
+    refuses new requests (503) and lets those under way end, for --drain-seconds at most; a second one stops at once.
 
     Exit codes: 0 stopped, 1 it could not be served, 2 bad input (also a checkpoint that is not whole, or a port that
     is taken), in one sentence.
@@ -121,7 +132,7 @@ def run(
     from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
-    serve_until_stopped(args, host=host, port=port, replicas=replicas)
+    serve_until_stopped(args, host=host, port=port, replicas=replicas, drain_seconds=drain_seconds)
 
 
 main = command(run)

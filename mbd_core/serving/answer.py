@@ -24,6 +24,7 @@ class Answer:
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     include_usage  whether the events end with one that carries the usage
+    on_close       called by `close()`, each time
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class Answer:
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         include_usage: bool = False,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.streamed = streamed
+        self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
 
     def close(self) -> None:
         """Abort what the engine has not finished."""
         self._stream.close()
+        self._on_close()
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer in one object, its choices in the order of the requests."""

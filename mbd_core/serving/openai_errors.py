@@ -5,9 +5,20 @@ from typing import Any
 from mbd_core.serving.async_engine import TooManyRequests
 from mbd_core.serving.text_stream import EngineFailed
 
+VALUE_LENGTH = 100  # characters of a client's value that an error repeats
+MESSAGE_LENGTH = 400  # characters of an error's message
+
+
+def clipped(value: str, length: int = VALUE_LENGTH) -> str:
+    """A client's value as an error repeats it: its first `length` characters, then "..." if there are more."""
+    return value if len(value) <= length else f"{value[:length]}..."
+
 
 class ApiError(Exception):
-    """An error as the client sees it: HTTP status, and what goes into `{"error": ...}`."""
+    """An error as the client sees it: HTTP status, and what goes into `{"error": ...}`.
+
+    `message` and `param` are cut to a bounded length here, in case a client's value stands in them whole.
+    """
 
     def __init__(
         self,
@@ -18,9 +29,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = clipped(message, MESSAGE_LENGTH)
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers
+        self.status, self.message, self.code, self.headers = status, message, code, headers
+        self.param = None if param is None else clipped(param)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mbd_core.decoding.sampling import LEAST, Sampling
-from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_errors import ApiError, clipped
 
 MAX_STOPS = 16
 MAX_TOKENS_DEFAULT = 256
@@ -24,7 +24,7 @@ def _only(*values: Any) -> Callable[[Any], Any]:
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
             return value
         accepted = " or ".join(json.dumps(v) for v in values) or "null"
-        raise ValueError(f"{json.dumps(value)} is not supported; leave it out or give {accepted}")
+        raise ValueError(f"{clipped(json.dumps(value))} is not supported; leave it out or give {accepted}")
 
     return check
 
@@ -152,7 +152,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _no_selection(self) -> "CompletionRequest":
         if self.best_of not in (None, self.num_choices):
-            raise ValueError(f"best_of: {self.best_of} is not supported; leave it out or give n's {self.num_choices}")
+            raise ValueError(
+                f"best_of: {clipped(str(self.best_of))} is not supported; leave it out or give n's {self.num_choices}"
+            )
         return self
 
     @property
@@ -254,7 +256,7 @@ def _refusal(error: ValidationError) -> ApiError:
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
-    path = [str(p) for p in first["loc"]]
+    path = [clipped(str(p)) for p in first["loc"]]
     several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
     if kind == "extra_forbidden":
         message, code = "unknown field", "unknown_field"

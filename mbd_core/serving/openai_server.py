@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +23,8 @@ from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_requests import engine_requests
 from mbd_core.serving.load import load_engine
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
-from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.open_requests import OpenRequests
+from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import (
     MAX_TOKENS_DEFAULT,
@@ -36,7 +38,10 @@ from mbd_core.trace.recorder import TraceRecorder
 
 
 class OpenAIServer:
-    """One model, one engine. Its coroutines belong to one event loop; `stop()` ends what it started."""
+    """One model, one engine. Its methods belong to one event loop; `stop()` ends what it started.
+
+    A server that is to end without cutting answers is drained first: `begin_drain()`, then `drained(seconds)`.
+    """
 
     def __init__(
         self, args: EndpointArgs, *, log: logging.Logger | None = None, trace: TraceRecorder | None = None
@@ -56,8 +61,17 @@ class OpenAIServer:
         self._decode = partial(decode_text, tokenizer)
         self._token_texts = TokenTexts(tokenizer)
         self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
+        self._open_requests = OpenRequests()
         self._created = int(time.time())
         self._edit_noted = False
+
+    def begin_drain(self) -> int:
+        """Refuse new requests with 503 from now on; those that run or wait go on. Returns how many these are."""
+        return self._open_requests.begin_drain()
+
+    async def drained(self, seconds: float) -> int:
+        """Wait until every answer has ended, for `seconds` at most; how many have not. Call `begin_drain` first."""
+        return await self._open_requests.drained(seconds)
 
     async def stop(self) -> None:
         """End the engine and its threads, and write the end of the trace."""
@@ -84,10 +98,10 @@ class OpenAIServer:
         self.loaded.check_health()
 
     def health(self) -> dict[str, Any]:
-        """Whether requests are served, how many are, and by what."""
+        """Whether requests are taken, how many are served, and by what."""
         try:
             self.check_health()
-            ready = True
+            ready = not self._open_requests.draining
         except (EngineFailed, RankLost):
             ready = False
         engine, load = self.loaded.engine, self.engine.load
@@ -95,6 +109,7 @@ class OpenAIServer:
         return {
             "model": self.args.name,
             "ready": ready,
+            "draining": self._open_requests.draining,
             "running": load.running,
             "waiting": load.waiting,
             "backend": self.loaded.backend,
@@ -114,7 +129,7 @@ class OpenAIServer:
     def model(self, name: str) -> dict[str, Any]:
         """OpenAI's model object; `ApiError` (404) for a name that is not this model's."""
         if name != self.args.name:
-            message = f"unknown model '{name}'; served here: {self.args.name}"
+            message = f"unknown model '{clipped(name)}'; served here: {self.args.name}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
 
@@ -122,15 +137,26 @@ class OpenAIServer:
 
     async def complete(self, body: bytes) -> Answer:
         """The answer to a completion request; raises `ApiError`, `TooManyRequests` and `EngineFailed`."""
-        asked = parse(CompletionRequest, body)
-        return await self._answer(asked, prompt_field="prompt")
+        return await self._answer(CompletionRequest, body, prompt_field="prompt")
 
     async def chat(self, body: bytes) -> Answer:
         """The answer to a chat request; raises as `complete` does."""
-        asked = parse(ChatRequest, body)
-        return await self._answer(asked, prompt_field="messages")
+        return await self._answer(ChatRequest, body, prompt_field="messages")
 
-    async def _answer(self, asked: CompletionRequest | ChatRequest, *, prompt_field: str) -> Answer:
+    async def _answer(
+        self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, *, prompt_field: str
+    ) -> Answer:
+        """The answer, whose request stays open until it is closed."""
+        end_request = self._open_requests.begin()
+        try:
+            return await self._submit(parse(kind, body), prompt_field=prompt_field, on_close=end_request)
+        except BaseException:
+            end_request()
+            raise
+
+    async def _submit(
+        self, asked: CompletionRequest | ChatRequest, *, prompt_field: str, on_close: Callable[[], None]
+    ) -> Answer:
         self.model(asked.model)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
         admitted = await asyncio.get_running_loop().run_in_executor(
@@ -150,7 +176,12 @@ class OpenAIServer:
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(self._token_texts, self._decode, chat=chat) for _ in admitted]
         return Answer(
-            reply, stream, streamed=bool(asked.stream), logprobs=logprobs, include_usage=asked.usage_in_stream
+            reply,
+            stream,
+            streamed=bool(asked.stream),
+            logprobs=logprobs,
+            include_usage=asked.usage_in_stream,
+            on_close=on_close,
         )
 
     def _admit(self, asked: CompletionRequest | ChatRequest, *, prompt_field: str, seed: int) -> list[Admitted]:

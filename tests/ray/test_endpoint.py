@@ -90,7 +90,7 @@ def wait_idle(url: str) -> dict[str, Any]:
 
 def test_health_and_models(url: str, client: openai.OpenAI) -> None:
     state = wait_idle(url)
-    assert (state["model"], state["ready"]) == (MODEL, True)
+    assert (state["model"], state["ready"], state["draining"]) == (MODEL, True, False)
     assert state["backend"] == "torch cpu float32"
     assert state["attention"]["name"] == "reference"
     assert "needs a CUDA device" in state["attention"]["not_chosen"]["vllm-flash-attn"]
@@ -352,6 +352,13 @@ def test_a_chat_template_s_refusal_is_told_in_the_template_s_words(url: str) -> 
 def test_a_wrong_method_is_405_in_the_same_shape(url: str) -> None:
     check_error(httpx.get(f"{url}/v1/completions", timeout=LIMIT), 405, None)
     check_error(httpx.get(f"{url}/v1/models/", timeout=LIMIT), 404, "model")
+
+
+@pytest.mark.parametrize(("route", "param"), [("v1/models/", "model"), ("nothing/", None)])
+def test_a_long_path_is_repeated_only_in_part(url: str, route: str, param: str | None) -> None:
+    response = httpx.get(f"{url}/{route}{'x' * 50_000}", timeout=LIMIT)
+    check_error(response, 404, param)
+    assert len(response.content) < 2000
 
 
 def test_neutral_values_are_accepted(url: str) -> None:

@@ -4,12 +4,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
 from actors import serving
 from jobs import serve as job
@@ -69,6 +70,99 @@ def test_a_signal_while_it_starts_is_an_end_in_good_order(
     assert capsys.readouterr().out == "stopping\n"
     up = {"after it": ["ray"], "while Serve starts": ["serve", "ray"]}
     assert stopped == up.get(when, [])
+
+
+class ScriptedReplicas:
+    """A deployment handle: what the replicas answer to each `drain`, and what happens meanwhile."""
+
+    def __init__(self, *answers: list[Any], meanwhile: Callable[[int], None] = lambda _: None) -> None:
+        self.calls, self._answers, self._meanwhile = list[tuple[str, float]](), answers, meanwhile
+        self.describe = SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: "start line"))
+
+    def broadcast(self, method: str, seconds: float) -> Any:
+        self.calls.append((method, seconds))
+
+        def results(**_: Any) -> list[Any]:
+            self._meanwhile(len(self.calls))
+            answers = self._answers[min(len(self.calls), len(self._answers)) - 1]
+            if answers and answers[0] is RayServeException:
+                raise RayServeException("no replica")
+            return answers
+
+        return SimpleNamespace(results=results)
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, replicas: ScriptedReplicas, argv: list[str], number: signal.Signals) -> int:
+    """The exit code of a job that serves until `number`; Ray and Serve are stopped then."""
+    stopped: list[str] = []
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    ray = SimpleNamespace(
+        is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes, shutdown=lambda: stopped.append("ray")
+    )
+    serve = SimpleNamespace(
+        start=lambda **_: None, run=lambda *_, **__: replicas, shutdown=lambda: stopped.append("serve")
+    )
+    for name, stand_in in (("connect", lambda **_: True), ("ray", ray), ("serve", serve)):
+        monkeypatch.setattr(serving, name, stand_in)
+    for name in ("POLL_SECONDS", "PASS_ON_SECONDS"):
+        monkeypatch.setattr(serving, name, 0.01)
+    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), number))
+    code = job.main(argv)
+    assert stopped == ["serve", "ray"]
+    return code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_and_the_second_stops_at_once(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def second_signal(call: int) -> None:
+        if call == 3:
+            os.kill(os.getpid(), number)
+
+    replicas = ScriptedReplicas([2, 1], meanwhile=second_signal)
+    assert ended(monkeypatch, replicas, ["--model", str(tiny_model_dir)], number) == 0
+    assert len(replicas.calls) == 3
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "draining 3 requests, at most 30 s; a second signal stops at once",
+        "stopping",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "switches", "calls", "printed"),
+    [
+        ([[0, 0]], [], 1, []),
+        ([[1, 0], [1, 0], [0, 0]], [], 3, ["draining 1 request, at most 30 s; a second signal stops at once"]),
+        ([[2, 0], [RuntimeError("a replica died"), 0]], [], 2, ["draining 2 requests, at most 30 s; a second"]),
+        ([[2, 0], [TimeoutError("slow"), 0], [0, 0]], [], 3, ["draining 2 requests, at most 30 s; a second"]),
+        ([[2, 0], [RayServeException]], [], 2, ["draining 2 requests, at most 30 s; a second"]),
+        ([[2, 3]], ["--drain-seconds", "0"], 0, []),
+        (
+            [[2, 3]],
+            ["--drain-seconds", "0.05"],
+            None,
+            ["draining 5 requests, at most 0.05 s; a second", "cutting 5 of them, which did not end in 0.05 s"],
+        ),
+    ],
+)
+def test_a_drain_ends_with_the_requests_or_with_its_time(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[list[Any]],
+    switches: list[str],
+    calls: int | None,
+    printed: list[str],
+) -> None:
+    replicas = ScriptedReplicas(*answers)
+    assert ended(monkeypatch, replicas, ["--model", str(tiny_model_dir), *switches], signal.SIGTERM) == 0
+    assert calls is None or len(replicas.calls) == calls
+    assert {method for method, _ in replicas.calls} <= {"drain"}
+    *_, last = lines = capsys.readouterr().out.splitlines()[3:]  # after the three lines of the start
+    assert last == "stopping"
+    assert len(lines) == len(printed) + 1
+    assert all(line.startswith(expected) for line, expected in zip(lines, printed, strict=False))
 
 
 def test_a_port_that_is_taken_is_named_before_ray_is_started(
@@ -134,6 +228,7 @@ def test_the_switches_of_the_job_reach_the_engine(
         (["--tensor-parallel", "0"], "'--tensor-parallel'"),
         (["--kv-memory-fraction", "0"], "kv_memory_fraction=0.0 must be a share of the memory"),
         (["--port", "70000"], "'--port'"),
+        (["--drain-seconds", "-1"], "'--drain-seconds'"),
     ],
 )
 def test_a_bad_switch_is_one_sentence_and_exit_2(

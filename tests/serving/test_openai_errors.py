@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mbd_core.serving.async_engine import TooManyRequests
-from mbd_core.serving.openai_errors import ApiError, api_error
+from mbd_core.serving.openai_errors import MESSAGE_LENGTH, VALUE_LENGTH, ApiError, api_error, clipped
 from mbd_core.serving.text_stream import EngineFailed
 
 
@@ -26,3 +26,15 @@ def test_a_full_server_is_429_and_a_refusal_stays_itself() -> None:
     assert (full.status, full.headers) == (429, {"Retry-After": "1"})
     refusal = ApiError(400, "no", param="n")
     assert api_error(refusal) is refusal
+
+
+def test_a_client_s_value_is_repeated_only_in_part() -> None:
+    exact = "x" * VALUE_LENGTH
+    assert clipped(exact) == exact
+    assert clipped(exact + "y") == exact + "..."
+
+
+def test_no_error_carries_an_endless_message_or_param() -> None:
+    error = ApiError(400, "decoding: " + "x" * 1_000_000, param="y" * 1_000_000).body["error"]
+    assert error["message"].startswith("decoding: xxx")
+    assert (len(error["message"]), len(error["param"])) == (MESSAGE_LENGTH + 3, VALUE_LENGTH + 3)

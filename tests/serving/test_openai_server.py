@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 def server_of(folder: Path, **settings: Any) -> OpenAIServer:
     engine = EngineConfig(max_rows=2, num_pages=64)
     return OpenAIServer(EndpointArgs(folder=str(folder), name="tiny", engine=engine, **settings))
+
+
+@pytest.fixture(scope="module")
+def shared_server(tiny_model_dir: Path) -> Iterator[OpenAIServer]:
+    """For what is refused before the engine sees it, which binds the server to no event loop."""
+    server = server_of(tiny_model_dir)
+    yield server
+    asyncio.run(server.stop())
 
 
 def run(server: OpenAIServer, scenario: Callable[[], Awaitable[Any]]) -> Any:
@@ -144,5 +152,93 @@ def test_editing_a_model_not_trained_for_it_is_noted_once(tiny_model_dir: Path) 
             for decoding in ({}, {"t2t": {}}, {"t2t": {"tau": 0.9}}):
                 await (await server.complete(body(prompt="x", decoding=decoding))).whole()
             assert len(notes) == expected, "once, and only where generation_config.json names no t2t"
+
+    run(server, scenario)
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "names"),
+    [
+        ("complete", {"model": LONG}, "model"),
+        ("complete", {LONG: 1}, "unknown field"),
+        ("complete", {"stream_options": {LONG: 1}}, "stream_options."),
+        ("complete", {"suffix": LONG}, "suffix: "),
+        ("complete", {"suffix": [LONG]}, "suffix: "),
+        ("complete", {"logit_bias": {LONG: 1}}, "logit_bias: "),
+        ("complete", {"echo": LONG}, "echo: "),
+        ("complete", {"best_of": 10**4000}, "best_of: "),
+        ("complete", {"max_tokens": 10**4000}, "max_tokens"),
+        ("complete", {"max_tokens": LONG}, "max_tokens: "),
+        ("complete", {"decoding": {LONG: 1}}, "decoding: unknown decoding field"),
+        ("complete", {"decoding": {"fallback": LONG}}, "decoding: fallback="),
+        ("complete", {"decoding": {"t2t": {LONG: 1}}}, "decoding: unknown decoding field"),
+        ("complete", {"decoding": {"tau_m2t": [LONG]}}, "decoding: "),
+        ("complete", {"prompt": [10**4000]}, "prompt: "),
+        ("chat", {"messages": [{"role": LONG, "content": "x"}]}, "messages.0.role: "),
+        ("chat", {"messages": [{"role": "user", "content": "x", LONG: 1}]}, "messages.0."),
+        ("chat", {"messages": turns("user"), "tools": [LONG]}, "tools: "),
+        ("chat", {"messages": turns("user"), "response_format": {"type": LONG}}, "response_format: "),
+    ],
+)
+def test_an_error_names_the_field_and_repeats_little_of_a_long_value(
+    shared_server: OpenAIServer, route: str, fields: dict[str, Any], names: str
+) -> None:
+    given = {"prompt": "x"} | fields if route == "complete" else fields
+
+    async def scenario() -> ApiError:
+        return await refusal(getattr(shared_server, route)(body(**given)))
+
+    error = asyncio.run(scenario())
+    assert error.status in (400, 404)
+    assert names in error.message
+    assert len(json.dumps(error.body)) < 2000
+
+
+def test_a_draining_server_finishes_its_requests_and_refuses_others(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    asked = {"max_tokens": 40, "decoding": {"buffer_size": 1, "tau_m2t": 1.0}, "stream": True}
+
+    async def scenario() -> None:
+        answers = [await server.complete(body(prompt=[9, 9, i], **asked)) for i in range(1, 5)]
+        assert not server.health()["draining"]
+        assert server.begin_drain() == 4, "two run in the two batch rows, two wait"
+        state = server.health()
+        assert (state["ready"], state["draining"]) == (False, True)
+        for route, fields in (("complete", {"prompt": "x"}), ("chat", {"messages": turns("user")})):
+            error = await refusal(getattr(server, route)(body(**fields)))
+            assert (error.status, error.code, error.body["error"]["type"]) == (503, "shutting_down", "server_error")
+            assert error.headers is not None and int(error.headers["Retry-After"]) > 0
+        assert await server.drained(0) == 4
+        end = asyncio.create_task(server.drained(LIMIT))
+        for answer in answers:
+            assert not end.done()
+            events = [event async for event in answer.events(no_failure)]
+            assert events[-1] == "data: [DONE]\n\n"
+            assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+            answer.close()
+            answer.close()
+        assert await end == 0
+        assert server.begin_drain() == 0
+
+    run(server, scenario)
+
+
+def no_failure(error: Exception) -> ApiError:
+    raise AssertionError("the answer failed") from error
+
+
+def test_refused_and_abandoned_requests_do_not_hold_up_a_drain(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+
+    async def scenario() -> None:
+        await refusal(server.complete(b"{"))
+        await refusal(server.complete(body(model="other", prompt="x")))
+        await refusal(server.complete(body(prompt="x", max_tokens=10_000)))
+        (await server.complete(body(prompt="x"))).close()
+        assert server.begin_drain() == 0
+        assert await server.drained(LIMIT) == 0
 
     run(server, scenario)

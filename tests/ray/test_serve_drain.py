@@ -1,0 +1,132 @@
+"""jobs/serve.py ends: the first signal lets the requests under way end whole, on every replica, and refuses others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from actors.request_ids import MAX_LENGTH
+from cluster.local import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 300  # seconds for what ends by itself, however busy the machine is
+MODEL, REPLICAS, STREAMS, CHOICES = "tiny", 2, 6, 4
+
+
+@contextmanager
+def serve_job(model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """The job, on a Ray of its own; none of its processes outlives the block."""
+    options = ["--name", MODEL, "--port", str(port), "--replicas", str(REPLICAS), "--drain-seconds", str(LIMIT)]
+    command = [
+        sys.executable,
+        "jobs/serve.py",
+        "--model",
+        str(model),
+        "--max-rows",
+        "1",
+        "--num-pages",
+        "64",
+        *options,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        started = psutil.Process(job.pid)
+        children: list[psutil.Process] = []
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                children = started.children(recursive=True)
+                job.kill()
+            for process in children:
+                if process.is_running():
+                    process.kill()
+
+
+def wait_until_served(url: str, job: subprocess.Popen[str]) -> None:
+    """Until the job has said so: the first replica answers before all are there."""
+    assert job.stdout is not None
+    assert f"serving {MODEL} at {url}/v1\n" in iter(job.stdout.readline, ""), "the job ended before it served"
+
+
+def stream(url: str, seed: int, begun: threading.Semaphore) -> list[str]:
+    """The events of a request of long answers, one token a forward; `begun` is released with the first."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"Tom has {seed} pens."}],
+        "stream": True,
+        "n": CHOICES,
+        "max_tokens": 300,
+        "temperature": 1,
+        "seed": seed,
+        "decoding": {"buffer_size": 1, "tau_m2t": 1.0},
+    }
+    lines: list[str] = []
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=LIMIT) as response:
+            for line in filter(None, response.iter_lines()):
+                if not lines:
+                    begun.release()
+                lines.append(line)
+    except httpx.HTTPError as error:
+        lines.append(f"cut: {error}")
+    return lines
+
+
+def check_whole(lines: list[str]) -> None:
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+    ended = [choice["index"] for choice in choices if choice["finish_reason"] in ("stop", "length")]
+    assert sorted(ended) == list(range(CHOICES))
+
+
+def check_refusing(url: str) -> None:
+    """New requests get 503, whichever replica they reach, and /health says why."""
+    deadline = time.monotonic() + LIMIT
+    while (state := httpx.get(f"{url}/health", timeout=LIMIT)).status_code == 200:
+        assert time.monotonic() < deadline, "the signal has no effect"
+        time.sleep(0.02)
+    assert state.status_code == 503
+    assert (state.json()["ready"], state.json()["draining"]) == (False, True)
+    for _ in range(3 * REPLICAS):
+        refused = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=LIMIT)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        error = refused.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("server_error", "shutting_down", None)
+
+
+def test_streams_end_whole_after_a_signal(tiny_model_dir: Path) -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with serve_job(tiny_model_dir, port) as job, ThreadPoolExecutor(STREAMS) as pool:
+        wait_until_served(url, job)
+        named = httpx.get(f"{url}/health", headers={"X-Request-ID": "x" * 50_000}, timeout=LIMIT)
+        assert named.headers["x-request-id"] == "x" * MAX_LENGTH
+        begun = threading.Semaphore(0)
+        streams = [pool.submit(stream, url, seed, begun) for seed in range(STREAMS)]
+        for _ in streams:
+            assert begun.acquire(timeout=LIMIT)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        assert len(processes) > REPLICAS
+        job.send_signal(signal.SIGTERM)
+        check_refusing(url)
+        assert any(not one.done() for one in streams), "the streams were too short to tell anything"
+        for one in streams:
+            check_whole(one.result())
+        printed = job.communicate(timeout=LIMIT)[0].splitlines()
+        assert job.returncode == 0
+        drain = f"draining {STREAMS} requests, at most {LIMIT} s; a second signal stops at once"
+        assert drain in printed
+        assert printed[printed.index(drain) + 1] == "stopping"
+        assert not psutil.wait_procs(processes, timeout=LIMIT)[1], "processes outlived the job"
