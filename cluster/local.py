@@ -1,5 +1,6 @@
-"""A Ray cluster on this machine: started as a child process and stopped again, or simply connected to."""
+"""A Ray cluster on this machine: started in processes of its own and ended with ours, or simply connected to."""
 
+import atexit
 import os
 import secrets
 import shutil
@@ -12,16 +13,24 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import (
+    AuthenticationTokenLoader,
+    enable_token_auth_by_default,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 300.0
+ANSWER_SECONDS = 30.0
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
 OBJECT_STORE_BYTES = 256 * 2**20
 
@@ -39,72 +48,73 @@ class LocalCluster:
 def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) -> Iterator[LocalCluster]:
     """A one-node cluster of `num_cpus` logical CPUs for as long as the block lasts; other clusters are left alone.
 
-    Ray's ports other than the dashboard's listen on every interface, so the cluster asks for a token of its own, which
-    only this user can read. Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes
-    no jobs within `start_seconds`. None of its processes outlives the block.
+    Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes no jobs within
+    `start_seconds`. None of its processes outlives the block, nor this process, however it ends.
     """
-    # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
-    folder = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    port, dashboard_port, agent_port, client_port = free_ports(4)
-    cluster = LocalCluster(
-        dashboard_url=f"http://{LOOPBACK}:{dashboard_port}",
-        environment={
-            **os.environ,
-            "RAY_ADDRESS": f"{LOOPBACK}:{port}",
-            "RAY_API_SERVER_ADDRESS": f"http://{LOOPBACK}:{dashboard_port}",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            GCS_SECONDS: f"{start_seconds:.0f}",
-            "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
-            # A submitted job says `python`: it must be the one that runs here.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-        },
-        log=folder / "head.log",
-    )
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-color=false"),
-        *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
-        *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
-        # By default every cluster of a machine takes the same two ports; the second then takes no jobs.
-        *(f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"),
-        *(f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"),
-    ]
-    environment = {k: v for k, v in cluster.environment.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
-    with cluster.log.open("w") as log:
-        head = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
-        )
-    try:
+    with _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, RAY_AUTH_MODE="token") as (head, cluster):
         _wait_until_up(head, cluster, seconds=start_seconds)
         yield cluster
-    finally:
-        _stop(head)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def connect(*, num_cpus: int = 4, worker_logs: bool = True, start_seconds: float = START_SECONDS) -> bool:
+def connect(
+    *,
+    num_cpus: int = 4,
+    worker_logs: bool = True,
+    start_seconds: float = START_SECONDS,
+    answer_seconds: float = ANSWER_SECONDS,
+) -> bool:
     """Join the cluster at `RAY_ADDRESS` (set inside a submitted job); without it, start one that ends with us.
 
     `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
-    which is not so for a caller who was connected before. Raises `RuntimeError`, one sentence, if no cluster answers.
+    which is not so for a caller who was connected before. A cluster that was started here ends when this process does.
+    Raises `RuntimeError`, one sentence, if the cluster at `RAY_ADDRESS` does not answer within `answer_seconds`, or if
+    none starts within `start_seconds`; no process is left behind then.
     """
     if ray.is_initialized():
         return False
     log_settings = {"logging_level": "info" if worker_logs else "warning", "log_to_driver": worker_logs}
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        start_ray(start_seconds=start_seconds, num_cpus=num_cpus, **log_settings)
+    if not address or address == "local":
+        _connect_to_own(num_cpus=num_cpus, start_seconds=start_seconds, **log_settings)
         return True
+    if "://" not in address:
+        _check_answer(address, seconds=answer_seconds)
     try:
-        ray.init(**log_settings)
-    except ConnectionError as error:
+        ray.init(address, **log_settings)
+    except Exception as error:  # Ray has no narrower type for it
+        ray.shutdown()
         raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
     return True
+
+
+def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:
+    """Start a cluster in processes of its own and connect to it; both end when this process does."""
+    enable_token_auth_by_default()  # `ray.init` does so for a cluster that it starts itself
+    with ExitStack() as started:
+        head, cluster = started.enter_context(_head(num_cpus=num_cpus, start_seconds=start_seconds, folder=Path.cwd()))
+        address = _wait_until_started(head, cluster, seconds=start_seconds)
+        os.environ[TOKEN_PATH] = cluster.environment[TOKEN_PATH]
+        AuthenticationTokenLoader.instance().reset_cache()
+        started.callback(ray.shutdown)
+        try:
+            ray.init(address, **settings)
+        except Exception as error:  # Ray has no narrower type for it
+            raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
+        atexit.register(started.pop_all().close)
+
+
+def _check_answer(address: str, *, seconds: float) -> None:
+    """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes."""
+    status = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status", f"--address={address}"]
+    try:
+        answer = subprocess.run(status, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"within {seconds:g} s"
+    else:
+        if answer.returncode == 0:
+            return
+        reason = f"as it should: {_last_line(answer.stderr or answer.stdout)}"
+    raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer {reason}")
 
 
 def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
@@ -135,6 +145,59 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@contextmanager
+def _head(
+    *, num_cpus: int, start_seconds: float, folder: Path, **variables: str
+) -> Iterator[tuple["subprocess.Popen[bytes]", LocalCluster]]:
+    """A head node that is starting, under a supervisor (`cluster/supervisor.py`) that ends it with this process.
+
+    Its workers run in `folder`; `variables` are added to its environment. Ray's ports other than the dashboard's
+    listen on every interface, so the cluster asks for a token of its own, which only this user can read.
+    """
+    # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
+    session = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
+    token = session / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    port, dashboard_port, agent_port, client_port = free_ports(4)
+    cluster = LocalCluster(
+        dashboard_url=f"http://{LOOPBACK}:{dashboard_port}",
+        environment={
+            **os.environ,
+            "RAY_ADDRESS": f"{LOOPBACK}:{port}",
+            "RAY_API_SERVER_ADDRESS": f"http://{LOOPBACK}:{dashboard_port}",
+            TOKEN_PATH: str(token),
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            GCS_SECONDS: f"{start_seconds:.0f}",
+            "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
+            # A submitted job says `python`: it must be the one that runs here.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            **variables,
+        },
+        log=session / "head.log",
+    )
+    command = [
+        *(sys.executable, "-P", str(SUPERVISOR), str(os.getpid()), str(session)),
+        *(*RAY_START, "--head", "--block", "--log-color=false"),
+        *(f"--node-ip-address={LOOPBACK}", f"--port={port}"),
+        *(f"--dashboard-host={LOOPBACK}", f"--dashboard-port={dashboard_port}"),
+        # By default every cluster of a machine takes the same two ports; the second then takes no jobs.
+        *(f"--dashboard-agent-listen-port={agent_port}", f"--ray-client-server-port={client_port}"),
+        *(f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={session}"),
+    ]
+    environment = {k: v for k, v in cluster.environment.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+    with cluster.log.open("w") as log:
+        supervisor = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+        )
+    try:
+        yield supervisor, cluster
+    finally:
+        _stop(supervisor)
+        shutil.rmtree(session, ignore_errors=True)  # it is there yet where the supervisor itself was killed
+
+
 def _with_root(path: str | None) -> str:
     return os.pathsep.join(filter(None, [str(ROOT), path]))
 
@@ -143,7 +206,7 @@ def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seco
     deadline = time.monotonic() + seconds
     # The dashboard answers some seconds before the cluster takes jobs, so it is up when it has taken an empty one.
     request = urllib.request.Request(f"{cluster.dashboard_url}/api/jobs/", data=b'{"entrypoint": "true"}')
-    request.add_header("Authorization", f"Bearer {Path(cluster.environment['RAY_AUTH_TOKEN_PATH']).read_text()}")
+    request.add_header("Authorization", f"Bearer {Path(cluster.environment[TOKEN_PATH]).read_text()}")
     request.add_header("Content-Type", "application/json")
     # Each request submits a job, which takes long on a busy machine: none is given up before the deadline.
     while head.poll() is None and (left := deadline - time.monotonic()) > 0:
@@ -152,20 +215,39 @@ def _wait_until_up(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seco
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.3)
-    reason = f"took no job within {seconds:g} s" if head.poll() is None else f"ended with exit code {head.returncode}"
-    lines = [line.strip() for line in cluster.log.read_text().splitlines() if line.strip()]
-    raise RuntimeError(f"the local Ray cluster {reason}; its log ends: {lines[-1] if lines else '(it is empty)'}")
+    raise _start_failure(head, cluster, f"took no job within {seconds:g} s")
+
+
+def _wait_until_started(head: subprocess.Popen[bytes], cluster: LocalCluster, *, seconds: float) -> str:
+    """The cluster's address, which `ray start` writes into a file once the node is up."""
+    deadline = time.monotonic() + seconds
+    address = cluster.log.with_name("ray_current_cluster")
+    while head.poll() is None and time.monotonic() < deadline:
+        if address.exists() and (written := address.read_text().strip()):
+            return written
+        time.sleep(0.1)
+    raise _start_failure(head, cluster, f"did not start within {seconds:g} s")
+
+
+def _start_failure(head: subprocess.Popen[bytes], cluster: LocalCluster, lateness: str) -> RuntimeError:
+    reason = lateness if head.poll() is None else f"ended with exit code {head.returncode}"
+    return RuntimeError(f"the local Ray cluster {reason}; its log ends: {_last_line(cluster.log.read_text())}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "(it is empty)"
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _stop(head: subprocess.Popen[bytes]) -> None:
-    """End the head, and what is left of its process group, which holds nothing that it did not start."""
-    head.terminate()
+def _stop(supervisor: subprocess.Popen[bytes]) -> None:
+    """Let the supervisor end the head with everything that came of it; wait until it has."""
+    supervisor.terminate()
     with suppress(subprocess.TimeoutExpired):
-        head.wait(timeout=30)
+        supervisor.wait(timeout=60)
     with suppress(ProcessLookupError):
-        os.killpg(head.pid, signal.SIGKILL)
-    head.wait()
+        os.killpg(supervisor.pid, signal.SIGKILL)
+    supervisor.wait()

@@ -23,7 +23,7 @@ from jobs.command_line import (
     names,
 )
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.sweep_folder import REPORT, check_sweep_folder, claim_sweep_folder, write_report
+from mbd_core.evaluation.sweep_folder import FAILURE, REPORT, check_sweep_folder, claim_sweep_folder, write_report
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.sweep_report import build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import collect_samples
@@ -137,10 +137,14 @@ def run(
 
 
 def run_on_cluster(sweep: Sweep, out: Path, *, num_actors: int, overwrite: bool, started: float) -> str:
-    """Decode, grade and write; the report as Markdown. Ray is imported here: it takes seconds, and bad input none."""
+    """Decode, grade and write; the report as Markdown. Ray is imported here: it takes seconds, and bad input none.
+
+    Raises `RuntimeError`, one sentence, if the cluster fails; the traceback then lies in `out`.
+    """
     import ray
 
     from actors.evaluation import plan_pool, run_sweep
+    from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
@@ -148,6 +152,12 @@ def run_on_cluster(sweep: Sweep, out: Path, *, num_actors: int, overwrite: bool,
         pool = plan_pool(sweep, num_engines=num_actors)
         claim_sweep_folder(out, overwrite=overwrite)
         samples = collect_samples(run_sweep(sweep, pool), sweep, folder=out)
+    except CLUSTER_FAILURES as error:
+        reason = record_failure(error, out / FAILURE)
+        raise RuntimeError(
+            f"the sweep failed: {reason}; it lies unfinished in {out.resolve()}, with the traceback in {FAILURE}; "
+            "a sweep cannot be resumed: repeat the command with --overwrite"
+        ) from error
     finally:
         if is_ours:
             ray.shutdown()

@@ -1,6 +1,7 @@
 """Train a recipe on Ray: `ray job submit --working-dir . -- python jobs/train_multitf.py --recipe tiny-mbd`.
 
-Without a cluster (no RAY_ADDRESS) it starts one for itself. Exit codes: 0 done, 1 the training failed, 2 bad input.
+Without a cluster (no RAY_ADDRESS) it starts one for itself. Exit codes: 0 done, 1 the training failed or no
+cluster could be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
 import sys
@@ -16,6 +17,7 @@ from mbd_core.multitf.recipes import RECIPES, recipe_named, shortened, with_prec
 from mbd_core.multitf.training_run import TrainingRun, begin, checked_base
 
 RUNS = Path.home() / "mbd-runs"
+FAILURE = "failure.txt"
 
 Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
 Base = Annotated[
@@ -92,11 +94,25 @@ def run(
         max_failures=max_failures,
     )
     begin(training, resume=resume)
+    print(f"model: {train_on_cluster(training)}")
+
+
+def train_on_cluster(training: TrainingRun) -> Path:
+    """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts."""
     from actors.training import fit  # Ray takes seconds to import: bad input is refused before that
+    from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 
-    connect(num_cpus=max(4, workers + 1))
-    print(f"model: {fit(training).model}")
+    go_on = f"the run lies in {training.folder}; go on with the same command and --resume"
+    try:
+        connect(num_cpus=max(4, training.num_workers + 1))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; {go_on}") from error
+    try:
+        return fit(training).model
+    except CLUSTER_FAILURES as error:
+        reason = record_failure(error, training.folder / FAILURE)
+        raise RuntimeError(f"the training failed: {reason}; {go_on}; the traceback is in {FAILURE} there") from error
 
 
 main = command(run)

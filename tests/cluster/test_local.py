@@ -1,6 +1,10 @@
 """Ray on this machine: a start that fails is one sentence, and leaves no process behind."""
 
+import os
+import re
+import socket
 import subprocess
+import sys
 import time
 import urllib.error
 from pathlib import Path
@@ -8,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from living_processes import living_with
 
 from cluster import local
 
@@ -56,27 +61,133 @@ def test_a_cluster_that_takes_no_job_in_time_is_one_sentence_and_leaves_no_proce
     assert not folders[0].exists()
 
 
-def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process without a connection, whatever ran before; what `connect` sets for Ray is taken back."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(local.GCS_SECONDS, "10")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    return monkeypatch
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(unconnected: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise Exception("The current node timed out\nduring startup.")
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv(local.GCS_SECONDS, "10")  # `start_ray` sets both for Ray; here they are taken back
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray, "init", fail)
+    unconnected.setattr(ray, "init", fail)
     with pytest.raises(RuntimeError, match=r"machine: The current node timed out during startup\.$"):
-        local.connect()
+        local.start_ray()
 
 
-def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: Any) -> None:
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        (
+            "import time; print('booting', flush=True); time.sleep(600)",
+            r"did not start within 3 s; its log ends: (booting|\(it is empty\))",
+        ),
+        ("raise SystemExit('no more\\ndescriptors')", "ended with exit code 1; its log ends: descriptors"),
+    ],
+    ids=["hangs", "fails"],
+)
+def test_an_own_ray_that_does_not_start_is_one_sentence_and_leaves_no_process(
+    unconnected: pytest.MonkeyPatch, tmp_path: Path, script: str, sentence: str
+) -> None:
+    unconnected.setattr(local, "RAY_START", (sys.executable, "-c", script, str(tmp_path)))
+    unconnected.setattr(ray, "init", lambda *_, **__: pytest.fail("there is nothing to connect to"))
+    with pytest.raises(RuntimeError) as raised:
+        local.connect(start_seconds=3)
+    assert re.fullmatch(f"the local Ray cluster {sentence}", str(raised.value))
+    assert not living_with(str(tmp_path))
+
+
+def test_an_own_ray_that_cannot_be_connected_to_leaves_no_process(
+    unconnected: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    up = "import sys, time; from pathlib import Path; folder = Path(sys.argv[-1].partition('=')[2]); "
+    up += "(folder / 'ray_current_cluster').write_text('10.0.0.1:6379'); time.sleep(600)"
+
+    def fail(address: str, **_: Any) -> None:
+        assert address == "10.0.0.1:6379"
+        raise ConnectionError("no\nanswer")
+
+    unconnected.setenv(local.TOKEN_PATH, "")
+    unconnected.setattr(local, "RAY_START", (sys.executable, "-c", up, str(tmp_path)))
+    unconnected.setattr(ray, "init", fail)
+    with pytest.raises(RuntimeError, match=r"^the local Ray cluster started and does not answer: no answer$"):
+        local.connect(start_seconds=60)
+    assert not living_with(str(tmp_path))
+
+
+DRIVER = """
+import os, time
+import ray
+from cluster.local import TOKEN_PATH, connect
+
+connect(num_cpus=2, worker_logs=False)
+
+@ray.remote
+def busy():
+    print("busy", flush=True)
+    open(os.environ["BUSY"] + str(os.getpid()), "w").close()
+    while True:
+        pass
+
+tasks = [busy.remote() for _ in range(2)]
+while len([n for n in os.listdir(os.path.dirname(os.environ["BUSY"]))]) < 2:
+    time.sleep(0.1)
+print(os.path.dirname(os.environ[TOKEN_PATH]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_driver_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        env={**environment, "BUSY": str(tmp_path / "busy-")},
+        cwd=local.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert driver.stdout is not None
+        folder = driver.stdout.readline().strip()
+        assert Path(folder).is_dir()
+        workers = [int(path.name.partition("-")[2]) for path in tmp_path.iterdir()]
+        assert len(workers) == 2
+        assert len(living_with(folder)) > 3
+    finally:
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (living_with(folder) or Path(folder).exists()):
+        time.sleep(0.1)
+    assert not living_with(folder)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not Path(folder).exists()
+
+
+def test_an_address_that_does_not_answer_is_named_in_bounded_time(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setattr(ray, "init", lambda *_, **__: pytest.fail("ray.init would try for minutes"))
+    with socket.create_server((local.LOOPBACK, 0)) as silent:
+        address = f"{local.LOOPBACK}:{silent.getsockname()[1]}"
+        unconnected.setenv("RAY_ADDRESS", address)
+        with pytest.raises(RuntimeError) as raised:
+            local.connect(answer_seconds=5)
+    assert str(raised.value) == f"the Ray cluster at RAY_ADDRESS={address} does not answer within 5 s"
+
+
+def test_an_address_without_a_cluster_is_named(unconnected: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", fail)
+    unconnected.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    unconnected.setattr(local, "_check_answer", lambda *_, **__: None)
+    unconnected.setattr(ray, "init", fail)
     with pytest.raises(
         RuntimeError, match=r"RAY_ADDRESS=10\.0\.0\.1:6379 does not answer: Could not find any running"
     ):

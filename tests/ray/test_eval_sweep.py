@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from planned_samples import planned_samples
 
+from actors import evaluation
 from actors.evaluation import DecodeActor, plan_pool
 from cluster.placement import ClusterTooSmall
 from jobs.eval_sweep import main
@@ -143,6 +144,33 @@ def test_a_model_that_only_an_actor_can_refuse_is_one_sentence_and_exit_2(
     assert main([*command, "--kv-memory-fraction", "1e-12"]) == 2
     sentence = capsys.readouterr().err.strip().splitlines()[-1]
     assert sentence.startswith("eval_sweep: model 'tiny-random': no KV page of")
+
+
+def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
+    ray_cluster: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def grade_nothing(_: Any) -> Any:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(evaluation, "grade_table", grade_nothing)
+    out = tmp_path / "out"
+    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
+    command += ["--limit", "1", "--out", str(out)]
+    assert main(command) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
+        f"eval_sweep: the sweep failed: OSError: no space left; it lies unfinished in {out}, with the traceback in "
+        "failure.txt; a sweep cannot be resumed: repeat the command with --overwrite"
+    )
+    traceback = (out / "failure.txt").read_text()
+    assert traceback.startswith("Traceback")
+    assert "in grade_nothing" in traceback
+    monkeypatch.undo()
+    assert main([*command, "--overwrite"]) == 0
+    assert not (out / "failure.txt").exists()
 
 
 def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:

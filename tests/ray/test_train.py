@@ -16,9 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
+from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
+from actors import training
 from actors.training import STATE, TrainingResult, fit
+from cluster import local
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
@@ -214,3 +218,56 @@ def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_
     begin(run, resume=False)
     fit(run)
     assert json.loads((out / "recipe.json").read_text())["train"]["steps"] == 1
+
+
+def failing_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], storage: Path, *, stage: str, error: Exception
+) -> str:
+    """The one line on stderr of a job whose `connect` or `fit` fails."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: True)
+    monkeypatch.setattr(training, "fit", fail)
+    assert train_multitf.main(["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(storage)]) == 1
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            WorkerGroupError("two ranks", {1: ValueError("late"), 0: OSError("Traceback\n  File x\nno space\n")}),
+            "no space",
+        ),
+        (ControllerError(RuntimeError("no controller")), "no controller"),
+        (ActorDiedError(), "The actor died unexpectedly before finishing this task."),
+    ],
+    ids=["worker", "controller", "actor"],
+)
+def test_a_training_that_fails_is_one_sentence_and_its_traceback_a_file(
+    error: Exception, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "tiny-mbd"
+    assert failing_job(monkeypatch, capsys, tmp_path, stage="fit", error=error) == (
+        f"train_multitf: the training failed: {reason}; the run lies in {run}; go on with the same command and "
+        "--resume; the traceback is in failure.txt there\n"
+    )
+    traceback = (run / "failure.txt").read_text()
+    assert traceback.startswith("Traceback")
+    assert str(error) in traceback
+
+
+def test_a_cluster_that_does_not_start_leaves_a_run_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("the local Ray cluster did not start within 300 s")
+    assert failing_job(monkeypatch, capsys, tmp_path, stage="connect", error=error) == (
+        f"train_multitf: {error}; the run lies in {tmp_path / 'tiny-mbd'}; go on with the same command and --resume\n"
+    )
+    again = ["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(tmp_path), "--resume"]
+    assert train_multitf.main(again) == 1
+    assert "the local Ray cluster did not start" in capsys.readouterr().err

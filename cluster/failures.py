@@ -1,0 +1,30 @@
+"""A job that failed on the cluster: one sentence for the user, and the traceback in a file."""
+
+import traceback
+from pathlib import Path
+
+from ray.data.exceptions import SystemException
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError, WorkerGroupError
+
+CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
+CAUSED = "\nThe above exception was the direct cause of the following exception:"
+MAX_REASON = 300
+
+
+def record_failure(error: BaseException, path: Path) -> str:
+    """Write the error's traceback, with the workers' own in it, to `path`; returns the reason, one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    return reason(error)
+
+
+def reason(error: BaseException) -> str:
+    """The last line of what a worker raised, or of the error itself: Ray passes tracebacks on as text.
+
+    Of errors that caused one another, as Python prints them, it is the first one's.
+    """
+    if isinstance(error, WorkerGroupError) and error.worker_failures:
+        error = error.worker_failures[min(error.worker_failures)]
+    lines = [line.strip() for line in str(error).partition(CAUSED)[0].splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:MAX_REASON]
