@@ -26,6 +26,7 @@ class DecodeActor:
     def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         def load(name: str) -> DecodingModel:
             loaded = load_engine(model_folder(models[name]), engine, tensor_parallel=tensor_parallel)
+            loaded.prepare()
             return DecodingModel(loaded.engine, loaded.tokenizer)
 
         self._stage = DecodeStage(load)

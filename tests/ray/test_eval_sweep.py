@@ -15,6 +15,7 @@ from actors.evaluation import DecodeActor, plan_pool
 from cluster.placement import ClusterTooSmall
 from jobs.eval_sweep import main
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
+from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.grade_stage import grade_table
 from mbd_core.evaluation.sweep_folder import read_samples
@@ -35,6 +36,20 @@ def test_two_ranks_decode_as_one_and_hold_one_model_at_a_time(tiny_model_dir: Pa
     for alone, cut in zip(one, two, strict=True):
         assert cut["error"] is None
         assert (cut["text"], cut["num_forwards"]) == (alone["text"], alone["num_forwards"])
+
+
+def test_graphs_are_captured_before_the_first_sample(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never later: on a GPU a step without a graph runs kernel by kernel."""
+    prepared: list[bool] = []
+
+    def prepare(engine: Engine, decoding: DecodingConfig) -> int:
+        prepared.append(engine.has_work)
+        return 0
+
+    monkeypatch.setattr(Engine, "prepare", prepare)
+    actor = decoder(tiny_model_dir)
+    assert len(actor(planned_samples([tiny_model_dir.name], prompts=["How many?"]))) == 1 and prepared == [False]
+    actor.close()
 
 
 def test_a_request_that_cannot_be_served_keeps_its_row(tiny_model_dir: Path) -> None:
