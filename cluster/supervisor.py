@@ -1,9 +1,9 @@
 """Run a command that never outlives the process that asked for it: `supervisor.py DRIVER_PID FOLDER COMMAND ...`.
 
 The command and every process that came of it are killed on SIGTERM, when the command ends, and when the parent process
-(`DRIVER_PID`) is gone, however it ended; in that case `FOLDER` is removed too. For Linux: the supervisor adopts
-orphans (`PR_SET_CHILD_SUBREAPER`), so each process that came of the command stays its descendant, also in another
-session. It imports nothing but the standard library, so that it runs within milliseconds.
+(`DRIVER_PID`) is gone, however it ended; in that case `FOLDER` is removed too. On Linux the supervisor adopts orphans
+(`PR_SET_CHILD_SUBREAPER`), so that each process that came of the command stays its descendant, also in a session of
+its own; elsewhere an orphan escapes it.
 """
 
 import ctypes
@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 POLL_SECONDS = 0.2
@@ -24,14 +27,13 @@ def supervise(driver: int, folder: Path, command: list[str]) -> int:
     """The command's exit code, or minus the signal that ended it."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    head = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        # Where the supervisor itself is killed, the command is asked to end.
-        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-    )
+    end_with_me = None
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # where the supervisor itself is killed, the command is asked to end
+        end_with_me = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    head = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=end_with_me)
     while head.poll() is None and not signals and os.getppid() == driver:
         reap_orphans(head)
         time.sleep(POLL_SECONDS)
@@ -43,10 +45,10 @@ def supervise(driver: int, folder: Path, command: list[str]) -> int:
 
 def end(head: "subprocess.Popen[bytes]") -> None:
     """Kill the command and whatever came of it, until there is no descendant."""
-    while pids := descendants(os.getpid()):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while processes := psutil.Process().children(recursive=True):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         head.poll()
         reap_orphans(head)
         time.sleep(0.02)
@@ -59,19 +61,6 @@ def reap_orphans(head: "subprocess.Popen[bytes]") -> None:
             if ended.si_pid == head.pid:
                 return
             os.waitpid(ended.si_pid, 0)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """Every process that came of `ancestor`, those that have ended and were not reaped included."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    pids = list(children.get(ancestor, []))
-    for pid in pids:  # the list grows
-        pids += children.get(pid, [])
-    return pids
 
 
 if __name__ == "__main__":
