@@ -85,10 +85,6 @@ class Ledger:
         return np.maximum(-(-self.needed_positions_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
 
     @property
-    def most_committed(self) -> int:
-        return int(self._committed_R.max())
-
-    @property
     def most_pages(self) -> int:
         return int(self._num_pages_R.max())
 
