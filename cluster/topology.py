@@ -1,0 +1,134 @@
+"""How a job's processes lie on a cluster's nodes: what each asks for, and whether all of them find room.
+
+Serving, training and sweeps ask for their resources through it, and so do the manifests in Kubernetes. `nodes` are the
+nodes' resources by Ray's names, as `ray.nodes()` gives them: `{"CPU": 16.0, "GPU": 2.0}`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["cpu", "gpu"]
+Resources = Mapping[str, float]
+
+
+class ClusterTooSmall(ValueError):
+    """The cluster has less than what is asked of it; Ray would wait for the rest for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """`processes` of one kind: replicas of an engine, or training workers.
+
+    A process stays on one node with its tensor-parallel `ranks`, and each rank takes a CPU and `gpus_per_rank` GPUs.
+    `noun` is the word for the processes in sentences.
+    """
+
+    processes: int
+    ranks: int = 1
+    gpus_per_rank: int = 0
+    noun: str = "engines"
+
+    def __post_init__(self) -> None:
+        if self.processes < 0 or self.ranks < 1 or self.gpus_per_rank not in (0, 1):
+            raise ValueError(
+                f"processes={self.processes} must be at least 0, ranks={self.ranks} at least 1, "
+                f"gpus_per_rank={self.gpus_per_rank} 0 or 1"
+            )
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs of one process."""
+        return self.ranks
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one process."""
+        return self.ranks * self.gpus_per_rank
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of one process, all of one node: a placement group's bundle."""
+        return {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus)}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """A bundle for each process."""
+        return [self.bundle for _ in range(self.processes)]
+
+    def room(self, nodes: Iterable[Resources]) -> int:
+        """How many such processes the nodes have room for, however many are asked for."""
+        return sum(_times(self.bundle, node) for node in nodes)
+
+    def check(self, nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
+        """Raise `ClusterTooSmall` if not all processes find room, or if fewer than `spare_cpus` CPUs are left then."""
+        check_room([self], nodes, spare_cpus=spare_cpus)
+
+
+def plan_topology(
+    nodes: Sequence[Resources],
+    *,
+    processes: int,
+    ranks: int = 1,
+    device: Device | None = None,
+    noun: str = "engines",
+    spare_cpus: int = 0,
+) -> Topology:
+    """The topology of `processes` on a cluster of these nodes, on the device that is asked for.
+
+    Without `device` each rank takes a GPU if the cluster has any: it never computes on CPUs unasked. Raises
+    `ClusterTooSmall` as `Topology.check` does.
+    """
+    on_gpus = device == "gpu" or (device is None and any(node.get("GPU", 0) >= 1 for node in nodes))
+    topology = Topology(processes=processes, ranks=ranks, gpus_per_rank=int(on_gpus), noun=noun)
+    topology.check(nodes, spare_cpus=spare_cpus)
+    return topology
+
+
+def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
+    """Raise `ClusterTooSmall` unless the processes of all topologies find room beside each other.
+
+    `spare_cpus`: CPUs of any nodes that must be left for what else runs, one by one. The largest processes are placed
+    first, those on CPUs where the fewest GPUs are.
+    """
+    left = [dict(node) for node in nodes]
+    for topology in sorted(topologies, key=lambda t: (t.num_gpus, t.num_cpus), reverse=True):
+        for _ in range(topology.processes):
+            fitting = [node for node in left if _times(topology.bundle, node)]
+            if not fitting:
+                raise _too_small(topologies, nodes, spare_cpus)
+            node = min(fitting, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+            for kind, amount in topology.bundle.items():
+                node[kind] = node.get(kind, 0) - amount
+    if sum(int(node.get("CPU", 0)) for node in left) < spare_cpus:
+        raise _too_small(topologies, nodes, spare_cpus)
+
+
+def _times(bundle: Resources, node: Resources) -> int:
+    """How often the node holds the bundle."""
+    return min(int(node.get(kind, 0) // amount) for kind, amount in bundle.items() if amount)
+
+
+def _too_small(topologies: Sequence[Topology], nodes: Sequence[Resources], spare_cpus: int) -> ClusterTooSmall:
+    wanted = " and ".join(_need(topology) for topology in topologies)
+    spare = f", with {_counted(spare_cpus, 'CPU')} to spare" if spare_cpus else ""
+    kinds = _kinds(any(topology.num_gpus for topology in topologies))
+    there = ", ".join(" and ".join(_counted(node.get(kind, 0), kind) for kind in kinds) for node in nodes)
+    return ClusterTooSmall(f"{wanted}{spare}; the cluster's nodes have {there or 'nothing'}; ask for fewer")
+
+
+def _need(topology: Topology) -> str:
+    processes, ranks, verb = topology.processes, topology.ranks, "needs" if topology.processes == 1 else "need"
+    needed = " and ".join(_counted(ranks, kind) for kind in _kinds(topology.num_gpus > 0))
+    if ranks > 1:
+        return f"{processes} x {ranks} tensor-parallel ranks need {needed} on one node for each of the {processes}"
+    noun = topology.noun.removesuffix("s") if processes == 1 else topology.noun
+    return f"{processes} {noun} {verb} {needed} each"
+
+
+def _kinds(on_gpus: bool) -> tuple[str, ...]:
+    return ("GPU", "CPU") if on_gpus else ("CPU",)
+
+
+def _counted(number: float, kind: str) -> str:
+    return f"{number:g} {kind}" if number == 1 else f"{number:g} {kind}s"
