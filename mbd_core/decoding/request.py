@@ -13,7 +13,9 @@ FinishReason = Literal["stop", "length", "abort"]
 class Request:
     """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
-    logprobs  report the log-probability of every token in the forward that accepted it
+    logprobs   report the log-probability of every token in the forward that accepted it
+    committed  the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
+               `max_tokens`, stands in the output's tokens, and is not handed out again
     """
 
     request_id: str
@@ -23,6 +25,7 @@ class Request:
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
     logprobs: bool = False
+    committed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,8 @@ class Counts:
 class Output:
     """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
 
-    logprobs  if requested, the natural log-probability of each token in the forward that accepted it
+    logprobs  if requested, the natural log-probability of each token in the forward that accepted it; not of the
+              request's `committed` tokens, which an earlier engine accepted
     """
 
     request_id: str
@@ -69,11 +73,15 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one step committed for one request: the new useful tokens, and the whole output if the request ended."""
+    """What one step committed for one request: the new useful tokens, and the whole output if the request ended.
+
+    counts  the request's counts up to this step
+    """
 
     request_id: str
     new_tokens: tuple[int, ...]
     output: Output | None
+    counts: Counts
     logprobs: tuple[float, ...] | None = None
 
 

@@ -80,11 +80,11 @@ class RowSettings:
     def write(self, row: int, request: Request, *, block_size: int) -> None:
         """Write a request's settings into a row; `first_block` is its boundary block."""
         config, sampling, length = request.decoding, request.sampling, len(request.prompt)
-        origin = config.grid_origin(length)
+        origin, begin = config.grid_origin(length), length + len(request.committed)
         whole = {
-            "first_block": (length - origin) // block_size,
+            "first_block": (begin - origin) // block_size,
             "origin": origin,
-            "begin": length,
+            "begin": begin,
             "end": length + request.max_tokens,
             "limit": config.buffer_size,
             "quota": config.tokens_per_step,

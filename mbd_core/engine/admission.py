@@ -9,7 +9,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
-Field = Literal["prompt", "max_tokens", "decoding", "request_id"]
+Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id"]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
 
@@ -97,11 +97,21 @@ class Admission:
                 f"{model.max_positions} positions; shorten the prompt or lower max_tokens",
                 "context_length_exceeded",
             )
-        wrong = next((t for t in request.prompt if not 0 <= t < model.vocab_size), None)
-        if wrong is not None:
+        if len(request.committed) >= request.max_tokens:
             raise RequestRefused(
-                "prompt", f"prompt token {wrong} lies outside the vocabulary of {model.vocab_size} tokens"
+                "committed",
+                f"{len(request.committed)} tokens are committed of max_tokens={request.max_tokens}: nothing is left",
             )
+        fields: tuple[tuple[Field, tuple[int, ...]], ...] = (
+            ("prompt", request.prompt),
+            ("committed", request.committed),
+        )
+        for field, tokens in fields:
+            wrong = next((t for t in tokens if not 0 <= t < model.vocab_size), None)
+            if wrong is not None:
+                raise RequestRefused(
+                    field, f"{field} token {wrong} lies outside the vocabulary of {model.vocab_size} tokens"
+                )
 
     def _check_method(self, request: Request) -> None:
         try:
@@ -115,6 +125,8 @@ class Admission:
     def _check_canvas(self, request: Request) -> None:
         if self._model.attention != "full":
             raise ValueError(f"canvas needs a model with full attention; {self._model.architecture} attends in blocks")
+        if request.committed:
+            raise ValueError("canvas begins anew: it cannot go on after committed tokens")
         assert request.decoding.canvas is not None
         check_canvas(
             request.decoding.canvas,

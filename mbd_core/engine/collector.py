@@ -85,7 +85,8 @@ class Collector:
     def _commit(self, sequence: SequenceState, committed: list[int], confidence: np.ndarray) -> StepOutput:
         """Hand out the useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
-        useful = slice(max(0, len(request.prompt) - start), max(0, sequence.end - start))
+        known = len(request.prompt) + len(request.committed)
+        useful = slice(max(0, known - start), max(0, sequence.end - start))
         self._seating.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
         logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist() if request.logprobs else None
@@ -111,6 +112,7 @@ class Collector:
             request_id=request.request_id,
             new_tokens=tuple(tokens),
             output=sequence.output(reason) if reason is not None else None,
+            counts=self._seating.ledger.counts(sequence),
             logprobs=None if logprobs is None else tuple(logprobs),
         )
 

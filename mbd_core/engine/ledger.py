@@ -4,9 +4,11 @@ Shape legend: R rows (sequences), K parts of the optional work.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from mbd_core.decoding.request import Counts
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.step_report import Report
@@ -61,12 +63,23 @@ class Ledger:
         self._seconds_R[at] += seconds
         self._num_asked_R[at] = report.num_asked_R[at]
 
+    def counts(self, sequence: SequenceState) -> Counts:
+        """A sequence's counts, those of its row included while it has one."""
+        counts, row = sequence.counts(), sequence.row
+        if self.sequences.get(row) is not sequence:
+            return counts
+        return replace(
+            counts,
+            num_forwards=counts.num_forwards + int(self._num_forwards_R[row]),
+            num_store_forwards=counts.num_store_forwards + int(self._num_store_forwards_R[row]),
+            decode_seconds=counts.decode_seconds + float(self._seconds_R[row]),
+        )
+
     def leave(self, sequence: SequenceState) -> None:
         """A sequence leaves its row; its counts are added to its own."""
-        row = sequence.row
-        sequence.num_forwards += int(self._num_forwards_R[row])
-        sequence.num_store_forwards += int(self._num_store_forwards_R[row])
-        sequence.decode_seconds += float(self._seconds_R[row])
+        row, counts = sequence.row, self.counts(sequence)
+        sequence.num_forwards, sequence.num_store_forwards = counts.num_forwards, counts.num_store_forwards
+        sequence.decode_seconds = counts.decode_seconds
         self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
         for column in self._columns:
             column[row] = 0

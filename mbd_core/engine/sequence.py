@@ -21,7 +21,7 @@ class SequenceState:
 
     row                its batch row; after a preemption the row it had
     arrival            its age: the sequence with the lower number is older
-    tokens             the prompt and the committed tokens after it
+    tokens             the prompt and the committed tokens after it, those included that an earlier engine committed
     origin             the position at which its block grid begins
     end                one past the last position it may fill
     span               positions it may ever store: up to `end`, the last block whole
@@ -68,7 +68,8 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.tokens = list(request.prompt)
+        self.tokens = [*request.prompt, *request.committed]
+        self.emitted = list(request.committed)
         self.origin = request.decoding.grid_origin(len(request.prompt))
         self.end = len(request.prompt) + request.max_tokens
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
