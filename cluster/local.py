@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
     enable_token_auth_by_default,
@@ -33,6 +34,9 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
 OBJECT_STORE_BYTES = 256 * 2**20
+# At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
+# which asks nobody for a token. Such a node has no others beside it.
+SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,8 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
         AuthenticationTokenLoader.instance().reset_cache()
         started.callback(ray.shutdown)
         try:
-            ray.init(address, **settings)
+            with _on_loopback():
+                ray.init(address, **settings)
         except Exception as error:  # Ray has no narrower type for it
             raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
         atexit.register(started.pop_all().close)
@@ -126,12 +131,28 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     os.environ[GCS_SECONDS] = f"{start_seconds:.0f}"
     os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
     try:
-        ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
+        with _on_loopback():
+            ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
     except ValueError:  # a wrong setting
         raise
     except Exception as error:  # Ray has no narrower type for a start that fails
         ray.shutdown()
         raise RuntimeError(f"no Ray cluster could be started on this machine: {_one_line(error)}") from error
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """What Ray starts or joins here is a node on loopback; outside of the block this process can join any cluster."""
+    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(SEVERAL_NODES)
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[SEVERAL_NODES] = False, "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant
+        if variable is None:
+            del os.environ[SEVERAL_NODES]
+        else:
+            os.environ[SEVERAL_NODES] = variable
 
 
 def free_ports(count: int) -> list[int]:
@@ -151,8 +172,8 @@ def _head(
 ) -> Iterator[tuple["subprocess.Popen[bytes]", LocalCluster]]:
     """A head node that is starting, under a supervisor (`cluster/supervisor.py`) that ends it with this process.
 
-    Its workers run in `folder`; `variables` are added to its environment. Ray's ports other than the dashboard's
-    listen on every interface, so the cluster asks for a token of its own, which only this user can read.
+    Its workers run in `folder`; `variables` are added to its environment. Its ports are open to every user of this
+    machine, so the cluster asks for a token of its own, which only this user can read.
     """
     # Ray's socket paths must stay under 107 bytes: a short folder, wherever TMPDIR points.
     session = Path(tempfile.mkdtemp(prefix="mbd-", dir="/tmp"))
@@ -170,6 +191,7 @@ def _head(
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             GCS_SECONDS: f"{start_seconds:.0f}",
+            SEVERAL_NODES: "0",
             "PYTHONPATH": _with_root(os.environ.get("PYTHONPATH")),
             # A submitted job says `python`: it must be the one that runs here.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from listening_sockets import check_loopback_only
 from living_processes import living_with
 
 from cluster import local
@@ -160,6 +161,7 @@ def test_a_killed_driver_leaves_no_process_of_its_ray(tmp_path: Path) -> None:
         workers = [int(path.name.partition("-")[2]) for path in tmp_path.iterdir()]
         assert len(workers) == 2
         assert len(living_with(folder)) > 3
+        check_loopback_only(folder)
     finally:
         driver.kill()
         driver.wait()
