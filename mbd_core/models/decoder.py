@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mbd_core.models.lora import Adapt, TokenAdapters, adapted
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE, Router
@@ -83,11 +84,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(c, config.rms_norm_eps) if config.qk_norm else None
 
-    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Rope, adapt: Adapt | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (..., H, C), keys and values (..., K, C) of `x` (..., D), normed, then rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = adapted(self.q_proj(x), adapt, "q_proj", x).unflatten(-1, (-1, self.head_dim))
+        k = adapted(self.k_proj(x), adapt, "k_proj", x).unflatten(-1, (-1, self.head_dim))
+        v = adapted(self.v_proj(x), adapt, "v_proj", x).unflatten(-1, (-1, self.head_dim))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
@@ -110,17 +111,23 @@ class DecoderLayer(nn.Module):
         layer: int,
         split: Sequence[int] | None,
         reduce: Reduce | None,
+        adapters: TokenAdapters | None = None,
     ) -> list[Tensor]:
         """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor."""
-        parts = [self.self_attn.project(self.input_layernorm(x), rope) for x, rope in zip(rows, ropes, strict=True)]
+        adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
+        parts = [
+            self.self_attn.project(self.input_layernorm(x), rope, adapt)
+            for x, rope, adapt in zip(rows, ropes, adapts, strict=True)
+        ]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
         attended = pieces(attend(layer, q, k, v), split)
-        return [self._finish(x, out, reduce) for x, out in zip(rows, attended, strict=True)]
+        return [self._finish(x, out, reduce, adapt) for x, out, adapt in zip(rows, attended, adapts, strict=True)]
 
-    def _finish(self, x: Tensor, attended: Tensor, reduce: Reduce | None) -> Tensor:
-        out = self.self_attn.o_proj(attended.flatten(-2))
+    def _finish(self, x: Tensor, attended: Tensor, reduce: Reduce | None, adapt: Adapt | None) -> Tensor:
+        heads = attended.flatten(-2)
+        out = adapted(self.self_attn.o_proj(heads), adapt, "o_proj", heads)
         x = x + (out if reduce is None else reduce(out))
-        out = self.mlp(self.post_attention_layernorm(x))
+        out = self.mlp(self.post_attention_layernorm(x), adapt)
         return x + (out if reduce is None else reduce(out))
 
 
@@ -158,6 +165,7 @@ class Decoder(nn.Module):
         *,
         soft_weight: Tensor | None = None,
         split: Sequence[int] | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
 
@@ -170,7 +178,7 @@ class Decoder(nn.Module):
         rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
         ropes = [rotary(row, self.config) for row in pieces(positions, split)]
         for index, layer in enumerate(self.model.layers):
-            rows = layer(rows, ropes, attend, index, split, self.reduce)
+            rows = layer(rows, ropes, attend, index, split, self.reduce, adapters)
         return join([self.model.norm(row) for row in rows])
 
     def embed(self, input_ids: Tensor, soft_weight: Tensor | None = None) -> Tensor:

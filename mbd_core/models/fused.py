@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm, rotary
+from mbd_core.models.lora import TokenAdapters
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE
@@ -26,7 +27,7 @@ def fuse(model: Decoder, *, num_positions: int) -> "FusedDecoder":
 
     The parameters of `model` move in memory: those that one product uses become adjacent. A second call moves nothing.
     The peak memory is the model and one layer's joint weights. After weights are replaced, cast or moved to another
-    device, the model must be fused again.
+    device, the model must be fused again; after they are overwritten in place, `FusedDecoder.refresh` is enough.
     """
     with torch.inference_mode(False), torch.no_grad():
         return FusedDecoder(model, num_positions=num_positions)
@@ -42,19 +43,32 @@ class FusedDecoder:
         self._norm = Norm.of(model.model.norm)
         self._rotations = Rotations(model.config, num_positions, model.model.norm.weight)
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Read the weights anew that stand here as copies, after the decoder's were overwritten."""
+        for layer in self._layers:
+            if isinstance(layer, FusedLayer):
+                layer.refresh()
+
     @torch.inference_mode()
     def forward(
-        self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend, *, soft_weight: Tensor | None = None
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        *,
+        soft_weight: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Final hidden states (T, D), equal to those of `Decoder.forward` except for rounding."""
         x_TD = self.decoder.embed(input_ids_T, soft_weight)
         rotation = self._rotations.at(positions_T)
         for index, layer in enumerate(self._layers):
             if isinstance(layer, FusedLayer):
-                x_TD = layer.forward(x_TD, rotation, attend, index)
+                x_TD = layer.forward(x_TD, rotation, attend, index, adapters)
             else:
                 rope = rotary(positions_T, self.decoder.config)
-                (x_TD,) = layer([x_TD], [rope], attend, index, None, self.decoder.reduce)
+                (x_TD,) = layer([x_TD], [rope], attend, index, None, self.decoder.reduce, adapters)
         return self._norm(x_TD)
 
 
@@ -69,44 +83,65 @@ class FusedLayer:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._qkv = join_storage([p.weight for p in projections])
         self._qkv_bias = join_storage([p.bias for p in projections]) if config.qkv_bias else None
+        self._head_gains: tuple[Tensor, ...] = ()
         self._head_norm: Norm | None = None
         if attention.q_norm is not None and attention.k_norm is not None:
-            gains = (attention.q_norm.weight.expand(config.num_heads, -1),
-                     attention.k_norm.weight.expand(config.num_kv_heads, -1))  # fmt: skip
-            self._head_norm = Norm(torch.cat(gains), config.rms_norm_eps)
+            self._head_gains = (attention.q_norm.weight.expand(config.num_heads, -1),
+                                attention.k_norm.weight.expand(config.num_kv_heads, -1))  # fmt: skip
+            self._head_norm = Norm(torch.cat(self._head_gains), config.rms_norm_eps)
         self._out = attention.o_proj.weight.detach().t()
         self._input_norm, self._output_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
         self._experts = layer.mlp if isinstance(layer.mlp, MoE) else None
         swiglu = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
         self._swiglu = FusedSwiGLU(swiglu) if isinstance(swiglu, SwiGLU) else None
 
-    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend, index: int) -> Tensor:
+    def refresh(self) -> None:
+        """Read the gains of the heads anew, the only weights that are copies."""
+        if self._head_norm is not None:
+            torch.cat(self._head_gains, out=self._head_norm.gain)
+
+    def forward(
+        self, x_TD: Tensor, rotation: "Rotation", attend: Attend, index: int, adapters: TokenAdapters | None
+    ) -> Tensor:
         """The residual stream after this layer."""
-        qkv = F.linear(self._input_norm(x_TD), self._qkv, self._qkv_bias).unflatten(-1, (-1, self._head_dim))
+        inner = self._input_norm(x_TD)
+        qkv = F.linear(inner, self._qkv, self._qkv_bias)
+        if adapters is not None:
+            qkv.addmm_(*adapters.joint(index, "qkv", inner))
+        qkv = qkv.unflatten(-1, (-1, self._head_dim))
         qk, v = qkv[:, : self._rotating], qkv[:, self._rotating :]
         qk = rotation(qk if self._head_norm is None else self._head_norm(qk))
-        attended = attend(index, qk[:, : self._heads], qk[:, self._heads :], v)
-        x_TD = add_product(x_TD, attended.flatten(1), self._out, self._reduce)
+        attended = attend(index, qk[:, : self._heads], qk[:, self._heads :], v).flatten(1)
+        more = None if adapters is None else adapters.joint(index, "out", attended)
+        x_TD = add_product(x_TD, attended, self._out, self._reduce, more)
         inner = self._output_norm(x_TD)
         if self._experts is None:
             assert self._swiglu is not None
-            return add_product(x_TD, self._swiglu.inner(inner), self._swiglu.down, self._reduce)
+            return self._swiglu.add(x_TD, inner, self._reduce, adapters, index)
         out = self._experts.routed(inner)
         if self._swiglu is not None:
-            out = add_product(out, self._swiglu.inner(inner), self._swiglu.down, None)
+            out = self._swiglu.add(out, inner, None, adapters, index)
         return x_TD + (out if self._reduce is None else self._reduce(out))
 
 
 class FusedSwiGLU:
-    """A SwiGLU without its last product, and the weight `down` (F, D) of that product."""
+    """A SwiGLU with two matrix products."""
 
     def __init__(self, mlp: SwiGLU) -> None:
         self._gate_up = join_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.down = mlp.down_proj.weight.detach().t()
+        self._down = mlp.down_proj.weight.detach().t()
 
-    def inner(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = F.linear(x_TD, self._gate_up).chunk(2, dim=-1)
-        return F.silu(gate_TF) * up_TF
+    def add(
+        self, to_TD: Tensor, x_TD: Tensor, reduce: Reduce | None, adapters: TokenAdapters | None, layer: int
+    ) -> Tensor:
+        """`to_TD` and the MLP of `x_TD`."""
+        gate_up = F.linear(x_TD, self._gate_up)
+        if adapters is not None:
+            gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
+        gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+        inner_TF = F.silu(gate_TF) * up_TF
+        more = None if adapters is None else adapters.joint(layer, "down", inner_TF)
+        return add_product(to_TD, inner_TF, self._down, reduce, more)
 
 
 class Norm:
@@ -116,7 +151,7 @@ class Norm:
     """
 
     def __init__(self, gain: Tensor, eps: float) -> None:
-        self._gain, self._eps = gain.detach(), eps
+        self.gain, self._eps = gain.detach(), eps
         self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=gain.device)
         self._on_cpu_float32 = gain.device.type == "cpu" and gain.dtype == torch.float32
 
@@ -128,10 +163,10 @@ class Norm:
         size = x.shape[-1]
         if self._on_cpu_float32:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x * torch.addcmul(self._eps_1, length, length, value=1 / size).rsqrt_()).mul_(self._gain)
+            return (x * torch.addcmul(self._eps_1, length, length, value=1 / size).rsqrt_()).mul_(self.gain)
         if x.dtype == torch.float64:
-            return F.rms_norm(x.float(), (size,), None, self._eps).to(x.dtype).mul_(self._gain)
-        return F.rms_norm(x, (size,), None, self._eps).mul_(self._gain)
+            return F.rms_norm(x.float(), (size,), None, self._eps).to(x.dtype).mul_(self.gain)
+        return F.rms_norm(x, (size,), None, self._eps).mul_(self.gain)
 
 
 @dataclass(frozen=True)
@@ -176,9 +211,15 @@ class Rotations:
         return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one)
 
 
-def add_product(x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None) -> Tensor:
-    """`x + left @ right`; `reduce` sums the product over the ranks if each rank has a part of it."""
-    return torch.addmm(x, left, right) if reduce is None else x + reduce(left @ right)
+def add_product(
+    x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None, more: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`x + left @ right`, plus the product of `more`; `reduce` sums both over the ranks if each rank has a part."""
+    if reduce is None:
+        x = torch.addmm(x, left, right)
+        return x if more is None else x.addmm_(*more)
+    product = left @ right
+    return x + reduce(product if more is None else product.addmm_(*more))
 
 
 def join_storage(parameters: Sequence[Tensor]) -> Tensor:

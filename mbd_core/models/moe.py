@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mbd_core.models.lora import Adapt
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.experts import ExpertsKernel, resolve_experts
@@ -128,6 +129,6 @@ class MoE(nn.Module):
         out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
         return out_TD
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
         out = self.routed(x.flatten(0, -2)).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x, adapt)
