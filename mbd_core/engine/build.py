@@ -77,7 +77,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
-            Ledger(config.max_rows, block_size=block_size, page_size=page_size),
+            Ledger(config.max_rows, num_slots=config.buffer_size, block_size=block_size, page_size=page_size),
             CanvasRuns(c, runner.cache, state.vocab),
             state.tables_RP,
         ),

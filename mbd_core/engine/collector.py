@@ -13,6 +13,7 @@ from mbd_core.decoding.request import FinishReason, StepOutput, StepTrace
 from mbd_core.decoding.sampling import log_probability
 from mbd_core.engine.ahead import LaunchedStep, StepPlan
 from mbd_core.engine.canvas_rows import CanvasRun
+from mbd_core.engine.engine_measures import EngineCounts, ForwardKind
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.step_report import HostCopy, Report, unpack_report
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 class Collector:
     """Turns steps into outputs.
 
+    counts         what the steps did so far
     last_report_X  the report (X,) of the last step that was read
     """
 
@@ -32,6 +34,7 @@ class Collector:
         self, seating: Seating, *, eos_token_ids: tuple[int, ...], trace: "TraceRecorder | None" = None
     ) -> None:
         self._seating, self._eos, self._trace = seating, eos_token_ids, trace
+        self.counts = EngineCounts()
         self.last_report_X = np.zeros(0)
         self._last_read = 0.0
 
@@ -43,19 +46,23 @@ class Collector:
 
     def collect(self, step: LaunchedStep) -> list[StepOutput]:
         """What a step committed. Sequences that have ended or were aborted since it was planned have no share."""
-        outputs = self._collect_blocks(step.plan, step.report)
+        outputs, kind = self._collect_blocks(step.plan, step.report)
         if step.canvas_logits_AV is not None:
             outputs += self._collect_canvases(step.plan, step.canvas_logits_AV)
+            kind = "decode"
+        self.counts.forwards[kind] += 1
         return outputs
 
-    def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> list[StepOutput]:
+    def _collect_blocks(self, plan: StepPlan, report_copy: HostCopy | None) -> tuple[list[StepOutput], ForwardKind]:
         scheduler, ledger = self._seating.scheduler, self._seating.ledger
         scheduler.stored(plan.chunks)
         for sequence in {id(c.sequence): c.sequence for c in plan.chunks}.values():
             if not sequence.prompt_stored:
                 sequence.num_prefill_forwards += 1
+            elif not sequence.stored_at:
+                sequence.stored_at = time.perf_counter()
         if report_copy is None:
-            return []
+            return [], "prefill"
         self.last_report_X = report_copy.read()
         report = self.last_report
         seconds = self._seconds_since(plan)
@@ -64,17 +71,20 @@ class Collector:
             decoding = {row: s for row, s in decoding.items() if scheduler.is_running(s)}
         if self._trace is not None and decoding:
             record_step(self._trace, plan.number, decoding, report)
-        ledger.count(decoding, report, seconds)
+        kind: ForwardKind = "decode" if ledger.count(decoding, report, seconds) else "store"
+        if plan.kind.work.revises:
+            self.counts.edited_tokens += int(report.edited_RN[list(decoding)].sum())
         outputs = []
         for row in report.num_blocks_R.nonzero()[0].tolist():
             if row in decoding:
                 sequence = decoding[row]
                 stored = slice(int(report.num_blocks_R[row]))
+                self.counts.block_lifetimes.extend(ledger.take_ages(row, stored.stop))
                 tokens = report.tokens_RNB[row, stored].astype(np.int64).ravel().tolist()
                 outputs.append(self._commit(sequence, tokens, report.confidence_RNB[row, stored].ravel()))
                 if sequence.seated:
                     ledger.update(sequence)
-        return outputs
+        return outputs, kind
 
     def _seconds_since(self, plan: StepPlan) -> float:
         """Wall time of a step: since it was planned, or since the one before it was read."""
@@ -106,8 +116,10 @@ class Collector:
             logprobs = logprobs[: len(tokens)]
             sequence.logprobs += logprobs
         sequence.emitted += tokens
+        self.counts.committed_tokens += len(tokens)
         if reason is not None:
             self._seating.finish(sequence)
+            self.counts.end(sequence)
         return StepOutput(
             request_id=request.request_id,
             new_tokens=tuple(tokens),

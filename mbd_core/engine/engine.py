@@ -15,6 +15,7 @@ from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.rows import StepRows, packed_rows
 from mbd_core.engine.scheduler import Scheduler
@@ -90,6 +91,21 @@ class Engine:
     def last_report(self) -> Report:
         """What the last step that was read reported of the sequences that decode in blocks."""
         return self._collector.last_report
+
+    @property
+    def counts(self) -> EngineCounts:
+        """What the steps have counted so far."""
+        return self._collector.counts
+
+    def measures(self) -> EngineMeasures:
+        """What the engine did so far and how full it is; may be called from any thread, and costs no step anything."""
+        return measure(
+            self.scheduler,
+            counts=self.counts,
+            graph_report=self.graph_report(),
+            report=self.last_report,
+            rows=self._seating.ledger.sequences,
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------
 

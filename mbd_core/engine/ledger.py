@@ -1,6 +1,6 @@
 """What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
 
-Shape legend: R rows (sequences), K parts of the optional work.
+Shape legend: R rows (sequences), N slots, K parts of the optional work.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from mbd_core.decoding.request import Counts
+from mbd_core.decoding.slot_state import SlotState
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.step_report import Report
@@ -22,18 +23,19 @@ class Ledger:
     num_rows   rows up to the last one in use
 
     The arrays hold for each row: tokens committed; `span`, the positions it may ever store; `window`, the positions of
-    its whole buffer; its number of pages; `num_asked`, the positions whose logits its next forward may need; and the
-    optional work it needs.
+    its whole buffer; its number of pages; `num_asked`, the positions whose logits its next forward may need; the
+    optional work it needs; and the age of the block in each slot, in forwards.
     """
 
-    def __init__(self, num_rows: int, *, block_size: int, page_size: int) -> None:
+    def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
         whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(7)]
         self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
         self._num_forwards_R, self._num_store_forwards_R = whole[5:]
         self._seconds_R = np.zeros(num_rows)
         self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
-        self._columns = (*whole, self._seconds_R, self._work_RK)
+        self._ages_RN = np.zeros((num_rows, num_slots), dtype=np.int64)
+        self._columns = (*whole, self._seconds_R, self._work_RK, self._ages_RN)
         self._set_sequences({})
 
     def seat(self, sequence: SequenceState) -> None:
@@ -42,6 +44,8 @@ class Ledger:
         self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
         self._span_R[row] = sequence.span
+        if sequence.block_ages is not None:
+            self._ages_RN[row] = sequence.block_ages
         self._set_sequences({**self.sequences, row: sequence})
         self.update(sequence)
 
@@ -55,13 +59,25 @@ class Ledger:
         self._committed_R[sequence.row] = sequence.committed
         self._num_pages_R[sequence.row] = len(sequence.pages)
 
-    def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> None:
-        """Count a step of `seconds` in which the rows `decoding` took part."""
+    def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> bool:
+        """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
+        and decoded none."""
         at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
+        stores = report.storing_only_R[at] > 0
         self._num_forwards_R[at] += 1
-        self._num_store_forwards_R[at] += report.storing_only_R[at] > 0
+        self._num_store_forwards_R[at] += stores
         self._seconds_R[at] += seconds
         self._num_asked_R[at] = report.num_asked_R[at]
+        self._ages_RN[at] += report.states_RN[at] != SlotState.DUMMY
+        return not (len(at) and stores.all())
+
+    def take_ages(self, row: int, num_blocks: int) -> list[int]:
+        """The ages of a row's first blocks, which leave the buffer; the others move to the front."""
+        ages = self._ages_RN[row]
+        taken = ages[:num_blocks].tolist()
+        ages[: len(ages) - num_blocks] = ages[num_blocks:]
+        ages[len(ages) - num_blocks :] = 0
+        return taken
 
     def counts(self, sequence: SequenceState) -> Counts:
         """A sequence's counts, those of its row included while it has one."""
@@ -80,6 +96,7 @@ class Ledger:
         row, counts = sequence.row, self.counts(sequence)
         sequence.num_forwards, sequence.num_store_forwards = counts.num_forwards, counts.num_store_forwards
         sequence.decode_seconds = counts.decode_seconds
+        sequence.block_ages = self._ages_RN[row].copy()
         self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
         for column in self._columns:
             column[row] = 0

@@ -15,6 +15,7 @@ One step of the engine:
 """
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Scheduler:
         self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
         self._root = chain_root(namespace)
         self._num_arrivals = 0
+        self.num_preemptions = 0
         self._blocked: SequenceState | None = None
         self._awaited: bytes | None = None
 
@@ -148,6 +150,7 @@ class Scheduler:
             self.waiting.popleft()
             sequence.row = heapq.heappop(self._free_rows)
             self.running[sequence.row] = sequence
+            sequence.admitted_at = sequence.admitted_at or time.perf_counter()
             admitted.append(sequence)
         return admitted
 
@@ -250,6 +253,7 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         self._vacate(sequence)
         sequence.rewind()
+        self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
     def check_integrity(self) -> None:

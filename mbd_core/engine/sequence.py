@@ -1,7 +1,9 @@
 """One request's state in the engine: its tokens and lengths, its pages, its counts."""
 
+import time
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from mbd_core.canvas.lane import num_lanes
@@ -35,6 +37,9 @@ class SequenceState:
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
+    block_ages         forwards that the blocks in its slots took part in, while it is preempted
+    added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
+                       `time.perf_counter`; 0 before that
     """
 
     request: Request
@@ -57,6 +62,10 @@ class SequenceState:
     num_store_forwards: int = 0
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
+    block_ages: np.ndarray | None = None
+    added_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = 0.0
+    stored_at: float = 0.0
     tokens: list[int] = field(init=False)
     prefix_length: int = field(init=False)
     origin: int = field(init=False)
