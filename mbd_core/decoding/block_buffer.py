@@ -81,6 +81,8 @@ class BlockBuffer:
         self.positions_RNB = torch.zeros(positions, dtype=torch.int64, device=device)
         self.editable_RNB = torch.zeros(positions, dtype=torch.bool, device=device)
         self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
+        self.max_blocks = num_slots
+        self._max_blocks = torch.tensor([num_slots], device=device)  # the same, for steps
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._offsets = torch.arange(block_size, device=device)
@@ -149,12 +151,6 @@ class BlockBuffer:
         """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
         left = (self.masked_RNB & self.editable_RNB).sum(-1)
         return 1.0 - left / self.num_editable_RN.clamp(min=1.0)
-
-    @property
-    def next_asked_R(self) -> Tensor:
-        """An upper bound of the positions that need logits in the next forward, which may activate one more block."""
-        opens = self.resident_RN.sum(-1) < self.settings.limit_R
-        return self.asked_RNB.flatten(1).sum(-1) + self.block_size * opens
 
     def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
         """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
@@ -225,12 +221,21 @@ class BlockBuffer:
             tensor.copy_(value)
         self._derive()
 
+    def hold_to(self, max_blocks: int) -> None:
+        """From the next `activate()` on, rows of adaptive requests grow to `max_blocks` resident blocks at most.
+
+        Blocks that are resident stay. Every row may have one, and none more than its request's buffer size.
+        """
+        if max_blocks != self.max_blocks:
+            self.max_blocks = max_blocks
+            self._max_blocks.fill_(max_blocks)
+
     def activate(self) -> None:
         """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
 
         A row grows when its last ACTIVE block has progress > tau_add and stability > tau_stable, or when no block is
-        ACTIVE. It never grows past its buffer size or its token budget, nor while a resident block has a generated EOS
-        (Alg. 4 line 5).
+        ACTIVE. It never grows past its buffer size (`hold_to`: or what is left of it) or its token budget, nor while a
+        resident block has a generated EOS (Alg. 4 line 5).
         """
         settings, active = self.settings, self.active_RN
         num_resident_R = self.resident_RN.sum(-1)
@@ -240,7 +245,8 @@ class BlockBuffer:
         stability = self.stability_RN.gather(1, last)[:, 0]
         wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
         starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
-        room = (num_resident_R < settings.limit_R) & (starts < settings.end_R)
+        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
+        room = (num_resident_R < limit_R) & (starts < settings.end_R)
         grows = wants & room & ~self._has_eos_R()
         next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))

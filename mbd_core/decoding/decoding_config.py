@@ -53,6 +53,8 @@ class DecodingConfig:
 
     block_size        B, tokens of a diffusion block; it must be the model's
     buffer_size       N_buf, the most blocks of the request that are resident at once
+    adaptive          a busy engine may hold the request to fewer blocks (`EngineConfig.block_budget`); without it, its
+                      tokens do not depend on how busy the engine is
     tau_add           the next block is activated when the last active one has progress > tau_add
     tau_stable        and, if set, stability > tau_stable: the share of its filled positions whose tokens the last
                       forward predicted again (needs `t2t` or `soft`)
@@ -73,6 +75,7 @@ class DecodingConfig:
 
     block_size: int
     buffer_size: int = 1
+    adaptive: bool = True
     tau_add: float = 0.1
     tau_stable: float | None = None
     tau_semi: float = 0.9
@@ -102,6 +105,7 @@ class DecodingConfig:
             ("fallback", get_args(Fallback)),
             ("prompt_attention", get_args(PromptAttention)),
             ("prefix_cache", (None, True, False)),
+            ("adaptive", (True, False)),
         ):
             check_choice("", name, getattr(self, name), known)
         for name, kind in (("t2t", T2T), ("soft", Soft), ("canvas", Canvas)):

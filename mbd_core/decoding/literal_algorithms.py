@@ -14,7 +14,7 @@ mixed, so the next forward stores it from its hard tokens.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -215,13 +215,19 @@ def block_buffer_multibd(
     predict: Predict,
     *,
     eos: tuple[int, ...] = (),
+    limits: Iterator[int] | None = None,
 ) -> LiteralRun:
-    """Algorithm 5: always `buffer_size` slots; a DUMMY slot is `None`, and the model does not see it."""
+    """Algorithm 5: always `buffer_size` slots; a DUMMY slot is `None`, and the model does not see it.
+
+    `limits` gives for each forward how many blocks may then be resident before another is activated (a busy engine's
+    block budget); at least 1.
+    """
     decoding = LiteralDecoding(prompt, max_tokens, config, predict, eos)
     buffer: list[ResidentBlock | None] = [decoding.masked_block(0)] + [None] * (config.buffer_size - 1)
     while decoding.run.finish_reason is None:
         resident = [b for b in buffer if b is not None]
-        if None in buffer and decoding.wants_another(resident):
+        room = limits is None or len(resident) < next(limits)
+        if None in buffer and room and decoding.wants_another(resident):
             slot = buffer.index(None)
             buffer[slot] = decoding.masked_block(slot)
             resident = [b for b in buffer if b is not None]

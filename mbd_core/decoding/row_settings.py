@@ -14,7 +14,7 @@ from mbd_core.decoding.acceptance import FALLBACKS
 from mbd_core.decoding.request import Request
 
 _WHOLE = (
-    "first_block", "origin", "begin", "end", "limit", "quota", "fallback", "eos_stops", "edits", "max_edits",
+    "first_block", "origin", "begin", "end", "limit", "kept", "quota", "fallback", "eos_stops", "edits", "max_edits",
     "softens", "top_k", "seed", "forward",
 )  # fmt: skip
 _REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
@@ -29,6 +29,7 @@ class RowSettings:
     origin       position at which block 0 begins
     begin, end   positions [begin, end) may be filled: from the prompt's end to the end of the token budget
     limit        the request's buffer size
+    kept         how many of these blocks a busy engine leaves it: 1, or all if the request is not adaptive
     forward      forwards that the row took part in; the noise of drawn tokens depends on it
 
     The others are the fields of `DecodingConfig` and `Sampling`. A threshold of a part that is off has a value that no
@@ -40,6 +41,7 @@ class RowSettings:
     begin_R: Tensor
     end_R: Tensor
     limit_R: Tensor
+    kept_R: Tensor
     quota_R: Tensor
     fallback_R: Tensor
     eos_stops_R: Tensor
@@ -87,6 +89,7 @@ class RowSettings:
             "begin": begin,
             "end": length + request.max_tokens,
             "limit": config.buffer_size,
+            "kept": 1 if config.adaptive else config.buffer_size,
             "quota": config.tokens_per_step,
             "fallback": FALLBACKS[config.fallback],
             "eos_stops": not request.ignore_eos,

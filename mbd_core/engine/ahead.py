@@ -21,12 +21,16 @@ from mbd_core.engine.step_report import HostCopy
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Who takes part in a step: sequences whose blocks are decoded, by batch row, and prompt chunks to be stored."""
+    """Who takes part in a step: sequences whose blocks are decoded, by batch row, and prompt chunks to be stored.
+
+    max_blocks  the blocks that adaptive requests may grow to in it
+    """
 
     number: int
     decoding: Mapping[int, SequenceState]
     chunks: list[PrefillChunk]
     kind: StepKind
+    max_blocks: int
     started: float
 
 

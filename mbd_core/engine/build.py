@@ -87,6 +87,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             num_slots=config.buffer_size,
             block_size=block_size,
             batch_invariant=config.batch_invariant,
+            blocks_each=None if config.block_budget is None else config.blocks_each,
         ),
         graphs=StepGraphs(state, graphs_enabled(state, config.graphs, static_shapes=static_shapes)),
     )

@@ -225,6 +225,8 @@ class Engine:
         self.admit()
         chunks = self._seating.prefill()
         ledger = self._seating.ledger
+        max_blocks = self.config.blocks_each(self.num_running)
+        ledger.hold_to(max_blocks)
         self._num_steps += 1
         return StepPlan(
             number=self._num_steps - 1,
@@ -232,9 +234,11 @@ class Engine:
             chunks=chunks,
             kind=self._kinds.kind(
                 num_rows=ledger.num_rows,
+                num_slots=ledger.most_slots(unread=self.ahead.unread),
                 num_asked=ledger.asks_at_most(unread=self.ahead.unread),
                 work=ledger.work(),
             ),
+            max_blocks=max_blocks,
             started=started,
         )
 
@@ -246,6 +250,7 @@ class Engine:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """A step's second part, on the device: one forward and what follows from it."""
         num_pages = self._seating.num_pages
+        self.buffer.hold_to(plan.max_blocks)
         if self._is_static(plan):
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         tables_RP, canvases = self._state.tables_RP[:, :num_pages], self._seating.canvases

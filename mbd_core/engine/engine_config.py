@@ -9,6 +9,10 @@ class EngineConfig:
 
     max_rows            sequences decoded at once
     buffer_size         physical slots a batch row; a request may ask for fewer
+    block_budget        blocks that all running sequences together may grow to have in the Block Buffer, but at least
+                        one each: many blocks a sequence while few run, one when as many run as the budget has blocks.
+                        It only delays blocks, yet tokens then depend on how busy the engine is, so a request can
+                        decline it (`DecodingConfig.adaptive`). Default: no budget
     block_size          for a model that was trained without blocks (LLaDA, Dream): the block size D2F decodes it in
     page_size           tokens a page, a multiple of the block size (default: the least such of at least 16)
     num_pages           pages of KV memory (default: as many as fit, see `engine/kv_memory.py`)
@@ -28,6 +32,7 @@ class EngineConfig:
 
     max_rows: int = 16
     buffer_size: int = 4
+    block_budget: int | None = None
     block_size: int | None = None
     page_size: int | None = None
     num_pages: int | None = None
@@ -41,7 +46,7 @@ class EngineConfig:
     attention: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "buffer_size", "num_pages", "max_prefill_tokens"):
+        for name in ("max_rows", "buffer_size", "block_budget", "num_pages", "max_prefill_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -49,6 +54,18 @@ class EngineConfig:
             raise ValueError(
                 f"kv_memory_fraction={self.kv_memory_fraction} must be a share of the memory, above 0 and at most 1"
             )
+
+        if self.block_budget is not None and self.batch_invariant:
+            raise ValueError(
+                f"block_budget={self.block_budget} cannot be honoured with batch_invariant=True: under a budget a "
+                "request's tokens depend on how many others run"
+            )
+
+    def blocks_each(self, num_running: int) -> int:
+        """Blocks that each of `num_running` sequences may grow to have in the Block Buffer at once."""
+        if self.block_budget is None:
+            return self.buffer_size
+        return max(1, min(self.buffer_size, self.block_budget // max(1, num_running)))
 
     def resolve_page_size(self, block_size: int) -> int:
         """Tokens a page; `ValueError` if `page_size` is not a multiple of the model's block size."""

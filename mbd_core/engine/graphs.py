@@ -49,6 +49,7 @@ def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
             tables_RP,
             shift=state.runner.model.config.shift_logits,
             softens=kind.work.softens,
+            num_slots=kind.num_slots,
             num_asked=kind.num_asked,
         ),
     )
@@ -112,9 +113,9 @@ class StepGraphs:
         return self._graph_of_kind[kind]
 
 
-def _size(kind: StepKind) -> tuple[int, bool, int, int]:
-    """Orders kinds by what their step computes: batch rows, positions with logits, optional work."""
-    return kind.num_rows, kind.num_asked is None, kind.num_asked or 0, sum(vars(kind.work).values())
+def _size(kind: StepKind) -> tuple[int, int, bool, int, int]:
+    """Orders kinds by what their step computes: batch rows, slots, positions with logits, optional work."""
+    return kind.num_rows, kind.num_slots, kind.num_asked is None, kind.num_asked or 0, sum(vars(kind.work).values())
 
 
 class CapturedStep:

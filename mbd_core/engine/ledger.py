@@ -23,19 +23,22 @@ class Ledger:
     num_rows   rows up to the last one in use
 
     The arrays hold for each row: tokens committed; `span`, the positions it may ever store; `window`, the positions of
-    its whole buffer; its number of pages; `num_asked`, the positions whose logits its next forward may need; the
+    its whole buffer; its number of pages; its resident blocks after the last step that was read, and how many of their
+    positions need logits; the blocks that it may grow to, `last_limit` in the last step and `limit` in the next; the
     optional work it needs; and the age of the block in each slot, in forwards.
     """
 
     def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
         self._block_size, self._page_size = block_size, page_size
-        whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(7)]
+        whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(10)]
         self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
-        self._num_forwards_R, self._num_store_forwards_R = whole[5:]
+        self._num_forwards_R, self._num_store_forwards_R = whole[5:7]
+        self._num_resident_R, self._limit_R, self._last_limit_R = whole[7:]
+        self._adaptive_R = np.zeros(num_rows, dtype=bool)
         self._seconds_R = np.zeros(num_rows)
         self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
         self._ages_RN = np.zeros((num_rows, num_slots), dtype=np.int64)
-        self._columns = (*whole, self._seconds_R, self._work_RK, self._ages_RN)
+        self._columns = (*whole, self._adaptive_R, self._seconds_R, self._work_RK, self._ages_RN)
         self._set_sequences({})
 
     def seat(self, sequence: SequenceState) -> None:
@@ -43,6 +46,7 @@ class Ledger:
         row = sequence.row
         self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
         self._num_asked_R[row] = self._window_R[row] = sequence.window
+        self._num_resident_R[row], self._adaptive_R[row] = sequence.num_resident, sequence.request.decoding.adaptive
         self._span_R[row] = sequence.span
         if sequence.block_ages is not None:
             self._ages_RN[row] = sequence.block_ages
@@ -67,6 +71,7 @@ class Ledger:
         self._num_forwards_R[at] += 1
         self._num_store_forwards_R[at] += stores
         self._seconds_R[at] += seconds
+        self._num_resident_R[at] = report.num_resident_R[at]
         self._num_asked_R[at] = report.num_asked_R[at]
         self._ages_RN[at] += report.states_RN[at] != SlotState.DUMMY
         return not (len(at) and stores.all())
@@ -97,6 +102,7 @@ class Ledger:
         sequence.num_forwards, sequence.num_store_forwards = counts.num_forwards, counts.num_store_forwards
         sequence.decode_seconds = counts.decode_seconds
         sequence.block_ages = self._ages_RN[row].copy()
+        sequence.num_resident = int(self._num_resident_R[row])
         self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
         for column in self._columns:
             column[row] = 0
@@ -118,7 +124,21 @@ class Ledger:
     def most_pages(self) -> int:
         return int(self._num_pages_R.max())
 
+    def hold_to(self, max_blocks: int) -> None:
+        """The next step lets adaptive requests grow to `max_blocks` blocks (`BlockBuffer.hold_to`)."""
+        self._last_limit_R[:] = self._limit_R
+        size_R = self._window_R // self._block_size
+        self._limit_R[:] = np.where(self._adaptive_R, np.minimum(size_R, max_blocks), size_R)
+
     def asks_at_most(self, *, unread: int) -> int:
-        """Positions whose logits the next forward of all rows may need. `unread` steps are under way, and each can
-        activate one block more in every row."""
-        return int(np.minimum(self._num_asked_R + unread * self._block_size, self._window_R).sum())
+        """Positions whose logits the next forward of all rows may need. A step can activate one block more in every
+        row that has room, and each of `unread` steps that are under way may have made room."""
+        opens_R = self._num_resident_R < (self._last_limit_R if unread else self._limit_R)
+        return int(np.minimum(self._num_asked_R + (opens_R + unread) * self._block_size, self._window_R).sum())
+
+    def most_slots(self, *, unread: int) -> int:
+        """The most blocks that a row may have in the next forward, with `unread` steps under way."""
+        most_R = self._num_resident_R
+        for limit_R in (self._last_limit_R, self._limit_R)[1 - unread :]:
+            most_R = np.maximum(most_R, np.minimum(limit_R, most_R + 1))
+        return int(most_R.max())

@@ -151,18 +151,23 @@ def resident_slots(
 
 
 def static_rows(
-    buffer: BlockBuffer, tables_RP: Tensor, *, shift: bool, softens: bool, num_asked: int | None = None
+    buffer: BlockBuffer,
+    tables_RP: Tensor,
+    *,
+    num_slots: int,
+    shift: bool,
+    softens: bool,
+    num_asked: int | None = None,
 ) -> StepRows:
-    """Every slot of every batch row, resident or not (Alg. 5): shapes that depend on nothing but the buffer's size.
+    """The first `num_slots` slots of every batch row, resident or not (Alg. 5): shapes that depend on no value.
 
-    A slot that is not resident attends to one key and stores into the null page; what comes of it is not read. Logits
-    are asked at the first `num_asked` positions that can change, of which there must not be more, or (`None`)
-    everywhere.
+    The slots behind them must be empty. A slot that is not resident attends to one key and stores into the null page;
+    what comes of it is not read. Logits are asked at the first `num_asked` positions that can change, of which there
+    must not be more, or (`None`) everywhere.
     """
-    size, resident_RN = buffer.block_size, buffer.resident_RN
-    num_rows, num_slots = resident_RN.shape
-    device = resident_RN.device
-    positions_RNB = buffer.positions_RNB
+    size, resident_RN = buffer.block_size, buffer.resident_RN[:, :num_slots]
+    num_rows, device = len(resident_RN), resident_RN.device
+    positions_RNB = buffer.positions_RNB[:, :num_slots]
     at = torch.arange(num_rows * num_slots * size, device=device).view(num_rows, num_slots, size)
     slot_end_RN = at[..., -1]
     if shift:
@@ -171,16 +176,20 @@ def static_rows(
     hidden_at_A, at_A = at.flatten(), None
     if num_asked is not None:
         total = hidden_at_A.numel()
-        at_A = torch.nonzero_static(buffer.asked_RNB.flatten(), size=num_asked, fill_value=total)[:, 0]
+        at_A = torch.nonzero_static(buffer.asked_RNB[:, :num_slots].flatten(), size=num_asked, fill_value=total)[:, 0]
         hidden_at_A = hidden_at_A[at_A.clamp(max=total - 1)]
+    elif num_slots < buffer.num_slots:
+        at_A = torch.arange(hidden_at_A.numel(), device=device)
+    if at_A is not None:  # from places among these slots to places in the buffer
+        at_A = at_A + at_A // (num_slots * size) * ((buffer.num_slots - num_slots) * size)
     rows = Rows(
-        tokens_T=buffer.tokens_RNB.flatten(),
+        tokens_T=buffer.tokens_RNB[:, :num_slots].flatten(),
         positions_T=positions_RNB.flatten(),
         lengths_K=size,
         kv_lens_K=torch.where(resident_RN, positions_RNB[..., -1] + 1, 1).flatten(),
         pages_KP=tables_RP.repeat_interleave(num_slots, dim=0, output_size=num_rows * num_slots),
         stored_K=resident_RN.flatten(),
         logits_at_A=hidden_at_A,
-        weight_T=buffer.weight_RNB.flatten() if softens else None,
+        weight_T=buffer.weight_RNB[:, :num_slots].flatten() if softens else None,
     )
     return StepRows(groups=[rows], num_asked=len(hidden_at_A), at_A=at_A, slot_end_RN=slot_end_RN)

@@ -33,6 +33,7 @@ class SequenceState:
     prefix_length      tokens to be stored before it decodes: the whole blocks of the prompt, or of all `tokens` after
                        a preemption; at least the prompt where the prompt attends in full; 0 for a canvas
     saved              its Block Buffer row, while it is preempted
+    num_resident       its blocks in that row: one when it joins, as many as it left with after a preemption
     num_pages_in_table  how many of its pages stand in the device's page table
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
@@ -54,6 +55,7 @@ class SequenceState:
     emitted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     saved: list[Tensor] | None = None
+    num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
     num_shareable: int = 0
     num_cached_tokens: int = 0

@@ -1,9 +1,11 @@
 """Which step a batch needs: how many batch rows, how many logits, and which work. A CUDA graph serves one kind.
 
-Static steps come in few kinds, so that few graphs are captured: a power of two of batch rows, and logits for a
-quarter, a half, three quarters or all of the buffer's positions.
+Static steps come in few kinds, so that few graphs are captured: a power of two of batch rows, all slots of these rows
+or (with a block budget) a power of two of them, and logits for a quarter, a half, three quarters or all of their
+positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from mbd_core.decoding.decoding_config import DecodingConfig
@@ -57,49 +59,79 @@ def work_of_request(request: Request) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepKind:
-    """What a step depends on beside the values in its buffers. `num_asked`: positions with logits, `None`: all."""
+    """What a step depends on beside the values in its buffers.
+
+    num_slots  slots of each row that are sent through the model: the first ones, all others being empty
+    num_asked  positions with logits, `None`: all of these slots
+    """
 
     num_rows: int
+    num_slots: int
     num_asked: int | None
     work: Work
 
     def covers(self, other: "StepKind") -> bool:
         """Whether a step of this kind can stand in for one of `other`."""
         enough = self.num_asked is None or (other.num_asked is not None and self.num_asked >= other.num_asked)
-        return self.num_rows == other.num_rows and enough and self.work.covers(other.work)
+        wide = self.num_rows == other.num_rows and self.num_slots >= other.num_slots
+        return wide and enough and self.work.covers(other.work)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepKinds:
-    """The kinds of steps of one engine's Block Buffer."""
+    """The kinds of steps of one engine's Block Buffer.
+
+    blocks_each  with a block budget: the blocks that each of so many running sequences may grow to
+    """
 
     max_rows: int
     num_slots: int
     block_size: int
     batch_invariant: bool
+    blocks_each: Callable[[int], int] | None = None
 
-    def kind(self, *, num_rows: int, num_asked: int, work: Work) -> StepKind:
-        """The least kind for a batch that uses `num_rows` rows and asks for at most `num_asked` positions."""
-        rows = min(1 << (max(num_rows, 1) - 1).bit_length(), self.max_rows)
-        quarters = max(1, -(-num_asked // self._quarter(rows)))
+    def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: Work) -> StepKind:
+        """The least kind for a batch that uses `num_rows` rows, at most the first `num_slots` slots of each, and asks
+        for at most `num_asked` positions."""
+        rows = _power_of_two(num_rows, self.max_rows)
+        slots = self.num_slots if self.blocks_each is None else _power_of_two(num_slots, self.num_slots)
+        quarter = self._quarter(rows, slots)
+        quarters = max(1, -(-num_asked // quarter))
         everything = quarters > 3 or self.batch_invariant
-        return StepKind(num_rows=rows, num_asked=None if everything else quarters * self._quarter(rows), work=work)
+        return StepKind(
+            num_rows=rows, num_slots=slots, num_asked=None if everything else quarters * quarter, work=work
+        )
 
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
         """The kinds worth a graph: greedy requests with `decoding` in every size, and all work in the largest, which
-        serves any other request too."""
+        serves any other request too. With a block budget, both also in the slots that it leaves a request."""
         plain = work_of(decoding, Sampling())
         kinds: list[StepKind] = []
-        for rows in sorted({self.kind(num_rows=n, num_asked=1, work=plain).num_rows for n in self._all_rows}):
-            most = rows * decoding.buffer_size * self.block_size
-            sizes = range(1, most + 1, self._quarter(rows))
-            kinds += dict.fromkeys(self.kind(num_rows=rows, num_asked=n, work=plain) for n in (*sizes, most))
-            kinds.append(StepKind(num_rows=rows, num_asked=None, work=ALL_WORK))
+        for rows, slots in self._shapes(decoding):
+            blocks = min(slots, decoding.buffer_size)
+            most = rows * blocks * self.block_size
+            sizes = range(1, most + 1, self._quarter(rows, slots))
+            kinds += dict.fromkeys(
+                self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=plain) for n in (*sizes, most)
+            )
+            kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=ALL_WORK))
         return kinds
 
-    @property
-    def _all_rows(self) -> range:
-        return range(1, self.max_rows + 1)
+    def _shapes(self, decoding: DecodingConfig) -> list[tuple[int, int]]:
+        """Rows and slots of these kinds, fewest first: all slots, and those that a request has at so many rows."""
+        shapes = set()
+        for n in range(1, self.max_rows + 1):
+            rows = _power_of_two(n, self.max_rows)
+            shapes.add((rows, self.num_slots))
+            if self.blocks_each is not None and decoding.adaptive:
+                slots = min(self.blocks_each(n), decoding.buffer_size)
+                shapes.add((rows, _power_of_two(slots, self.num_slots)))
+        return sorted(shapes)
 
-    def _quarter(self, num_rows: int) -> int:
-        return -(-num_rows * self.num_slots * self.block_size // 4)
+    def _quarter(self, num_rows: int, num_slots: int) -> int:
+        return -(-num_rows * num_slots * self.block_size // 4)
+
+
+def _power_of_two(number: int, most: int) -> int:
+    """The least power of two that is not below `number`, at most `most`."""
+    return min(1 << (max(number, 1) - 1).bit_length(), most)

@@ -17,11 +17,12 @@ from mbd_core.decoding.block_buffer import BlockBuffer, Commit
 class Report:
     """A step on the host, by row: views of the float64 array it came in.
 
-    `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did; `num_asked_R`
-    says how many positions' logits the next forward may ask for.
+    `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
+    that stayed, `num_resident_R` is the number, and `num_asked_R` that of their positions that still need logits.
     """
 
     num_blocks_R: np.ndarray
+    num_resident_R: np.ndarray
     num_asked_R: np.ndarray
     storing_only_R: np.ndarray
     states_RN: np.ndarray
@@ -51,7 +52,8 @@ def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
     """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
     parts = (
         commit.num_blocks_R,
-        buffer.next_asked_R,
+        buffer.resident_RN.sum(-1),
+        buffer.asked_RNB.flatten(1).sum(-1),
         view.storing_only_R,
         view.states_RN,
         view.mask_ratio_RN,
@@ -85,7 +87,7 @@ class HostCopy:
 
 def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:
     """A report (X,), its parts by name."""
-    num_rows = len(host_X) // (3 + num_slots * (4 + 3 * block_size))
+    num_rows = len(host_X) // (4 + num_slots * (4 + 3 * block_size))
     rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
     at = 0
 
@@ -96,6 +98,7 @@ def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Rep
 
     return Report(
         num_blocks_R=take(rows),
+        num_resident_R=take(rows),
         num_asked_R=take(rows),
         storing_only_R=take(rows),
         states_RN=take(slots),

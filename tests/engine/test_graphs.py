@@ -117,10 +117,12 @@ def test_the_kinds_worth_a_graph_are_few_and_one_of_them_serves_any_request() ->
     assert len(captured) == len(set(captured)) == 5 * (4 + 1)
     for flags in itertools.product((False, True), repeat=len(WORK_NAMES)):
         for num_rows, num_asked in itertools.product((1, 3, 16), (1, 100, 128 * 16)):
-            kind = kinds.kind(num_rows=num_rows, num_asked=min(num_asked, 128 * num_rows), work=Work(*flags))
+            kind = kinds.kind(
+                num_rows=num_rows, num_slots=4, num_asked=min(num_asked, 128 * num_rows), work=Work(*flags)
+            )
             assert any(k.covers(kind) for k in captured)
             assert kind.covers(kind)
-    least = kinds.kind(num_rows=1, num_asked=1, work=Work())
+    least = kinds.kind(num_rows=1, num_slots=1, num_asked=1, work=Work())
     assert not least.covers(replace(least, num_asked=None)) and not least.covers(replace(least, work=Work(draws=True)))
     assert not least.covers(replace(least, num_rows=2))
 
