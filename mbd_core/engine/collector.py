@@ -72,6 +72,7 @@ class Collector:
         if self._trace is not None and decoding:
             record_step(self._trace, plan.number, decoding, report)
         kind: ForwardKind = "decode" if ledger.count(decoding, report, seconds) else "store"
+        self.counts.sequence_forwards += len(decoding)
         if plan.kind.work.revises:
             self.counts.edited_tokens += int(report.edited_RN[list(decoding)].sum())
         outputs = []
@@ -132,6 +133,7 @@ class Collector:
         """The canvases' part of a step: tokens decided without a gap are handed out."""
         outputs = []
         updates = self._seating.canvases.update(logits_AV)
+        self.counts.sequence_forwards += len(updates)
         seconds = time.perf_counter() - plan.started
         for run, update in updates:
             sequence, decoder = run.sequence, run.decoder

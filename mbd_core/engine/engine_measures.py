@@ -48,6 +48,7 @@ class EngineCounts:
 
     forwards            by kind: "decode" fills positions, "store" stores the blocks of all its sequences and fills
                         none, "prefill" carries prompts alone
+    sequence_forwards   forwards that a sequence took part in with blocks or a canvas, added up over sequences: NFE
     committed_tokens    useful tokens that were handed out
     edited_tokens       tokens that were overwritten after they had been filled (T2T, DMax)
     tokens_per_forward  of each request that ended by itself
@@ -59,6 +60,7 @@ class EngineCounts:
     """
 
     forwards: dict[ForwardKind, int] = field(default_factory=lambda: {"decode": 0, "store": 0, "prefill": 0})
+    sequence_forwards: int = 0
     committed_tokens: int = 0
     edited_tokens: int = 0
     tokens_per_forward: Samples = field(default_factory=Samples)

@@ -79,6 +79,7 @@ def test_counts_are_those_of_the_trace(model: Decoder, changes: dict[str, Any], 
     assert {o.finish_reason for o in outputs} == {"length"}
 
     assert counts.committed_tokens == sum(len(o.tokens) for o in outputs)
+    assert counts.sequence_forwards == sum(o.counts.num_forwards for o in outputs)
     assert counts.edited_tokens == sum(r.edited for r in rows) > 0
     by_request = sorted(o.counts.tpf for o in outputs)
     assert sorted(counts.tokens_per_forward.take()) == by_request
