@@ -16,6 +16,7 @@ class Request:
     logprobs   report the log-probability of every token in the forward that accepted it
     committed  the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
                `max_tokens`, stands in the output's tokens, and is not handed out again
+    adapter    the LoRA adapter to decode with, by the name under which the engine loaded it
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     committed: tuple[int, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

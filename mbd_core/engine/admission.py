@@ -1,15 +1,16 @@
 """Whether an engine can ever serve a request: checked once, and the result is a type."""
 
 from bisect import bisect_right
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
-Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id"]
+Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id", "adapter"]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
 
@@ -19,6 +20,10 @@ class RequestRefused(ValueError):
     def __init__(self, field: Field, message: str, code: Code = "invalid_value") -> None:
         super().__init__(message)
         self.field, self.code = field, code
+
+    def __reduce__(self) -> tuple[type["RequestRefused"], tuple[Field, str, Code]]:
+        """It crosses processes."""
+        return type(self), (self.field, str(self), self.code)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Admitted:
 class Admission:
     """The limits of one engine: the model's positions and vocabulary, its slots, its pages.
 
-    `num_pages` is how many pages a sequence can own.
+    `num_pages` is how many pages a sequence can own. `adapters` are the names of the LoRA adapters that are loaded at
+    any time; a copy in another process does not know them, and leaves that check to the engine.
     """
 
     def __init__(
@@ -43,10 +49,15 @@ class Admission:
         page_size: int,
         num_pages: int,
         prefix_caching: bool,
+        adapters: Set[str] = frozenset(),
     ) -> None:
+        self._adapters: Set[str] | None = adapters
         self._model, self._prefix_caching = model, prefix_caching
         self._block_size, self._buffer_size = block_size, buffer_size
         self._page_size, self._num_pages = page_size, num_pages
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_adapters": None}
 
     @property
     def max_length(self) -> int:
@@ -73,6 +84,7 @@ class Admission:
     def check(self, request: Request) -> Admitted:
         """Raise `RequestRefused` for a request this engine can never serve, saying which value and what to do."""
         self._check_prompt(request)
+        self.check_adapter(request)
         self._check_method(request)
         needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
         if needed > self._num_pages:
@@ -83,6 +95,13 @@ class Admission:
                 "context_length_exceeded",
             )
         return Admitted(request)
+
+    def check_adapter(self, request: Request) -> None:
+        """Raise `RequestRefused` if the request's adapter is not loaded (any more)."""
+        if request.adapter is None or self._adapters is None or request.adapter in self._adapters:
+            return
+        loaded = ", ".join(sorted(self._adapters)) or "none"
+        raise RequestRefused("adapter", f"adapter '{request.adapter}' is not loaded; loaded: {loaded}")
 
     def _check_prompt(self, request: Request) -> None:
         model, length = self._model, len(request.prompt)

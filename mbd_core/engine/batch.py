@@ -23,6 +23,7 @@ class Rows:
     pages_KP     the pages of its sequence, padded with the null page
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
+    adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
                  state that the runner remembers for batch row r
     """
@@ -35,6 +36,7 @@ class Rows:
     stored_K: Tensor
     logits_at_A: Tensor
     weight_T: Tensor | None = None
+    adapter_K: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Batch:
 
     logits_at_A  packed tokens whose hidden states give logits; T + r stands for the hidden state that the runner
                  remembers for row r (models whose logits predict the next position)
+    adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
     split        rows' lengths where each is to be computed apart (batch-invariant)
     """
 
@@ -55,6 +58,7 @@ class Batch:
     logits_at_A: Tensor
     weight_T: Tensor | None
     max_q: int
+    adapter_T: Tensor | None = None
     split: list[int] | None = None
 
 
@@ -95,6 +99,7 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         logits_at_A=torch.where(at_A < 0, len(positions_T) - 1 - at_A, at_A),
         weight_T=_weights(groups),
         max_q=max_q,
+        adapter_T=_adapters(groups, row_T),
         split=_lengths(groups) if batch_invariant else None,
     )
 
@@ -108,6 +113,12 @@ def _lengths(groups: Sequence[Rows]) -> list[int]:
     for g in groups:
         out += [g.lengths_K] * len(g.kv_lens_K) if isinstance(g.lengths_K, int) else g.lengths_K
     return out
+
+
+def _adapters(groups: Sequence[Rows], row_T: Tensor) -> Tensor | None:
+    slots = [g.adapter_K for g in groups if g.adapter_K is not None]
+    assert len(slots) in (0, len(groups)), "adapters are laid out for all rows of a forward, or for none"
+    return _joined(slots)[row_T] if slots else None
 
 
 def _weights(groups: Sequence[Rows]) -> Tensor | None:

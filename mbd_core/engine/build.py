@@ -15,11 +15,13 @@ from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cac
 from mbd_core.engine.ledger import Ledger
 from mbd_core.engine.model_runner import FusedVocab, ModelRunner
 from mbd_core.engine.page_pool import PagePool
+from mbd_core.engine.resident_adapters import ResidentAdapters
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Seating
 from mbd_core.engine.step import StepState
 from mbd_core.engine.step_kind import StepKinds
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.lora import AdapterSlots
 from mbd_core.ops.attention import resolve
 
 LOGITS_AT_ONCE = 1 << 26
@@ -39,6 +41,7 @@ class EngineParts:
     state: StepState
     kinds: StepKinds
     graphs: StepGraphs
+    adapters: ResidentAdapters
 
 
 def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None) -> EngineParts:
@@ -60,6 +63,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
     if config.overlap and not static_shapes:
         raise ValueError("overlap=True cannot be honoured without static_shapes=True: static steps only have it")
     pool = PagePool(num_pages)
+    adapters = ResidentAdapters(c, model.shard, runner.adapters)
     return EngineParts(
         block_size=block_size,
         page_size=page_size,
@@ -73,6 +77,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             page_size=page_size,
             num_pages=pool.capacity,
             prefix_caching=config.prefix_caching,
+            adapters=adapters.names,
         ),
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
@@ -80,6 +85,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             Ledger(config.max_rows, num_slots=config.buffer_size, block_size=block_size, page_size=page_size),
             CanvasRuns(c, runner.cache, state.vocab),
             state.tables_RP,
+            state.adapters_R,
         ),
         state=state,
         kinds=StepKinds(
@@ -87,9 +93,11 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             num_slots=config.buffer_size,
             block_size=block_size,
             batch_invariant=config.batch_invariant,
+            adapters=config.max_adapters > 0,
             blocks_each=None if config.block_budget is None else config.blocks_each,
         ),
         graphs=StepGraphs(state, graphs_enabled(state, config.graphs, static_shapes=static_shapes)),
+        adapters=adapters,
     )
 
 
@@ -143,6 +151,9 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner
     longest = longest_in_pages(c, config, page_size)
     if config.num_pages is not None:
         longest = min(config.num_pages, longest)
+    adapters = None
+    if config.max_adapters:
+        adapters = AdapterSlots(c, model.shard, weights, num_slots=config.max_adapters, max_rank=config.max_rank)
     return ModelRunner(
         model.eval(),
         probe_cache(c, page_size, weights),
@@ -150,6 +161,7 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner
         num_rows=config.max_rows,
         # slots that are not resident stand behind the longest sequence
         num_positions=(longest + config.buffer_size + 1) * page_size,
+        adapters=adapters,
     )
 
 
@@ -173,6 +185,7 @@ def _step_state(
         page_size=page_size,
         batch_invariant=config.batch_invariant,
         logits_chunk=logits_chunk,
+        adapters_R=torch.zeros(config.max_rows, dtype=torch.int64, device=device) if config.max_adapters else None,
     )
 
 

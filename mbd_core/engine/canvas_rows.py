@@ -56,13 +56,13 @@ class CanvasRuns:
     def leave(self, row: int) -> None:
         self._runs.pop(row, None)
 
-    def rows(self, *, num_before: int) -> Rows | None:
+    def rows(self, *, num_before: int, adapters_R: Tensor | None = None) -> Rows | None:
         """The next forward of every canvas, behind `num_before` packed tokens of others; copies between lanes that it
-        needs are made at once. `None` without canvases."""
+        needs are made at once. `None` without canvases. `adapters_R`: the slot of each batch row's LoRA adapter."""
         if not self._runs:
             return None
         device = self._cache.k.device
-        tokens, positions, lengths, kv_lens, pages, at = [], [], [], [], [], []
+        tokens, positions, lengths, kv_lens, pages, at, rows = [], [], [], [], [], [], []
         for run in self._runs.values():
             run.plan = run.decoder.plan()
             for source, target in run.plan.copies:
@@ -73,6 +73,7 @@ class CanvasRuns:
                 lengths.append(q.stop - q.start)
                 kv_lens.append(run.decoder.length)
                 pages.append(run.lanes_LP[q.lane])
+                rows.append(run.sequence.row)
                 at.append(q.logits_at - q.start + num_before)
                 num_before += lengths[-1]
         width = max(len(p) for p in pages)
@@ -84,6 +85,7 @@ class CanvasRuns:
             pages_KP=torch.stack([torch.nn.functional.pad(p, (0, width - len(p))) for p in pages]),
             stored_K=torch.ones(len(lengths), dtype=torch.bool, device=device),
             logits_at_A=torch.cat(at).to(device),
+            adapter_K=None if adapters_R is None else adapters_R[torch.tensor(rows, device=device)],
         )
 
     def update(self, logits_AV: Tensor) -> list[tuple[CanvasRun, CanvasUpdate]]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.step_report import HostCopy, Report
+from mbd_core.engine.weight_swap import StagedWeights, SwapMode, WeightSource, overwrite, stage_weights
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import AttentionKernel
 
@@ -45,7 +47,7 @@ class Engine:
         self.model, self.config = model, config
         self.block_size, self.page_size, self.num_pages = parts.block_size, parts.page_size, parts.num_pages
         self.static_shapes, self.overlap = parts.static_shapes, parts.overlap
-        self.admission, self.ahead = parts.admission, StepAhead()
+        self.admission, self.adapters, self.ahead = parts.admission, parts.adapters, StepAhead()
         self._seating, self._state, self._kinds, self._graphs = parts.seating, parts.state, parts.kinds, parts.graphs
         self.scheduler: Scheduler = parts.seating.scheduler
         if trace is not None:
@@ -53,6 +55,9 @@ class Engine:
         self._collector = Collector(self._seating, eos_token_ids=model.config.eos_token_ids, trace=trace)
         self._num_steps = 0
         self._unsent: list[StepOutput] = []  # collected between steps, given out by the next
+        self._staged: StagedWeights | None = None
+        self.weights_version = 0
+        """How often the weights were swapped."""
 
     # -- what it is made of -------------------------------------------------------------------------------------
 
@@ -114,11 +119,13 @@ class Engine:
         self.add_admitted(self.admission.check(request))
 
     def add_admitted(self, admitted: Admitted) -> None:
-        """Queue a request that was checked before; raises `RequestRefused` if its id is being served."""
+        """Queue a request that was checked before; raises `RequestRefused` if its id is being served, and if its
+        adapter was unloaded since."""
         request = admitted.request
+        self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.adapters.get(request.adapter))
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
@@ -128,6 +135,7 @@ class Engine:
         if sequence is None:  # it may have ended in a step whose outputs are held
             return next((output for output in unsent if output is not None), None)
         self._seating.finish(sequence)
+        self._swap_if_due()
         return sequence.output("abort")
 
     def preempt(self) -> str | None:
@@ -192,11 +200,82 @@ class Engine:
     def close(self) -> None:
         """Let go of what stands behind the engine: nothing here, other processes where there are several ranks."""
 
+    # -- adapters and weights, between two steps ----------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter, a folder in PEFT's layout; from now on requests can name it as their `adapter`.
+
+        Raises `ValueError`, and nothing has changed, if the engine has no place for it, and if it does not fit the
+        model or asks for what is not supported (`checkpoint.adapter`).
+        """
+        self.adapters.place(name, self.adapters.read(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's place; `ValueError` for one that is not loaded, or that requests use."""
+        if self.adapters.get(name) is None:
+            raise ValueError(f"adapter '{name}' is not loaded")
+        known = (*self.scheduler.running.values(), *self.scheduler.waiting)
+        if users := sum(sequence.request.adapter == name for sequence in known):
+            raise ValueError(f"adapter '{name}' cannot be unloaded while {users} requests use it")
+        self.adapters.remove(name)
+
+    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt") -> None:
+        """Put other weights of the same shapes in the place of the model's: a model folder's, or the decoder's tensors
+        by name. No request is lost.
+
+        With "preempt" they take their place at once: requests that run keep the tokens they have committed, which are
+        stored again, and go on. With "wait" they do when the requests that run have ended, and no other begins before;
+        steps go on meanwhile. Whatever was cached of prefixes is forgotten; adapters stay. `weights_version` counts.
+        Raises `ValueError`, and nothing has changed, for weights that do not fit, and while others still wait.
+        """
+        self.swap_weights(self.stage_weights(source, mode))
+
+    def stage_weights(self, source: WeightSource, mode: SwapMode) -> StagedWeights:
+        """The first half of `update_weights`: read and check, change nothing."""
+        if self._staged is not None:
+            raise ValueError("other weights still wait for the requests that run; try again when they are in place")
+        return stage_weights(self.model, source, mode)
+
+    def swap_weights(self, staged: StagedWeights) -> None:
+        """The second half of `update_weights`."""
+        self._staged, self.scheduler.closed = staged, True
+        self._swap_if_due()
+
+    @property
+    def swap_waits(self) -> bool:
+        """Whether weights are staged that are not in place yet."""
+        return self._staged is not None
+
+    @torch.inference_mode()
+    def _swap_if_due(self) -> None:
+        if self._staged is None or not self._swap_is_due(self._staged.mode):
+            return
+        self._unsent += self.land()
+        while (sequence := self.scheduler.preempt_youngest()) is not None:
+            self._seating.set_aside(sequence)
+        overwrite(self.model, self._staged)
+        self.runner.weights_changed()
+        self.weights_version += 1
+        self.scheduler.weights_changed(self.weights_version)
+        self._staged, self.scheduler.closed = None, False
+
+    def _swap_is_due(self, mode: SwapMode) -> bool:
+        """Whether nobody is in the way of a swap (`StagedWeights`)."""
+        running, waiting = self.scheduler.running.values(), self.scheduler.waiting
+        if mode == "wait":
+            return not running and not any(s.num_preemptions for s in waiting)
+        return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
+
     # -- the loop -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward for all sequences; what it committed. Without work it does nothing."""
+        outputs = self._advance()
+        self._swap_if_due()
+        return outputs
+
+    def _advance(self) -> list[StepOutput]:
         if self._unsent:
             outputs, self._unsent = self._unsent, []
             return outputs
@@ -254,6 +333,7 @@ class Engine:
         if self._is_static(plan):
             return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         tables_RP, canvases = self._state.tables_RP[:, :num_pages], self._seating.canvases
+        adapters_R = self._state.adapters_R if self._seating.adapts else None
 
         def lay_out(buffer: BlockBuffer | None) -> StepRows:
             return packed_rows(
@@ -265,6 +345,7 @@ class Engine:
                 shift=self.model.config.shift_logits,
                 softens=plan.kind.work.softens,
                 whole=self.config.batch_invariant,
+                adapters_R=adapters_R,
             )
 
         if not plan.decoding:

@@ -28,6 +28,8 @@ class EngineConfig:
     batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
                         for bit
     attention           the attention kernel by name (default: the best there is)
+    max_adapters        LoRA adapters that can be loaded at once; 0: none, and no step does anything for them
+    max_rank            the largest rank of an adapter; memory is taken for `max_adapters` of this rank
     """
 
     max_rows: int = 16
@@ -44,12 +46,16 @@ class EngineConfig:
     overlap: bool | None = None
     batch_invariant: bool = False
     attention: str | None = None
+    max_adapters: int = 0
+    max_rank: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "buffer_size", "block_budget", "num_pages", "max_prefill_tokens"):
+        for name in ("max_rows", "buffer_size", "block_budget", "num_pages", "max_prefill_tokens", "max_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.max_adapters < 0:
+            raise ValueError(f"max_adapters={self.max_adapters} must be at least 0")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ValueError(
                 f"kv_memory_fraction={self.kv_memory_fraction} must be a share of the memory, above 0 and at most 1"

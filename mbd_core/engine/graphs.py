@@ -41,6 +41,7 @@ def capture(
 def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
     """One static step kernel by kernel; its report (X,). No batch row has more than `num_pages` pages."""
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
+    adapters_R = None if state.adapters_R is None or not kind.work.adapts else state.adapters_R[: kind.num_rows]
     report_X, _ = decode_step(
         state,
         kind,
@@ -51,6 +52,7 @@ def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
             softens=kind.work.softens,
             num_slots=kind.num_slots,
             num_asked=kind.num_asked,
+            adapters_R=adapters_R,
         ),
     )
     return report_X

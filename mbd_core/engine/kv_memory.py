@@ -84,6 +84,7 @@ def _profile(
         pages_KP=torch.ones((num_rows, 1), dtype=torch.int64, device=device),
         stored_K=torch.zeros(num_rows, dtype=torch.bool, device=device),
         logits_at_A=torch.arange(num_asked, device=device),
+        adapter_K=None if runner.adapters is None else torch.zeros(num_rows, dtype=torch.int64, device=device),
     )
     torch.cuda.reset_peak_memory_stats(device)
     logits_AV = runner.logits(runner.forward(pack([rows], page_size=page_size)))

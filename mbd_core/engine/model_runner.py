@@ -14,6 +14,7 @@ from mbd_core.engine.batch import Batch, to_device
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
+from mbd_core.models.lora import AdapterSlots
 from mbd_core.ops.attention import AttentionKernel, BoundAttention
 from mbd_core.ops.confidence import confidence
 from mbd_core.ops.row_layout import RowLayout
@@ -41,15 +42,23 @@ class FusedVocab(Vocab):
 
 class ModelRunner:
     """Runs the decoder over batches: its fused form, or, for batch-invariant rows, the decoder itself, row by row.
+    `adapters` are the slots of LoRA adapters, if the engine has any.
 
     Positions must lie below `num_positions`. Models whose logits predict the next position need the hidden state of
     the position before a block; the runner remembers the last committed position's for each of `num_rows` batch rows.
     """
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCache, attention: AttentionKernel, *, num_rows: int, num_positions: int
+        self,
+        model: Decoder,
+        cache: PagedKVCache,
+        attention: AttentionKernel,
+        *,
+        num_rows: int,
+        num_positions: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        self.model, self.cache, self.attention = model, cache, attention
+        self.model, self.cache, self.attention, self.adapters = model, cache, attention, adapters
         self._fused = fuse(model, num_positions=num_positions)
         weights = model.model.norm.weight
         self.last_batch: Batch | None = None  # after a replay: the batch that the replay has filled
@@ -74,14 +83,22 @@ class ModelRunner:
         self.last_batch = batch
         paged = PagedAttention(self.cache, batch.write_loc_T, self.bind(batch))
         ids_T, positions_T, weight_T = batch.input_ids_T, batch.positions_T, batch.weight_T
+        adapters = None
+        if batch.adapter_T is not None:
+            assert self.adapters is not None
+            adapters = self.adapters.choose(batch.adapter_T)
         if batch.split is None:
-            hidden = self._fused.forward(ids_T, positions_T, paged, soft_weight=weight_T)
+            hidden = self._fused.forward(ids_T, positions_T, paged, soft_weight=weight_T, adapters=adapters)
         else:
-            hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split)
+            hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split, adapters=adapters)
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
         return hidden[batch.logits_at_A]
+
+    def weights_changed(self) -> None:
+        """The decoder's weights were overwritten in place."""
+        self._fused.refresh()
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:

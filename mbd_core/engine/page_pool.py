@@ -12,8 +12,8 @@ so that its content can be found until the memory is needed.
        '--alloc (least recently used first)--> owned
 
 A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
-the namespace (a model). Block-causality makes the keys of a page a function of exactly that. Page 0 is the null page:
-it has no owner, and writes that must have no effect go there.
+the namespace (a model, the version of its weights, an adapter). Block-causality makes the keys of a page a function of
+exactly that. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
 """
 
 from array import array
@@ -134,6 +134,13 @@ class PagePool:
                     self._free.append(page)
             if index < len(chain):
                 self._touch(self._page_of[chain[index]])
+
+    def forget(self) -> None:
+        """No content is known any more: cached pages are free, and pages with an owner are no longer published."""
+        self._free += self._cached
+        self._cached.clear()
+        self._hash_of.clear()
+        self._page_of.clear()
 
     def _touch(self, page: int) -> None:
         if page in self._cached:

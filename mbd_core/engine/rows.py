@@ -45,22 +45,31 @@ def packed_rows(
     shift: bool,
     softens: bool,
     whole: bool,
+    adapters_R: Tensor | None = None,
 ) -> StepRows:
     """Prompt chunks, resident slots (Alg. 4) of `buffer`, if there is one, and canvases.
 
-    shift    logits predict the next position (predicted from the hidden state before it)
-    softens  embed filled positions as DMax's mixtures
-    whole    logits at every position of a slot, so that a row's product has the same shape whatever is open in it
+    shift       logits predict the next position (predicted from the hidden state before it)
+    softens     embed filled positions as DMax's mixtures
+    whole       logits at every position of a slot, so that a row's product has the same shape whatever is open in it
+    adapters_R  the slot of each batch row's LoRA adapter, `None` where no sequence has one
     """
-    prompts = [prompt_rows(chunks, tables_RP, block_size=block_size)] if chunks else []
+    prompts = [prompt_rows(chunks, tables_RP, block_size=block_size, adapters_R=adapters_R)] if chunks else []
     num_tokens, ends = sum(c.stop - c.start for c in chunks), _prompt_ends(chunks)
     slots = StepRows(groups=[])
     if buffer is not None:
         slots = resident_slots(
-            buffer, tables_RP, num_before=num_tokens, prompt_ends=ends, shift=shift, softens=softens, whole=whole
+            buffer,
+            tables_RP,
+            num_before=num_tokens,
+            prompt_ends=ends,
+            shift=shift,
+            softens=softens,
+            whole=whole,
+            adapters_R=adapters_R,
         )
     num_tokens += sum(len(g.tokens_T) for g in slots.groups)
-    canvas_rows = canvases.rows(num_before=num_tokens)
+    canvas_rows = canvases.rows(num_before=num_tokens, adapters_R=adapters_R)
     return replace(
         slots,
         groups=[*prompts, *slots.groups, *([] if canvas_rows is None else [canvas_rows])],
@@ -69,7 +78,9 @@ def packed_rows(
     )
 
 
-def prompt_rows(chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int) -> Rows:
+def prompt_rows(
+    chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size: int, adapters_R: Tensor | None = None
+) -> Rows:
     """Blocks of prefixes to be stored, a row each; a prompt under full attention is one row."""
     device = tables_RP.device
     tokens: list[int] = []
@@ -84,6 +95,7 @@ def prompt_rows(chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size
         lengths += [step] * len(row_starts)
         rows += [chunk.sequence.row] * len(row_starts)
     starts_K, lengths_K = to_device([starts, lengths], device)
+    rows_K = to_device(rows, device)
     offset_K = starts_K - (lengths_K.cumsum(0) - lengths_K)
     return Rows(
         tokens_T=to_device(tokens, device),
@@ -91,9 +103,10 @@ def prompt_rows(chunks: Sequence[PrefillChunk], tables_RP: Tensor, *, block_size
         + offset_K.repeat_interleave(lengths_K, output_size=len(tokens)),
         lengths_K=block_size if all(n == block_size for n in lengths) else lengths,
         kv_lens_K=starts_K + lengths_K,
-        pages_KP=tables_RP[to_device(rows, device)],
+        pages_KP=tables_RP[rows_K],
         stored_K=torch.ones(len(rows), dtype=torch.bool, device=device),
         logits_at_A=torch.zeros(0, dtype=torch.int64, device=device),
+        adapter_K=None if adapters_R is None else adapters_R[rows_K],
     )
 
 
@@ -116,6 +129,7 @@ def resident_slots(
     shift: bool,
     softens: bool,
     whole: bool,
+    adapters_R: Tensor | None = None,
 ) -> StepRows:
     """Resident slots (Alg. 4) behind `num_before` packed tokens; logits where a position can change, or in `whole`
     slots."""
@@ -145,6 +159,7 @@ def resident_slots(
         stored_K=torch.ones_like(row, dtype=torch.bool),
         logits_at_A=hidden_at_A,
         weight_T=buffer.weight_RNB[row, slot].flatten() if softens else None,
+        adapter_K=None if adapters_R is None else adapters_R[row],
     )
     at_A = slot_A * size + asked_at_A % size
     return StepRows(groups=[rows], num_asked=len(at_A), at_A=at_A, slot_end_RN=slot_end_RN)
@@ -158,6 +173,7 @@ def static_rows(
     shift: bool,
     softens: bool,
     num_asked: int | None = None,
+    adapters_R: Tensor | None = None,
 ) -> StepRows:
     """The first `num_slots` slots of every batch row, resident or not (Alg. 5): shapes that depend on no value.
 
@@ -191,5 +207,8 @@ def static_rows(
         stored_K=resident_RN.flatten(),
         logits_at_A=hidden_at_A,
         weight_T=buffer.weight_RNB[:, :num_slots].flatten() if softens else None,
+        adapter_K=None
+        if adapters_R is None
+        else adapters_R.repeat_interleave(num_slots, output_size=num_rows * num_slots),
     )
     return StepRows(groups=[rows], num_asked=len(hidden_at_A), at_A=at_A, slot_end_RN=slot_end_RN)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from mbd_core.decoding.request import Request
 from mbd_core.engine.page_pool import PagePool, chain_root, page_hash
+from mbd_core.engine.resident_adapters import ResidentAdapter
 from mbd_core.engine.sequence import SequenceState
 
 
@@ -42,6 +43,8 @@ class Scheduler:
 
     `namespace` (a model's name) separates equal prefixes of different models. `page_size` is a multiple of
     `block_size`. With `compute_last_block` the last block of a prefix is never taken from the cache.
+
+    closed  sequences that never ran are not admitted; those that were preempted are
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class Scheduler:
         self.running: dict[int, SequenceState] = {}
         self._by_id: dict[str, SequenceState] = {}
         self._free_rows = list(range(max_rows))  # a heap: low rows first, so that few are in use
-        self._root = chain_root(namespace)
+        self._namespace, self._weights_version = namespace, 0
+        self.closed = False
         self._num_arrivals = 0
         self.num_preemptions = 0
         self._blocked: SequenceState | None = None
@@ -72,10 +76,10 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> SequenceState:
+    def add(self, request: Request, adapter: ResidentAdapter | None = None) -> SequenceState:
         """Queue a request that fits the pool; it is the youngest."""
         assert request.request_id not in self._by_id, f"request_id '{request.request_id}' is already being served"
-        sequence = SequenceState(request, self.block_size, arrival=self._num_arrivals)
+        sequence = SequenceState(request, self.block_size, adapter, arrival=self._num_arrivals)
         self._num_arrivals += 1
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -143,6 +147,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence is self._blocked:
                 break  # no page was released or published since its last attempt
+            if self.closed and not sequence.num_preemptions:
+                break
             if not self._take_pages(sequence):
                 assert self.running, f"'{sequence.request.request_id}' alone needs more pages than there are"
                 self._blocked = sequence
@@ -240,8 +246,22 @@ class Scheduler:
         """Hash those of its first `num_pages` pages that are not hashed yet."""
         chain, size = sequence.chain, self.page_size
         for index in range(len(chain), num_pages):
-            parent = chain[-1] if chain else self._root
+            parent = chain[-1] if chain else self._root(sequence)
             chain.append(page_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
+
+    def _root(self, sequence: SequenceState) -> bytes:
+        """Keys depend on the weights and on the adapter, not on the tokens alone."""
+        adapter = 0 if sequence.adapter is None else sequence.adapter.serial
+        return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}")
+
+    def weights_changed(self, version: int) -> None:
+        """What pages hold is of no use any more; nobody runs."""
+        assert not self.running, "a running sequence owns pages that the old weights computed"
+        self._weights_version = version
+        for sequence in self.waiting:
+            sequence.chain.clear()
+        self._blocked = self._awaited = None
+        self.pool.forget()
 
     def _vacate(self, sequence: SequenceState) -> None:
         del self.running[sequence.row]

@@ -20,10 +20,16 @@ class Seating:
     """Moves sequences between the scheduler's rows and the tensors of the rows."""
 
     def __init__(
-        self, scheduler: Scheduler, buffer: BlockBuffer, ledger: Ledger, canvases: CanvasRuns, tables_RP: Tensor
+        self,
+        scheduler: Scheduler,
+        buffer: BlockBuffer,
+        ledger: Ledger,
+        canvases: CanvasRuns,
+        tables_RP: Tensor,
+        adapters_R: Tensor | None = None,
     ) -> None:
         self.scheduler, self.buffer, self.ledger = scheduler, buffer, ledger
-        self.canvases, self.tables_RP = canvases, tables_RP
+        self.canvases, self.tables_RP, self._adapters_R = canvases, tables_RP, adapters_R
         self._joining: list[SequenceState] = []  # they run, and their prefix is not stored yet
 
     @property
@@ -49,6 +55,10 @@ class Seating:
     def admit(self) -> list[SequenceState]:
         """Requests that run from now on; those that decode in blocks are seated when their prefix is stored."""
         admitted = self.scheduler.admit()
+        if self._adapters_R is not None and admitted:
+            slots = [(s.row, 0 if s.adapter is None else s.adapter.slot) for s in admitted]
+            row, slot = to_device(slots, self._adapters_R.device).T
+            self._adapters_R[row] = slot
         for sequence in admitted:
             if sequence.is_canvas:
                 self.canvases.join(sequence)
@@ -70,6 +80,11 @@ class Seating:
         if self.scheduler.is_running(sequence):
             self._leave(sequence)
         self.scheduler.release(sequence)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether any running sequence decodes with an adapter."""
+        return self._adapters_R is not None and any(s.adapter for s in self.scheduler.running.values())
 
     def set_aside(self, sequence: SequenceState) -> None:
         """A preempted sequence: what stands in its buffer row is kept. A canvas keeps nothing and begins anew; what it

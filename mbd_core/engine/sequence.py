@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
+from mbd_core.engine.resident_adapters import ResidentAdapter
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class SequenceState:
 
     Tokens that are filled and not final stand in the Block Buffer.
 
+    adapter            the LoRA adapter it decodes with
     row                its batch row; after a preemption the row it had
     arrival            its age: the sequence with the lower number is older
     tokens             the prompt and the committed tokens after it, those included that an earlier engine committed
@@ -45,6 +47,7 @@ class SequenceState:
 
     request: Request
     block_size: int
+    adapter: ResidentAdapter | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
     arrival: int = 0

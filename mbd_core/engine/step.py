@@ -28,6 +28,7 @@ class StepState:
     """What steps read and write; none of its tensors is ever reallocated.
 
     tables_RP     the page table of every batch row
+    adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
     """
 
@@ -38,6 +39,7 @@ class StepState:
     page_size: int
     batch_invariant: bool
     logits_chunk: int
+    adapters_R: Tensor | None = None
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
         """The packed rows and the hidden states (A, D) of the positions that they ask for."""

@@ -6,7 +6,7 @@ positions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
@@ -23,6 +23,7 @@ class Work:
     softens    filled positions are embedded as a mixture (DMax)
     revises    filled positions may change (T2T, DMax)
     quotas     a forward has to fill more than one position
+    adapts     a LoRA adapter changes the forward
     """
 
     draws: bool = False
@@ -31,6 +32,7 @@ class Work:
     softens: bool = False
     revises: bool = False
     quotas: bool = False
+    adapts: bool = False
 
     def covers(self, other: "Work") -> bool:
         """Whether every part that `other` has is done here too."""
@@ -41,7 +43,7 @@ WORK_NAMES = tuple(f.name for f in fields(Work))
 ALL_WORK = Work(**dict.fromkeys(WORK_NAMES, True))
 
 
-def work_of(decoding: DecodingConfig, sampling: Sampling) -> Work:
+def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = False) -> Work:
     """What a request asks of each of its steps."""
     return Work(
         draws=sampling.draws,
@@ -50,11 +52,12 @@ def work_of(decoding: DecodingConfig, sampling: Sampling) -> Work:
         softens=decoding.soft is not None,
         revises=decoding.revises,
         quotas=decoding.tokens_per_step > 1,
+        adapts=adapts,
     )
 
 
 def work_of_request(request: Request) -> Work:
-    return work_of(request.decoding, request.sampling)
+    return work_of(request.decoding, request.sampling, adapts=request.adapter is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ class StepKind:
 class StepKinds:
     """The kinds of steps of one engine's Block Buffer.
 
+    adapters     it can load LoRA adapters
     blocks_each  with a block budget: the blocks that each of so many running sequences may grow to
     """
 
@@ -88,6 +92,7 @@ class StepKinds:
     num_slots: int
     block_size: int
     batch_invariant: bool
+    adapters: bool = False
     blocks_each: Callable[[int], int] | None = None
 
     def kind(self, *, num_rows: int, num_slots: int, num_asked: int, work: Work) -> StepKind:
@@ -103,16 +108,18 @@ class StepKinds:
         )
 
     def to_capture(self, decoding: DecodingConfig) -> list[StepKind]:
-        """The kinds worth a graph: greedy requests with `decoding` in every size, and all work in the largest, which
-        serves any other request too. With a block budget, both also in the slots that it leaves a request."""
-        plain = work_of(decoding, Sampling())
+        """The kinds worth a graph: greedy requests with `decoding` in every size, without and with adapters, and all
+        work in the largest, which serves any other request too. With a block budget, all of them also in the slots
+        that it leaves a request."""
+        works = [work_of(decoding, Sampling())]
+        if self.adapters:
+            works.append(replace(works[0], adapts=True))
         kinds: list[StepKind] = []
         for rows, slots in self._shapes(decoding):
-            blocks = min(slots, decoding.buffer_size)
-            most = rows * blocks * self.block_size
-            sizes = range(1, most + 1, self._quarter(rows, slots))
+            most = rows * min(slots, decoding.buffer_size) * self.block_size
+            sizes = (*range(1, most + 1, self._quarter(rows, slots)), most)
             kinds += dict.fromkeys(
-                self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=plain) for n in (*sizes, most)
+                self.kind(num_rows=rows, num_slots=slots, num_asked=n, work=w) for w in works for n in sizes
             )
             kinds.append(StepKind(num_rows=rows, num_slots=slots, num_asked=None, work=ALL_WORK))
         return kinds

@@ -169,7 +169,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert served.static_shapes and served.overlap and served._state.tables_RP.device == CUDA
     assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
     assert served.ahead.num_ahead > 0
-    for flag in WORK_NAMES if family != "dream" else ():
+    for flag in set(WORK_NAMES) - {"adapts"} if family != "dream" else ():  # adapters: test_adapters.py
         assert {getattr(kind.work, flag) for kind in kinds} == {False, True}
     report = served.graph_report()
     assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]

@@ -1,0 +1,147 @@
+"""Reads LoRA adapters in PEFT's layout: a folder with adapter_config.json and adapter_model.safetensors.
+
+The tensors have the names of the Hugging Face model that PEFT wrapped: `base_model.model.<module>.lora_A.weight` and
+`lora_B.weight`, with the module names of the family. A setting that changes what an adapter computes and is not
+supported here is refused by its name.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json
+from mbd_core.checkpoint.tensor_matching import decoder_shapes
+from mbd_core.checkpoint.tensor_names import StoredTensor, TensorShape, stored_tensors
+from mbd_core.models.lora import Adapter, adapted_modules
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shard import Shard, split_dim
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "bias"}
+TRAINING = {
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "task_type",
+}  # fmt: skip
+"""Settings that concern training or PEFT itself: what was trained is in the tensors."""
+
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that leave the base model's weights as they are. Behind the others (PiSSA, OLoRA, CorDA, LoftQ,
+LoRA-GA) stands a base model that is not the published one."""
+
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+
+
+def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = None) -> Adapter:
+    """The adapter in `folder` for a model of `config`, in float32, its scale (alpha / r, or alpha / sqrt r) in its B.
+
+    With a `shard`, `config` has one tensor-parallel rank's sizes; the adapter is whole nevertheless. Raises
+    `ValueError` naming the file, and the setting or tensor that does not fit.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise ValueError(f"{folder} is not an adapter folder: it has no {CONFIG}")
+    settings = read_json(path)
+    try:
+        rank, scale = _rank_and_scale(settings)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    factors = _read_factors(folder, config, _whole_shapes(config, shard or Shard()), rank)
+    _check_targets(path, settings.get("target_modules"), set(factors))
+    products: dict[str, tuple[Tensor, Tensor]] = {}
+    for stored, a, b in factors.values():
+        for part, rows in zip(stored.parts, b.split(list(stored.lengths)), strict=True):
+            products[part.target.removesuffix(".weight")] = a, rows * scale
+    return Adapter(rank, products)
+
+
+def _rank_and_scale(settings: Mapping[str, Any]) -> tuple[int, float]:
+    """`ValueError` for a setting that is not supported, naming it."""
+    if settings.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type={settings.get('peft_type')!r} is not supported; only 'LORA' is")
+    init = settings.get("init_lora_weights")
+    if init not in KEEPS_BASE:
+        raise ValueError(
+            f"init_lora_weights={init!r} is not supported: it changes the base model's weights; save the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    if settings.get("bias", "none") != "none":
+        raise ValueError(f"bias={settings['bias']!r} is not supported; only 'none' is")
+    for name, value in settings.items():
+        if name not in READ | TRAINING and value not in (None, False, "", [], {}):
+            raise ValueError(f"{name}={value!r} is not supported; train the adapter without it")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"r={rank!r} must be a whole number of at least 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"lora_alpha={alpha!r} must be a number")
+    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _whole_shapes(config: ModelConfig, shard: Shard) -> dict[str, TensorShape]:
+    """The shapes of the whole decoder's tensors, of which `config` may have one rank's sizes."""
+    whole = {}
+    for name, shape in decoder_shapes(config).items():
+        cut = split_dim(name)
+        whole[name] = tuple(size * (shard.size if dim == cut else 1) for dim, size in enumerate(shape))
+    return whole
+
+
+def _read_factors(
+    folder: Path, config: ModelConfig, shapes: Mapping[str, TensorShape], rank: int
+) -> dict[str, tuple[StoredTensor, Tensor, Tensor]]:
+    """By the checkpoint's module: what it holds of the decoder, A (r, I) and B (O, r)."""
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise ValueError(f"{folder} lacks {WEIGHTS}; save the adapter as safetensors")
+    stored = stored_tensors(config, shapes, "per_expert")
+    adaptable = {f"{module}.weight" for _, _, module in adapted_modules(config)}
+    found: dict[str, dict[str, Tensor]] = {}
+    with open_file(path) as file:
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            match = _KEY.fullmatch(key)
+            if match is None:
+                raise ValueError(f"{path}: tensor '{key}' is no LoRA matrix of a linear layer")
+            module = match["module"]
+            weight = stored.get(f"{module}.weight")
+            if weight is None:
+                raise ValueError(f"{path}: tensor '{key}' belongs to no module of {config.architecture}")
+            if any(part.target not in adaptable for part in weight.parts):
+                raise ValueError(
+                    f"{path}: adapters of '{module}' are not supported; only those of the attention's projections and "
+                    "of dense MLPs are"
+                )
+            wanted = (rank, weight.shape[1]) if match["factor"] == "A" else (weight.shape[0], rank)
+            found.setdefault(module, {})[match["factor"]] = _read_matrix(path, file, key, wanted)
+    for module, pair in found.items():
+        if len(pair) < 2:
+            raise ValueError(
+                f"{path}: module '{module}' has lora_{next(iter(pair))} and not the other of its matrices"
+            )
+    if not found:
+        raise ValueError(f"{path} holds no tensors")
+    return {module: (stored[f"{module}.weight"], pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _read_matrix(path: Path, file: Any, key: str, wanted: tuple[int, int]) -> Tensor:
+    part = file.get_slice(key)
+    if part.get_dtype() not in DTYPES:
+        raise ValueError(f"{path}: tensor '{key}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}")
+    if tuple(part.get_shape()) != wanted:
+        raise ValueError(f"{path}: tensor '{key}' has shape {tuple(part.get_shape())}; this model asks for {wanted}")
+    matrix: Tensor = part[:].to(torch.float32)
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{path}: tensor '{key}' has values that are not finite")
+    return matrix
+
+
+def _check_targets(path: Path, targets: Any, modules: set[str]) -> None:
+    """Each target module that is named in a list has tensors: an adapter whose part is lost is not served."""
+    for target in targets if isinstance(targets, list) else ():
+        if not any(module == target or module.endswith(f".{target}") for module in modules):
+            raise ValueError(f"{path}: target_modules names '{target}', of which {WEIGHTS} has no tensor")

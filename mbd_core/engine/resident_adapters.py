@@ -1,0 +1,75 @@
+"""The LoRA adapters that an engine has loaded: their names, their slots, and who may use them.
+
+An adapter is loaded under a name, requests name it, and it is unloaded when none does any more. Its slot is free then.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mbd_core.checkpoint.adapter import read_adapter
+from mbd_core.models.lora import Adapter, AdapterSlots
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shard import Shard
+
+
+@dataclass(frozen=True)
+class ResidentAdapter:
+    """An adapter in its slot. `serial` is its own among all that were ever loaded: what was stored with one adapter is
+    not found with another, also where both had one name."""
+
+    name: str
+    slot: int
+    serial: int
+    rank: int
+
+
+class ResidentAdapters:
+    """The adapters of one engine; `names` is theirs, live. Without `slots` none can be loaded.
+
+    Iterates over the adapters in the order of their loading.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard, slots: AdapterSlots | None) -> None:
+        self._config, self._shard, self._slots = config, shard, slots
+        self._of: dict[str, ResidentAdapter] = {}
+        self._num_loaded = 0
+        self.names: set[str] = set()
+
+    def __iter__(self) -> Iterator[ResidentAdapter]:
+        return iter(tuple(self._of.values()))
+
+    def get(self, name: str | None) -> ResidentAdapter | None:
+        return None if name is None else self._of.get(name)
+
+    def read(self, name: str, folder: Path) -> Adapter:
+        """The adapter in `folder`, to be placed under `name`; `ValueError` if it cannot be."""
+        if self._slots is None:
+            raise ValueError("this engine loads no adapters; start it with max_adapters")
+        if not name:
+            raise ValueError("an adapter needs a name")
+        if name in self._of:
+            raise ValueError(f"an adapter '{name}' is loaded already; unload it first")
+        if len(self._of) == self._slots.num_slots:
+            raise ValueError(
+                f"{len(self._of)} adapters are loaded, which is all that max_adapters allows; unload one first"
+            )
+        adapter = read_adapter(folder, self._config, shard=self._shard)
+        if adapter.rank > self._slots.max_rank:
+            raise ValueError(f"{folder}: r={adapter.rank} exceeds this engine's max_rank={self._slots.max_rank}")
+        return adapter
+
+    def place(self, name: str, adapter: Adapter) -> None:
+        """Put an adapter that was read for `name` into a free slot."""
+        assert self._slots is not None and name not in self._of
+        slot = min(set(range(1, self._slots.num_slots + 1)) - {a.slot for a in self._of.values()})
+        self._slots.write(slot, adapter)
+        self._num_loaded += 1
+        self._of[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
+        self.names.add(name)
+
+    def remove(self, name: str) -> None:
+        """Free the slot of an adapter that nobody uses."""
+        assert self._slots is not None
+        self.names.discard(name)
+        self._slots.clear(self._of.pop(name).slot)

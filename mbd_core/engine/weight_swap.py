@@ -1,0 +1,104 @@
+"""Other weights for a running engine: read and checked beside the old ones, then copied over them between two steps.
+
+The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.shard import split_dim
+from mbd_core.ops.fp8 import Fp8Module, quantize
+
+SwapMode = Literal["wait", "preempt"]
+WeightSource = Path | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights on the host, by the decoder's names, that fit the model they were staged for.
+
+    wait     the requests that run end with the old weights before these take their place, and no other begins
+    preempt  they take their place at once; requests that run are preempted, keep what they have committed, and go on.
+             Only a canvas that has given out tokens ends before: it would begin anew, and contradict them
+    """
+
+    tensors: Mapping[str, Tensor]
+    mode: SwapMode
+
+
+def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:
+    """Read and check the weights of `source`, a model folder or the decoder's tensors by name, for `model`'s part.
+
+    They take the host's memory until they are in place. Raises `ValueError` naming what does not fit; nothing of
+    `model` has changed then.
+    """
+    if mode not in get_args(SwapMode):
+        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(get_args(SwapMode))}")
+    dtype = model.model.norm.weight.dtype
+    if isinstance(source, Path):
+        loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce)
+        theirs, ours = loaded.config, model.config
+        if differs := [f.name for f in fields(ours) if getattr(theirs, f.name) != getattr(ours, f.name)]:
+            name = differs[0]
+            raise ValueError(
+                f"{source} cannot take the place of the weights: its {name} is {getattr(theirs, name)}, the model's "
+                f"{getattr(ours, name)}"
+            )
+        return StagedWeights(_without_tied_head(loaded, loaded.state_dict()), mode)
+    return StagedWeights(_check_tensors(model, dict(source), dtype), mode)
+
+
+def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tied = model.config.tie_word_embeddings
+    return {name: tensor for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
+
+
+def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of whole tensors, or of this rank's part of them."""
+    given = _without_tied_head(model, given)
+    with torch.device("meta"):
+        part = Decoder(model.config).state_dict()
+    wanted = _without_tied_head(model, part)
+    for names, what in ((given.keys() - wanted.keys(), "are no"), (wanted.keys() - given.keys(), "lack")):
+        if names:
+            raise ValueError(f"the new weights {what} tensor of this model: '{min(names)}'")
+    shard, staged = model.shard, {}
+    for name, tensor in given.items():
+        cut = split_dim(name)
+        shape = tuple(n * (shard.size if dim == cut else 1) for dim, n in enumerate(wanted[name].shape))
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
+        own = tensor if cut is None else tensor.chunk(shard.size, dim=cut)[shard.rank]
+        to = torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype
+        staged[name] = own.detach().to("cpu", to, copy=True)
+        if not bool(staged[name].isfinite().all()):
+            raise ValueError(f"the new weights' '{name}' has values that are not finite")
+    return staged
+
+
+@torch.no_grad()
+def overwrite(model: Decoder, staged: StagedWeights) -> None:
+    """Copy staged weights over the model's, in place; what is FP8 is rounded anew, with scales of its own."""
+    places = {name: tensor for name, tensor in model.state_dict().items() if name in staged.tensors}
+    for name, place in places.items():
+        place.copy_(staged.tensors[name])
+    rounded = 0
+    for prefix, module in model.named_modules():
+        if isinstance(module, Fp8Module):
+            for buffer, values in module.named_buffers(recurse=False):
+                weight = buffer.removesuffix("_values")
+                if weight != buffer:
+                    wide = staged.tensors[f"{prefix}.{weight}"].to(values.device)
+                    new = quantize(wide, block=module.block)
+                    values.view(torch.uint8).copy_(new.values.view(torch.uint8))
+                    module.get_buffer(f"{weight}_scale").copy_(new.scale)
+                    rounded += 1
+    assert len(places) + rounded == len(staged.tensors), "a staged weight has no place in the model"
