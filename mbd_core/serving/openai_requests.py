@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.openai_errors import ApiError, clipped
@@ -30,10 +30,12 @@ def _only(*values: Any) -> Callable[[Any], Any]:
 
 
 # Fields that would change the result: only their neutral value (or null) is taken.
-NotSupported = Annotated[Any, AfterValidator(_only())]
-OnlyFalse = Annotated[Any, AfterValidator(_only(False))]
-OnlyZero = Annotated[Any, AfterValidator(_only(0))]
-OnlyPlainText = Annotated[Any, AfterValidator(_only({"type": "text"}))]
+NotSupported = Annotated[Any, AfterValidator(_only()), WithJsonSchema({"type": "null"})]
+OnlyFalse = Annotated[Any, AfterValidator(_only(False)), WithJsonSchema({"enum": [False, None]})]
+OnlyZero = Annotated[Any, AfterValidator(_only(0)), WithJsonSchema({"enum": [0, None]})]
+OnlyPlainText = Annotated[
+    Any, AfterValidator(_only({"type": "text"})), WithJsonSchema({"enum": [{"type": "text"}, None]})
+]
 
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]

@@ -1,0 +1,137 @@
+"""The API as an OpenAPI document, from the same types that parse its requests."""
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
+
+TITLE, VERSION = "mbd-cluster", "1"
+COMPONENTS = "#/components/schemas/{model}"
+RESPONSES = {  # status: what it means
+    400: "A request that cannot be honoured; the error names the field.",
+    404: "No such model.",
+    429: "Too many requests wait; `Retry-After` says when to try again.",
+    500: "The engine failed.",
+    503: "The server shuts down or has no engine, for now.",
+    504: "The time limit of a request is over.",
+}
+MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["message", "type", "param", "code"],
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "null"]},
+    },
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Error": {"type": "object", "required": ["error"], "properties": {"error": MESSAGE}},
+    "Answer": {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage", "mbd"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"enum": ["chat.completion", "text_completion"]},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "choices": {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "type": "object",
+                    "required": ["index", "finish_reason"],
+                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ["stop", "length"]}},
+                },
+            },
+            "usage": {
+                "type": "object",
+                "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+                "additionalProperties": {"type": ["integer", "object"]},
+            },
+            "mbd": {"type": "object", "additionalProperties": {"type": "number"}},
+        },
+    },
+    "Model": {
+        "type": "object",
+        "required": ["id", "object", "created", "owned_by"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "model"},
+            "created": {"type": "integer"},
+            "owned_by": {"type": "string"},
+        },
+    },
+    "Models": {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": COMPONENTS.format(model="Model")}},
+        },
+    },
+    "Health": {
+        "type": "object",
+        "required": ["ready", "draining", "running", "waiting"],
+        "properties": {
+            "ready": {"type": "boolean"},
+            "draining": {"type": "boolean"},
+            "running": {"type": "integer"},
+            "waiting": {"type": "integer"},
+        },
+    },
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """OpenAPI 3.1: the routes, the requests' fields with their bounds, the shapes of answers and errors.
+
+    A rule over several fields (`top_p` needs `temperature`) or of the model (its names, its length) is in no schema;
+    a request that breaks one is answered with 400 or 404.
+    """
+    _, requests = models_json_schema(
+        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template=COMPONENTS
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": VERSION},
+        "paths": {
+            "/v1/chat/completions": {"post": _generating("chat", "ChatRequest")},
+            "/v1/completions": {"post": _generating("complete", "CompletionRequest")},
+            "/v1/models": {"get": _reading("list_models", "Models")},
+            "/v1/models/{name}": {
+                "get": {
+                    **_reading("get_model", "Model", 404),
+                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+                }
+            },
+            "/health": {
+                "get": {"operationId": "health", "responses": {"200": _json("Health"), "503": _json("Health")}}
+            },
+        },
+        "components": {"schemas": {**SHAPES, **requests["$defs"]}},
+    }
+
+
+def _generating(operation: str, request: str) -> dict[str, Any]:
+    answer = _json("Answer", "The whole answer, or with `stream` its events.")
+    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "operationId": operation,
+        "requestBody": {"required": True, **_content(request)},
+        "responses": {"200": answer, **{str(status): _json("Error", text) for status, text in RESPONSES.items()}},
+    }
+
+
+def _reading(operation: str, shape: str, *errors: int) -> dict[str, Any]:
+    failures = {str(status): _json("Error", RESPONSES[status]) for status in errors}
+    return {"operationId": operation, "responses": {"200": _json(shape), **failures}}
+
+
+def _json(shape: str, description: str = "") -> dict[str, Any]:
+    return {"description": description, **_content(shape)}
+
+
+def _content(shape: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": COMPONENTS.format(model=shape)}}}}
