@@ -1,8 +1,9 @@
 """Whether an engine can ever serve a request: checked once, and the result is a type."""
 
+import time
 from bisect import bisect_right
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
@@ -28,9 +29,13 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that its engine can serve; only `Admission.check` makes one."""
+    """A request that its engine can serve; only `Admission.check` makes one.
+
+    checked_at  when that was, in seconds of `time.perf_counter`: it waits from then on
+    """
 
     request: Request
+    checked_at: float = field(default_factory=time.perf_counter, compare=False)
 
 
 class Admission:

@@ -125,7 +125,8 @@ class Engine:
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
-        self.scheduler.add(request, self.adapters.get(request.adapter))
+        sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
+        sequence.added_at = admitted.checked_at
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,17 @@ def test_a_request_that_waits_has_its_queue_time(model: Decoder) -> None:
     first, second = served.counts.queue_seconds.take()
     assert 0 <= first < second
     assert served.counts.queue_seconds.take() == []
+
+
+def test_a_request_waits_from_its_check_on(model: Decoder) -> None:
+    served, _ = engine(model)
+    admitted = served.admission.check(requests(method="multi", count=1)[0])
+    checked = replace(admitted, checked_at=admitted.checked_at - 60.0)  # it was held before the engine for a minute
+    served.add_admitted(checked)
+    while served.has_work:
+        served.step()
+    (seconds,) = served.counts.queue_seconds.take()
+    assert seconds > 60.0
 
 
 def test_tokens_of_an_earlier_engine_are_not_this_ones(model: Decoder) -> None:
