@@ -1,5 +1,6 @@
 """A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -9,7 +10,19 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.parallel.group import Group, Rank, init_group, load_shard
 from mbd_core.parallel.kv_agreement import sized_alike
-from mbd_core.parallel.orders import Abort, Add, Command, Preempt, Prepare, Setup, fingerprint
+from mbd_core.parallel.orders import (
+    Abort,
+    Add,
+    Command,
+    LoadAdapter,
+    Preempt,
+    Prepare,
+    Setup,
+    UnloadAdapter,
+    UpdateWeights,
+    change,
+    fingerprint,
+)
 
 
 class OutOfStep(RuntimeError):
@@ -26,7 +39,7 @@ def follow(model: Decoder, group: Group) -> None:
     group.barrier()
     while (orders := group.receive()).action != "stop":
         for command in orders.commands:
-            _obey(engine, command)
+            _obey(engine, command, group)
         if orders.action == "wait":
             continue
         if fingerprint(engine) != orders.fingerprint:
@@ -46,7 +59,7 @@ def _build(model: Decoder, group: Group) -> Engine:
     return Engine(model, sized_alike(model, setup.engine, group), vocab_limit=setup.vocab_limit)
 
 
-def _obey(engine: Engine, command: Command) -> None:
+def _obey(engine: Engine, command: Command, group: Group) -> None:
     match command:
         case Add(admitted):
             engine.add_admitted(admitted)
@@ -56,6 +69,11 @@ def _obey(engine: Engine, command: Command) -> None:
             engine.preempt()
         case Prepare(decoding):
             engine.prepare(decoding)
+        case UnloadAdapter(name):
+            engine.unload_adapter(name)
+        case LoadAdapter() | UpdateWeights():
+            with suppress(ValueError):  # rank 0 raises it too
+                change(engine, command, group)
 
 
 def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:

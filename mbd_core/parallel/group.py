@@ -14,10 +14,11 @@ guarantees it: each element is summed in one order and sent to all (two ranks su
 import pickle
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from torch import Tensor
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
+
+T = TypeVar("T")
 
 _LENGTH = 8  # bytes that say how long a message is
 _ARRIVED = "arrived"  # the key in the store that counts the ranks that are ready to join
@@ -117,6 +120,25 @@ class Group:
         except RuntimeError as error:
             raise self._lost("compare a number with the others") from error
         return int(values)
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
+        own: str | None = None
+        try:
+            value = prepare()
+        except (ValueError, OSError) as error:
+            own = str(error)
+        reasons: list[str | None] = [None] * self.rank.size
+        try:
+            dist.all_gather_object(reasons, own, group=self._messages)
+        except RuntimeError as error:
+            raise self._lost("agree with the others") from error
+        if own is not None:
+            raise ValueError(own)
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise ValueError(f"rank {rank}: {reason}")
+        return value
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""

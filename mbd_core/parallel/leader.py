@@ -1,7 +1,8 @@
 """The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat on their shards.
 
 Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
-do the same and step with it. Nothing else crosses: what a step decides follows from the logits, which are the same on
+do the same and step with it. Adapters and weights, of which each rank reads its own part, come between two steps, on
+all ranks or on none. Nothing else crosses: what a step decides follows from the logits, which are the same on
 every rank bit for bit, and from no clock and no random state. A fingerprint of rank 0's state goes with each step; a
 rank whose own differs is out of step, and ends.
 """
@@ -9,6 +10,7 @@ rank whose own differs is out of step, and ends.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +20,27 @@ from mbd_core.decoding.request import Output, StepOutput
 from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.weight_swap import SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Group, RankLost
 from mbd_core.parallel.kv_agreement import sized_alike
-from mbd_core.parallel.orders import Abort, Add, Command, Orders, Preempt, Prepare, Setup, fingerprint
+from mbd_core.parallel.orders import (
+    Abort,
+    Add,
+    Change,
+    Command,
+    LoadAdapter,
+    Orders,
+    Preempt,
+    Prepare,
+    Setup,
+    UnloadAdapter,
+    UpdateWeights,
+    change,
+    fingerprint,
+)
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
@@ -100,6 +117,32 @@ class ParallelEngine(Engine):
         self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
         with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
             return super().prepare(decoding)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """`Engine.load_adapter`, on all ranks or on none."""
+        self._change(LoadAdapter(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        super().unload_adapter(name)
+        self._commands.append(UnloadAdapter(name))
+
+    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt") -> None:
+        """`Engine.update_weights` from a model folder, between the same steps of all ranks, or on none."""
+        if not isinstance(source, Path):
+            raise ValueError(
+                "a tensor-parallel engine takes new weights from a model folder: each rank reads its part"
+            )
+        self._change(UpdateWeights(source, mode))
+
+    def _change(self, command: Change) -> None:
+        refusal: ValueError | None = None
+        with self._together(Orders(action="wait", commands=(*self._commands, command))):
+            try:
+                change(self, command, self._group)
+            except ValueError as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     @contextmanager
     def _together(self, orders: Orders) -> Iterator[None]:

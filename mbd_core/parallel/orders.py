@@ -2,14 +2,17 @@
 
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.weight_swap import SwapMode
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts
+from mbd_core.parallel.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,25 @@ class Prepare:
     decoding: DecodingConfig
 
 
-Command = Add | Abort | Preempt | Prepare
+@dataclass(frozen=True)
+class LoadAdapter:
+    name: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    name: str
+
+
+@dataclass(frozen=True)
+class UpdateWeights:
+    folder: Path
+    mode: SwapMode
+
+
+Change = LoadAdapter | UpdateWeights
+Command = Add | Abort | Preempt | Prepare | UnloadAdapter | Change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +86,21 @@ class Orders:
     fingerprint: int = 0
 
 
+def change(engine: Engine, command: Change, group: Group) -> None:
+    """What reads files, on every rank its own part: all change, or none does and all raise `ValueError`."""
+    match command:
+        case LoadAdapter(name, folder):
+            engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
+        case UpdateWeights(folder, mode):
+            engine.swap_weights(group.agree(lambda: engine.stage_weights(folder, mode)))
+
+
 def fingerprint(engine: Engine) -> int:
     """A checksum of the state of the running requests, as far as the host knows it.
 
-    It covers the last report that was read and the tokens that were emitted; it waits for no step that is under way.
+    It covers the last report that was read, the tokens that were emitted and the number of weight swaps; it waits for
+    no step that is under way.
     """
     running = engine.scheduler.running.items()
     emitted = [(row, s.request.request_id, s.prefilled, len(s.emitted), s.emitted[-4:]) for row, s in running]
-    return zlib.crc32(repr(emitted).encode(), zlib.crc32(engine.last_report_X.tobytes()))
+    return zlib.crc32(repr((engine.weights_version, emitted)).encode(), zlib.crc32(engine.last_report_X.tobytes()))
