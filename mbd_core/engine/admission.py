@@ -126,11 +126,11 @@ class Admission:
                 "committed",
                 f"{len(request.committed)} tokens are committed of max_tokens={request.max_tokens}: nothing is left",
             )
-        fields: tuple[tuple[Field, tuple[int, ...]], ...] = (
+        token_fields: tuple[tuple[Field, tuple[int, ...]], ...] = (
             ("prompt", request.prompt),
             ("committed", request.committed),
         )
-        for field, tokens in fields:
+        for name, tokens in token_fields:
             wrong = next((t for t in tokens if not 0 <= t < model.vocab_size), None)
             if wrong is not None:
                 raise RequestRefused(
