@@ -6,21 +6,23 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.endpoint import build
+from actors.app import build
 from actors.request_ids import CALLBACK, CALLBACK_VARIABLE
+from actors.serving_args import ModelArgs, ServingArgs
 from cluster.local import connect
-from cluster.placement import gpus_each
 from cluster.signals import interrupt_on
-from mbd_core.serving.endpoint_args import EndpointArgs
+from cluster.topology import plan_topology
 
+APPLICATION = "mbd"
 POLL_SECONDS = 0.5  # between two looks at a drain
-REPLY_SECONDS = 10.0  # for a replica to answer, beyond the time that it was given
+REPLY_SECONDS = 10.0  # for a gateway to answer, beyond the time that it was given
 PASS_ON_SECONDS = 1.0  # for the HTTP proxy, which Serve kills, to send what the replicas have handed to it
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
 
@@ -42,38 +44,42 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def serve_until_stopped(args: EndpointArgs, *, host: str, port: int, replicas: int, drain_seconds: float) -> None:
+def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: Any) -> None:
     """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until SIGINT or SIGTERM.
 
-    Requests under way at the first signal have `drain_seconds` to end; a second signal ends the wait.
+    `options` are `ServingArgs`' fields but for the models and the device: every rank gets a GPU on a cluster that has
+    GPUs; else all run on CPUs. Requests under way at the first signal have `drain_seconds` to end; a second signal
+    ends the wait.
 
-    Every replica gets a GPU a rank on a cluster that has GPUs; else all run on CPUs (`gpus_each`). What was started is
-    stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to be impossible, and
-    `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
+    What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
+    be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
     """
     with ExitStack() as started:
         try:
             os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # for the proxy of a Ray that is started here
             with _ray_signals():
-                if connect(num_cpus=max(4, replicas * args.tensor_parallel + 2), worker_logs=False):
+                if connect(num_cpus=max(4, model.most_replicas * model.tensor_parallel + 2), worker_logs=False):
                     started.callback(ray.shutdown)
             _check_no_serve()
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            num_gpus = gpus_each(nodes, processes=replicas, ranks=args.tensor_parallel)
+            topology = plan_topology(nodes, processes=model.most_replicas, ranks=model.tensor_parallel)
+            args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
+            name = model.checked().name
             started.callback(serve.shutdown)
             serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-            handle = _deploy(args, replicas=replicas, num_gpus=num_gpus, drain_seconds=drain_seconds)
+            handle = _deploy(args)
             try:
-                print(handle.describe.remote().result(), flush=True)
+                for line in handle.describe.remote().result():
+                    print(line, flush=True)
                 url = f"http://{host}:{port}"
-                print(f"serving {args.name} at {url}/v1", flush=True)
-                body = f'{{"model": "{args.name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+                print(f"serving {name} at {url}/v1", flush=True)
+                body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
                 print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
                 signal.pause()
             except KeyboardInterrupt:
-                if drain_seconds > 0:
+                if args.drain_seconds > 0:
                     interrupt_on(signal.SIGINT, signal.SIGTERM)
-                    _drain(handle, seconds=drain_seconds)
+                    _drain(handle, seconds=args.drain_seconds)
         except KeyboardInterrupt:
             pass
         print("stopping", flush=True)
@@ -98,41 +104,40 @@ def _check_no_serve() -> None:
     raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
 
 
-def _deploy(args: EndpointArgs, *, replicas: int, num_gpus: int, drain_seconds: float) -> DeploymentHandle:
-    """Start the replicas."""
-    application = build(args, replicas=replicas, num_gpus=num_gpus, drain_seconds=drain_seconds)
+def _deploy(args: ServingArgs) -> DeploymentHandle:
+    """Start the gateways and the replicas; a handle to the gateways."""
     try:
-        return serve.run(application, name=args.name, route_prefix="/")
+        return serve.run(build(args), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
-        raise start_failure(_status_message(args.name) or str(error)) from error
+        raise start_failure(_status_message(APPLICATION) or str(error)) from error
 
 
 def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
-    """Let every replica refuse new requests, and wait for those under way, for `seconds` at most.
+    """Let every gateway refuse new requests, and wait for those under way, for `seconds` at most.
 
     `serve.shutdown` does not wait: it kills the HTTP proxy, and with it every connection, before the replicas end.
     """
     deadline = time.monotonic() + seconds
-    count = left = _drain_replicas(handle, seconds=0)
+    count = left = _drain_gateways(handle, seconds=0)
     if count == 0:
         return
     noun = "request" if count == 1 else "requests"
     print(f"draining {count} {noun}, at most {seconds:g} s; a second signal stops at once", flush=True)
     while left and (remaining := deadline - time.monotonic()) > 0:
-        left = _drain_replicas(handle, seconds=min(POLL_SECONDS, remaining))
+        left = _drain_gateways(handle, seconds=min(POLL_SECONDS, remaining))
     if left:
         print(f"cutting {left} of them, which did not end in {seconds:g} s", flush=True)
     time.sleep(PASS_ON_SECONDS)
 
 
-def _drain_replicas(handle: DeploymentHandle, *, seconds: float) -> int:
-    """Drain every replica for `seconds` more; how many requests are left.
+def _drain_gateways(handle: DeploymentHandle, *, seconds: float) -> int:
+    """Drain every gateway for `seconds` more; how many requests are left.
 
-    A replica that has ended has none; one that does not answer in time counts as having one.
+    A gateway that has ended has none; one that does not answer in time counts as having one.
     """
     try:
         answers = handle.broadcast("drain", seconds).results(timeout_s=seconds + REPLY_SECONDS, return_exceptions=True)
-    except RayServeException:  # no replica is left
+    except RayServeException:  # no gateway is left
         return 0
     except TimeoutError as error:
         answers = [error]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from actors.serving_args import REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
 from jobs.command_line import (
     CLUSTER,
     ENGINE,
@@ -22,8 +23,9 @@ from jobs.command_line import (
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
-from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
 from mbd_core.serving.open_requests import DRAIN_SECONDS
+
+MODEL_DEFAULTS = ModelArgs(model="")
 
 Name = Annotated[
     str | None, typer.Option(help="What clients call it (default: the folder's name).", rich_help_panel=MODEL)
@@ -42,6 +44,19 @@ DrainSeconds = Annotated[
         help="How long requests under way may go on after the first Ctrl-C or SIGTERM; 0 cuts them at once.",
         min=0,
         rich_help_panel=CLUSTER,
+    ),
+]
+Gateways = Annotated[
+    int, typer.Option(help="Processes that speak HTTP and hold the streams.", min=1, rich_help_panel=CLUSTER)
+]
+RequestSeconds = Annotated[
+    float,
+    typer.Option(help="Time limit of a request, its wait and its stream included.", min=1, rich_help_panel=CLUSTER),
+]
+RetrySeconds = Annotated[
+    float,
+    typer.Option(
+        help="How long a request looks for another replica after its own has died.", min=0, rich_help_panel=CLUSTER
     ),
 ]
 BufferSize = Annotated[
@@ -87,18 +102,21 @@ def run(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     replicas: Replicas = 1,
+    gateways: Gateways = 1,
+    request_seconds: RequestSeconds = REQUEST_SECONDS,
+    retry_seconds: RetrySeconds = RETRY_SECONDS,
     drain_seconds: DrainSeconds = DRAIN_SECONDS,
-    tensor_parallel: TensorParallel = EndpointArgs.tensor_parallel,
+    tensor_parallel: TensorParallel = 1,
     max_rows: MaxRows = EngineConfig.max_rows,
     buffer_size: BufferSize = EngineConfig.buffer_size,
     num_pages: NumPages = EngineConfig.num_pages,
     kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
-    max_waiting: MaxWaiting = EndpointArgs.max_waiting,
+    max_waiting: MaxWaiting = MODEL_DEFAULTS.max_waiting,
     prefix_caching: PrefixCaching = EngineConfig.prefix_caching,
     batch_invariant: BatchInvariant = EngineConfig.batch_invariant,
     attention: Attention = EngineConfig.attention,
     block_size: BlockSize = EngineConfig.block_size,
-    threads: Threads = EndpointArgs.num_threads,
+    threads: Threads = MODEL_DEFAULTS.threads,
     trace: Trace = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP API, until Ctrl-C or SIGTERM.
@@ -109,9 +127,11 @@ def run(
     Exit codes: 0 stopped, 1 it could not be served, 2 bad input (also a checkpoint that is not whole, or a port that
     is taken), in one sentence.
     """
-    args = endpoint_args(
-        model,
+    args = ModelArgs(
+        model=model,
         name=name,
+        replicas=replicas,
+        tensor_parallel=tensor_parallel,
         engine=EngineConfig(
             max_rows=max_rows,
             buffer_size=buffer_size,
@@ -123,16 +143,24 @@ def run(
             attention=attention,
         ),
         max_waiting=max_waiting,
-        num_threads=threads,
-        trace=trace,
+        threads=threads,
+        trace=None if trace is None else str(trace),
         fp8=fp8,
-        tensor_parallel=tensor_parallel,
     )
+    args.checked()
 
     from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
-    serve_until_stopped(args, host=host, port=port, replicas=replicas, drain_seconds=drain_seconds)
+    serve_until_stopped(
+        args,
+        host=host,
+        port=port,
+        gateways=gateways,
+        request_seconds=request_seconds,
+        retry_seconds=retry_seconds,
+        drain_seconds=drain_seconds,
+    )
 
 
 main = command(run)

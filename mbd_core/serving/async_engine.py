@@ -1,19 +1,18 @@
 """The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
-from mbd_core.decoding.request import StepOutput
+from mbd_core.decoding.request import Request, StepOutput
 from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
-from mbd_core.serving.committed_text import CommittedText, Decode
-from mbd_core.serving.text_stream import EngineFailed, TextStep, TextStream
+from mbd_core.serving.fair_queue import FairQueue
+from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
-
-class TooManyRequests(RuntimeError):
-    """As many requests wait as may wait; try again later."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,43 +23,85 @@ class Load:
     waiting: int
 
 
-@dataclass(frozen=True)
-class _Submission:
-    """A stream and its requests, on their way to the engine."""
+class EngineStream:
+    """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
 
-    stream: TextStream
-    admitted: tuple[Admitted, ...]
+    def __init__(self, admitted: Admitted, key: str, withdraw: Callable[["EngineStream"], None]) -> None:
+        self.admitted, self.key = admitted, key
+        self.queue: asyncio.Queue[StepOutput | EngineFailed] = asyncio.Queue()
+        self.waits = True  # the engine does not know the request yet
+        self._withdraw, self._ended = withdraw, False
+
+    @property
+    def request_id(self) -> str:
+        return self.admitted.request.request_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        step = await self.queue.get()
+        if isinstance(step, EngineFailed):
+            self._ended = True
+            raise step
+        self._ended = step.output is not None
+        return step
+
+    def close(self) -> None:
+        """Abort the request before the engine's next step; does nothing after its end."""
+        self._ended = True
+        self._withdraw(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A function that is to run between two steps, and where its result goes."""
+
+    function: Callable[[Engine], Any]
+    result: "asyncio.Future[Any]"
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """What goes to the worker thread for one step."""
+
+    calls: list[_Call] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    submitted: list[Admitted] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Turn:
     """What one visit to the worker thread brought back."""
 
-    steps: list[TextStep]
+    steps: list[StepOutput]
+    results: list[tuple[_Call, Any]]
     running: int
+    known: int
     busy: bool
 
 
 class AsyncEngine:
     """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
 
-    `decode` turns token ids into text (special tokens left out). At most `max_waiting` requests wait beside the
-    engine's batch rows.
+    At most `max_waiting` requests wait beside the engine's batch rows. The clients of requests that wait take turns
+    (`FairQueue`): the engine itself holds one waiting request more than it has rows.
     """
 
-    def __init__(self, engine: Engine, decode: Decode, *, max_waiting: int = 256) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
         self._engine = engine
-        self._decode = decode
         self._capacity = engine.config.max_rows + max_waiting
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineFailed | None = None
-        self._running = 0
-        self._submitted: list[_Submission] = []
+        self._running = self._known = 0
+        self._waiting: FairQueue[EngineStream] = FairQueue()
         self._withdrawn: list[str] = []
-        self._streams: dict[str, TextStream] = {}
-        self._texts: dict[str, CommittedText] = {}  # worker thread only
+        self._calls: list[_Call] = []
+        self._streams: dict[str, EngineStream] = {}
 
     @property
     def capacity(self) -> int:
@@ -77,32 +118,33 @@ class AsyncEngine:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, admitted: Sequence[Admitted], *, stop: Sequence[str] = ()) -> TextStream:
-        """Queue requests that the engine's admission has checked, all or none; iterate over the stream or close it.
+    async def open(self, request: Request, *, key: str = "") -> EngineStream:
+        """`submit` a request after the engine's check; raises `RequestRefused` too."""
+        return self.submit(self._engine.admission.check(request), key=key)
 
-        Raises `ValueError` for ids that are used twice and for more requests than are ever taken at once,
-        `TooManyRequests` and `EngineFailed`.
+    def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
+        """Queue a request that the engine's admission has checked; iterate over the stream or close it.
+
+        Raises `ValueError` for an id that is being served, `TooManyRequests` and `EngineFailed`.
         """
         self.check_health()
-        if not admitted:
-            raise ValueError("no request was given")
-        requests = [a.request for a in admitted]
-        ids = {r.request_id for r in requests}
-        if len(ids) < len(requests) or ids & self._streams.keys():
-            raise ValueError("a request_id is used twice")
-        if "" in stop:
-            raise ValueError("stop holds an empty string; leave it out")
-        if len(requests) > self._capacity:
-            raise ValueError(f"{len(requests)} requests at once; at most {self._capacity} are taken")
-        if len(self._streams) + len(requests) > self._capacity:
+        stream = EngineStream(admitted, key, self._withdraw)
+        if stream.request_id in self._streams:
+            raise ValueError(f"request_id '{stream.request_id}' is used twice")
+        if len(self._streams) >= self._capacity:
             raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
-        stream = TextStream(requests, stop, self._withdraw)
-        self._streams.update(dict.fromkeys(ids, stream))
-        self._submitted.append(_Submission(stream, tuple(admitted)))
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
-        self._wake.set()
+        self._streams[stream.request_id] = stream
+        self._waiting.push(key, stream)
+        self._start()
         return stream
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function` on the engine, in its thread, between two steps; what it returns or raises."""
+        self.check_health()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append(_Call(function, result))
+        self._start()
+        return await result
 
     async def stop(self) -> None:
         """End the task and the thread; streams that have not ended raise `EngineFailed`."""
@@ -112,15 +154,20 @@ class AsyncEngine:
         self._fail(EngineFailed("the engine was stopped"))
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    def _withdraw(self, stream: TextStream) -> None:
-        ids = [i for i in stream.unfinished if self._streams.get(i) is stream]
-        for request_id in ids:
-            del self._streams[request_id]
-        waiting = [s for s in self._submitted if s.stream is not stream]
-        if len(waiting) < len(self._submitted):  # the engine does not know it yet
-            self._submitted = waiting
-        elif ids:
-            self._withdrawn += ids
+    def _start(self) -> None:
+        """Wake the task that steps the engine; the first call starts it."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
+        self._wake.set()
+
+    def _withdraw(self, stream: EngineStream) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return
+        del self._streams[stream.request_id]
+        if stream.waits:
+            self._waiting.remove(stream.key, stream)
+        else:
+            self._withdrawn.append(stream.request_id)
             self._wake.set()
 
     async def _run(self) -> None:
@@ -128,67 +175,54 @@ class AsyncEngine:
         busy = False
         try:
             while True:
-                if not (busy or self._submitted or self._withdrawn):
+                if not (busy or self._waiting or self._withdrawn or self._calls):
                     self._wake.clear()
                     await self._wake.wait()
-                submitted, self._submitted = self._submitted, []
-                withdrawn, self._withdrawn = self._withdrawn, []
-                turn = await loop.run_in_executor(self._thread, self._turn, submitted, withdrawn)
-                self._deliver(turn.steps)
-                busy, self._running = turn.busy, turn.running
+                turn = await loop.run_in_executor(self._thread, self._turn, self._next_visit())
+                self._deliver(turn)
+                busy, self._running, self._known = turn.busy, turn.running, turn.known
         except Exception as error:
             failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
 
-    def _turn(self, submitted: list[_Submission], withdrawn: list[str]) -> _Turn:
-        """In the worker thread: abort the withdrawn requests, add the submitted ones, then one step."""
-        for request_id in withdrawn:
-            self._engine.abort(request_id)
-            self._texts.pop(request_id, None)
-        for submission in submitted:
-            for admitted in submission.admitted:
-                self._engine.add_admitted(admitted)
-                self._texts[admitted.request.request_id] = CommittedText(self._decode, submission.stream.stop)
-        steps = [self._text_step(out) for out in self._engine.step()] if self._engine.has_work else []
-        return _Turn(steps, self._engine.num_running, self._engine.has_work)
+    def _next_visit(self) -> _Visit:
+        """All calls and withdrawals, and as many waiting requests as the engine shall know."""
+        room = self._engine.config.max_rows + 1 - self._known + len(self._withdrawn)
+        submitted = [self._waiting.pop() for _ in range(min(room, len(self._waiting)))]
+        for stream in submitted:
+            stream.waits = False
+        visit = _Visit(self._calls, self._withdrawn, [stream.admitted for stream in submitted])
+        self._calls, self._withdrawn = [], []
+        return visit
 
-    def _text_step(self, out: StepOutput) -> TextStep:
-        text = self._texts[out.request_id]
-        pieces: list[str] = []
-        num_earlier = text.num_tokens
-        for token in out.new_tokens:
-            pieces.append(text.push(token))
-            if text.stopped:
-                break
-        output = out.output
-        if output is not None:
-            pieces.append(text.finish())
-        if text.stopped:
-            ended = output if output is not None else self._engine.abort(out.request_id)
-            assert ended is not None, "the engine knows a request that took part in its step"
-            output = replace(
-                ended,
-                tokens=ended.tokens[: text.num_tokens],
-                finish_reason="stop",
-                counts=replace(ended.counts, num_tokens=text.num_tokens),
-                logprobs=None if ended.logprobs is None else ended.logprobs[: text.num_tokens],
-            )
-        if output is not None:
-            del self._texts[out.request_id]
-        num_new = text.num_tokens - num_earlier
-        return TextStep(
-            request_id=out.request_id,
-            text="".join(pieces),
-            new_tokens=out.new_tokens[:num_new],
-            output=output,
-            logprobs=None if out.logprobs is None else out.logprobs[:num_new],
-        )
+    def _turn(self, visit: _Visit) -> _Turn:
+        """In the worker thread: abort the withdrawn requests, add the submitted ones, make the calls, one step."""
+        engine = self._engine
+        for request_id in visit.withdrawn:
+            engine.abort(request_id)
+        for admitted in visit.submitted:
+            engine.add_admitted(admitted)
+        results: list[tuple[_Call, Any]] = []
+        for call in visit.calls:
+            try:
+                results.append((call, call.function(engine)))
+            except Exception as error:  # the caller's, who gets it
+                results.append((call, error))
+        steps = engine.step() if engine.has_work else []
+        return _Turn(steps, results, engine.num_running, engine.num_known, engine.has_work)
 
-    def _deliver(self, steps: list[TextStep]) -> None:
-        for step in steps:
+    def _deliver(self, turn: _Turn) -> None:
+        for call, result in turn.results:
+            if call.result.done():  # its caller was cancelled
+                continue
+            if isinstance(result, Exception):
+                call.result.set_exception(result)
+            else:
+                call.result.set_result(result)
+        for step in turn.steps:
             stream = self._streams.get(step.request_id)
-            if stream is None or any(s.stream is stream for s in self._submitted):
+            if stream is None or stream.waits:
                 continue  # the request was withdrawn during the step, and its id may be in use again
             stream.queue.put_nowait(step)
             if step.output is not None:
@@ -197,7 +231,11 @@ class AsyncEngine:
     def _fail(self, failure: EngineFailed) -> None:
         if self._failure is None:
             self._failure = failure
-        for stream in {id(s): s for s in self._streams.values()}.values():
+        for stream in self._streams.values():
             stream.queue.put_nowait(failure)
+        for call in self._calls:
+            if not call.result.done():
+                call.result.set_exception(failure)
         self._streams.clear()
-        self._submitted.clear()
+        self._waiting.clear()
+        self._calls.clear()

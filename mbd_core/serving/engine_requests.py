@@ -1,4 +1,4 @@
-"""From a parsed API request to what the engine takes: one admitted request for each prompt and choice."""
+"""From a parsed API request to what the engine takes: one request for each prompt and choice, checked."""
 
 import uuid
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.engine.admission import Admission, Admitted, RequestRefused
+from mbd_core.engine.admission import Admission, RequestRefused
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, GenerationRequest
 
@@ -20,7 +20,7 @@ def engine_requests(
     seed: int,
     admission: Admission,
     capacity: int,
-) -> list[Admitted]:
+) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
     `prompt_field` is the field that the prompts came in, `capacity` how many requests are taken at once. Raises
@@ -28,7 +28,7 @@ def engine_requests(
     """
     samplings = asked.samplings(seed)
     _check_number(len(prompts), len(samplings), capacity, prompt_field=prompt_field)
-    admitted = []
+    requests = []
     for prompt in prompts:
         request = Request(
             request_id=uuid.uuid4().hex,
@@ -41,12 +41,12 @@ def engine_requests(
         if asked.budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
         try:
-            first = admission.check(request)
-            others = [replace(first.request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
-            admitted += [first, *map(admission.check, others)]
+            admission.check(request)  # the choices differ in what no check looks at
         except RequestRefused as error:
             raise _api_error(error, asked, len(prompt), admission, prompt_field=prompt_field) from None
-    return admitted
+        others = [replace(request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
+        requests += [request, *others]
+    return requests
 
 
 def _check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from mbd_core.serving.async_engine import TooManyRequests
-from mbd_core.serving.text_stream import EngineFailed
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.serving.text_stream import RequestTimedOut
+from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
 MESSAGE_LENGTH = 400  # characters of an error's message
@@ -37,7 +38,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -48,6 +49,10 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, TooManyRequests):
         return ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"})
-    if isinstance(error, EngineFailed):
+    if isinstance(error, RequestRefused):
+        return ApiError(400, str(error), code=error.code)
+    if isinstance(error, RequestTimedOut):
+        return ApiError(504, str(error), code="timeout")
+    if isinstance(error, EngineFailed | ReplicaLost):
         return ApiError(500, "the engine failed; this replica is being replaced", code="engine_failed")
     return ApiError(500, "internal error; see the server's log", code="internal_error")

@@ -1,69 +1,56 @@
-"""OpenAI's API over one model and one engine, without HTTP and without Ray: bodies in, answers out."""
+"""OpenAI's API over served models, without HTTP and without Ray: bodies in, answers out."""
 
 import asyncio
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mbd_core.checkpoint.chat import chat_prompt, decode_text
-from mbd_core.checkpoint.folder import edit_note
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.engine.admission import Admitted
-from mbd_core.parallel.group import RankLost
+from mbd_core.decoding.request import Request
 from mbd_core.serving.answer import Answer
-from mbd_core.serving.async_engine import AsyncEngine
-from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_requests import engine_requests
-from mbd_core.serving.load import load_engine
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
-from mbd_core.serving.openai_requests import (
-    MAX_TOKENS_DEFAULT,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse,
-)
-from mbd_core.serving.text_stream import EngineFailed
-from mbd_core.trace.recorder import TraceRecorder
+from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.text_stream import TextStream
 
 
 class OpenAIServer:
-    """One model, one engine. Its methods belong to one event loop; `stop()` ends what it started.
+    """The models by the names that clients call them. Its methods belong to one event loop.
 
     A server that is to end without cutting answers is drained first: `begin_drain()`, then `drained(seconds)`.
     """
 
     def __init__(
-        self, args: EndpointArgs, *, log: logging.Logger | None = None, trace: TraceRecorder | None = None
+        self,
+        models: Mapping[str, Callable[[], Awaitable[ServedModel]]],
+        *,
+        request_seconds: float | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
-        """Load the model and capture its graphs. Steps are recorded in `trace`; `stop()` closes it."""
-        self.args, self._trace, self._log = args, trace, log or logging.getLogger(__name__)
-        self.loaded = load_engine(
-            Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
-        )
-        self.loaded.prepare()
-        self.defaults = {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
-        tokenizer = self.loaded.tokenizer
-        # A fast tokenizer switches padding and truncation off in its first call. After that its users, this thread
-        # for prompts, the engine's for text, only read it.
-        tokenizer.encode("")
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self._decode = partial(decode_text, tokenizer)
-        self._token_texts = TokenTexts(tokenizer)
-        self.engine = AsyncEngine(self.loaded.engine, self._decode, max_waiting=args.max_waiting)
+        """`models` gives each model when it is first asked for; an answer may take `request_seconds`, its wait for a
+        batch row included."""
+        self._models, self._request_seconds = dict(models), request_seconds
+        self._log = log or logging.getLogger(__name__)
+        self._routes: dict[str, _Route] = {}
         self._open_requests = OpenRequests()
         self._created = int(time.time())
-        self._edit_noted = False
+        # A fast tokenizer's first call switches padding and truncation off, and its settings are not thread-safe.
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._open_requests.draining
 
     def begin_drain(self) -> int:
         """Refuse new requests with 503 from now on; those that run or wait go on. Returns how many these are."""
@@ -74,107 +61,72 @@ class OpenAIServer:
         return await self._open_requests.drained(seconds)
 
     async def stop(self) -> None:
-        """End the engine and its threads, and write the end of the trace."""
-        await self.engine.stop()
+        """End its thread; no request may follow."""
         await asyncio.to_thread(self._tokenizing.shutdown)
-        await asyncio.to_thread(self.loaded.close)
-        if self._trace is not None:
-            self._trace.close()
 
     # -- what is served -----------------------------------------------------------------------------------------
 
-    def describe(self) -> str:
-        """One line: device, attention kernel and why no other, KV memory, the decoding of a plain request."""
-        engine = self.loaded.engine
-        defaults = ", ".join(f"{name}={value}" for name, value in self.defaults.items() if value is not None)
-        return (
-            f"{self.args.name}: {self.loaded.backend}; {engine.attention.describe()}; "
-            f"KV memory: {engine.kv_tokens:,} tokens in {engine.num_pages:,} pages; defaults: {defaults}"
-        )
-
-    def check_health(self) -> None:
-        """Raises `EngineFailed` or `RankLost` if no request can be served any more; never waits."""
-        self.engine.check_health()
-        self.loaded.check_health()
-
-    def health(self) -> dict[str, Any]:
-        """Whether requests are taken, how many are served, and by what."""
-        try:
-            self.check_health()
-            ready = not self._open_requests.draining
-        except (EngineFailed, RankLost):
-            ready = False
-        engine, load = self.loaded.engine, self.engine.load
-        pool = engine.scheduler.pool
-        return {
-            "model": self.args.name,
-            "ready": ready,
-            "draining": self._open_requests.draining,
-            "running": load.running,
-            "waiting": load.waiting,
-            "backend": self.loaded.backend,
-            "tensor_parallel": self.args.tensor_parallel,
-            "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
-            "defaults": self.defaults,
-            "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
-            "kv_cache": {"num_pages": engine.num_pages, "page_size": engine.page_size, "tokens": engine.kv_tokens},
-            "graphs": engine.graph_report(),
-            "prefix_cache": {"looked_up": pool.lookups, "found": pool.hits},
-        }
-
     def models(self) -> dict[str, Any]:
-        """The list of models, which is this one."""
-        return {"object": "list", "data": [self.model(self.args.name)]}
+        """The list of models."""
+        return {"object": "list", "data": [self.model(name) for name in self._models]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """OpenAI's model object; `ApiError` (404) for a name that is not this model's."""
-        if name != self.args.name:
-            message = f"unknown model '{clipped(name)}'; served here: {self.args.name}"
+        """OpenAI's model object; `ApiError` (404) for a name that is not served."""
+        if name not in self._models:
+            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def complete(self, body: bytes) -> Answer:
-        """The answer to a completion request; raises `ApiError`, `TooManyRequests` and `EngineFailed`."""
-        return await self._answer(CompletionRequest, body, prompt_field="prompt")
+    async def complete(self, body: bytes, *, key: str = "") -> Answer:
+        """The answer to a completion request; clients of different `key` take turns where requests wait.
 
-    async def chat(self, body: bytes) -> Answer:
-        """The answer to a chat request; raises as `complete` does."""
-        return await self._answer(ChatRequest, body, prompt_field="messages")
+        Raises `ApiError`, `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
+        """
+        return await self._answer(CompletionRequest, body, key=key)
 
-    async def _answer(
-        self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, *, prompt_field: str
-    ) -> Answer:
+    async def chat(self, body: bytes, *, key: str = "") -> Answer:
+        """The answer to a chat request; as `complete`."""
+        return await self._answer(ChatRequest, body, key=key)
+
+    async def _answer(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, *, key: str) -> Answer:
         """The answer, whose request stays open until it is closed."""
         end_request = self._open_requests.begin()
         try:
-            return await self._submit(parse(kind, body), prompt_field=prompt_field, on_close=end_request)
+            return await self._submit(parse(kind, body), key=key, on_close=end_request)
         except BaseException:
             end_request()
             raise
 
     async def _submit(
-        self, asked: CompletionRequest | ChatRequest, *, prompt_field: str, on_close: Callable[[], None]
+        self, asked: CompletionRequest | ChatRequest, *, key: str, on_close: Callable[[], None]
     ) -> Answer:
-        self.model(asked.model)
+        route = await self._route(asked.model)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
-        admitted = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing, partial(self._admit, asked, prompt_field=prompt_field, seed=seed)
+        requests = await asyncio.get_running_loop().run_in_executor(
+            self._tokenizing, partial(route.requests, asked, seed=seed)
         )
-        stream = self.engine.submit(admitted, stop=asked.stop_strings)
+        stream = await TextStream.open(
+            route.model.source,
+            requests,
+            decode=route.decode,
+            stop=asked.stop_strings,
+            key=key or asked.user or "",
+            seconds=self._request_seconds,
+        )
         chat = isinstance(asked, ChatRequest)
         reply = Reply(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             created=int(time.time()),
-            model=self.args.name,
+            model=asked.model,
             chat=chat,
             num_choices=asked.num_choices,
             seed=seed if asked.draws else None,
         )
         logprobs = None
         if asked.wants_logprobs:
-            logprobs = [ChoiceLogprobs(self._token_texts, self._decode, chat=chat) for _ in admitted]
+            logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
         return Answer(
             reply,
             stream,
@@ -184,35 +136,51 @@ class OpenAIServer:
             on_close=on_close,
         )
 
-    def _admit(self, asked: CompletionRequest | ChatRequest, *, prompt_field: str, seed: int) -> list[Admitted]:
-        """In the tokenizer's thread: prompts to ids, and the requests that the engine takes."""
-        prompts = self._chat_prompts(asked) if isinstance(asked, ChatRequest) else self._plain_prompts(asked)
+    async def _route(self, name: str) -> "_Route":
+        """The model's side of a request; `ApiError` (404) for an unknown name."""
+        self.model(name)
+        if name not in self._routes:
+            self._routes[name] = _Route(await self._models[name](), self._log)
+        return self._routes[name]
+
+
+class _Route:
+    """From a parsed request to the requests of one model's engine, and back from tokens to text."""
+
+    def __init__(self, model: ServedModel, log: logging.Logger) -> None:
+        self.model, self._log = model, log
+        self.decode = partial(decode_text, model.tokenizer)
+        self.token_texts = TokenTexts(model.tokenizer)
+        self._edit_noted = False
+
+    def requests(self, asked: CompletionRequest | ChatRequest, *, seed: int) -> list[Request]:
+        """In the tokenizer's thread: prompts to ids, and one request for each prompt and choice."""
         return engine_requests(
             asked,
-            prompts,
-            prompt_field=prompt_field,
+            self._chat_prompts(asked) if isinstance(asked, ChatRequest) else self._plain_prompts(asked),
+            prompt_field="messages" if isinstance(asked, ChatRequest) else "prompt",
             decoding=self._decoding(asked),
             seed=seed,
-            admission=self.loaded.engine.admission,
-            capacity=self.engine.capacity,
+            admission=self.model.limits.admission,
+            capacity=self.model.capacity,
         )
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        encode = self.loaded.tokenizer.encode
+        encode = self.model.tokenizer.encode
         return [list(encode(prompt)) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
 
     def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
         try:
-            return [chat_prompt(self.loaded.tokenizer, asked.turns)]
+            return [chat_prompt(self.model.tokenizer, asked.turns)]
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
 
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
         try:
-            decoding = self.loaded.decoding(asked.decoding or {})
+            decoding = self.model.decoding(asked.decoding or {})
         except ValueError as error:
             raise ApiError(400, f"decoding: {error}", param="decoding", code="invalid_value") from None
-        note = None if self._edit_noted else edit_note(self.args.name, self.loaded.defaults, decoding)
+        note = None if self._edit_noted else self.model.edit_note(decoding)
         if note is not None:
             self._edit_noted = True
             self._log.warning(note)

@@ -53,6 +53,12 @@ SHAPES: dict[str, dict[str, Any]] = {
             "mbd": {"type": "object", "additionalProperties": {"type": "number"}},
         },
     },
+    "Event": {
+        "description": "An event of a stream: a JSON object as text, or [DONE].",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"type": "string"}},
+    },
     "Model": {
         "type": "object",
         "required": ["id", "object", "created", "owned_by"],
@@ -116,7 +122,7 @@ def openapi_document() -> dict[str, Any]:
 
 def _generating(operation: str, request: str) -> dict[str, Any]:
     answer = _json("Answer", "The whole answer, or with `stream` its events.")
-    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    answer["content"]["text/event-stream"] = {"schema": {"$ref": COMPONENTS.format(model="Event")}}
     return {
         "operationId": operation,
         "requestBody": {"required": True, **_content(request)},

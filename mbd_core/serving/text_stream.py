@@ -1,14 +1,18 @@
-"""What a caller of the async engine gets: the steps of its requests as text, until they end or it leaves."""
+"""What an API request gets: the steps of its choices as text, until they end or its client leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Self
 
-from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.serving.committed_text import CommittedText, Decode
+from mbd_core.serving.token_stream import TokenSource, TokenStream
 
 
-class EngineFailed(RuntimeError):
-    """A step raised, or the engine was stopped: nothing more will come from it."""
+class RequestTimedOut(RuntimeError):
+    """The time limit of a request is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +32,53 @@ class TextStep:
 
 
 class TextStream:
-    """The steps of one or several requests in the order they were made; iterate to the end, or `close()`.
+    """The steps of one or several requests in the order they come; iterate to the end, or `close()`.
 
-    The engine puts steps into `queue`, or its failure; `withdraw` is how it learns that the caller has left.
+    Raises what the requests' token streams raise, and `RequestTimedOut` after `seconds`.
     """
 
     def __init__(
-        self, requests: Sequence[Request], stop: Sequence[str], withdraw: Callable[["TextStream"], None]
+        self,
+        requests: Sequence[Request],
+        streams: Sequence[TokenStream],
+        *,
+        decode: Decode,
+        stop: Sequence[str] = (),
+        seconds: float | None = None,
     ) -> None:
+        """`streams` are those of `requests`; `decode` turns token ids into text (special tokens left out)."""
         self.requests = tuple(requests)
-        self.stop = tuple(stop)
-        self.queue: asyncio.Queue[TextStep | EngineFailed] = asyncio.Queue()
         self.unfinished = {r.request_id for r in requests}
-        self._withdraw = withdraw
+        self._streams, self._seconds = tuple(streams), seconds
+        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
+        self._tasks = [
+            asyncio.create_task(self._read(_AnswerText(request, decode, stop), stream))
+            for request, stream in zip(self.requests, self._streams, strict=True)
+        ]
+
+    @classmethod
+    async def open(
+        cls,
+        source: TokenSource,
+        requests: Sequence[Request],
+        *,
+        decode: Decode,
+        stop: Sequence[str] = (),
+        key: str = "",
+        seconds: float | None = None,
+    ) -> Self:
+        """Submit `requests`, all or none; raises as `TokenSource.open` does, and `RequestTimedOut`."""
+        opening = [asyncio.ensure_future(source.open(r, key=key)) for r in requests]
+        try:
+            async with asyncio.timeout(seconds):
+                streams = await asyncio.gather(*opening)
+        except BaseException as error:
+            await _close_opened(opening)
+            if isinstance(error, TimeoutError):
+                raise _timed_out(seconds) from None
+            raise
+        return cls(requests, streams, decode=decode, stop=stop, seconds=seconds)
 
     def __aiter__(self) -> AsyncIterator[TextStep]:
         return self
@@ -48,9 +86,14 @@ class TextStream:
     async def __anext__(self) -> TextStep:
         if not self.unfinished:
             raise StopAsyncIteration
-        step = await self.queue.get()
-        if isinstance(step, EngineFailed):
-            self.unfinished.clear()
+        step: TextStep | Exception
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                step = await self._queue.get()
+        except TimeoutError:
+            step = _timed_out(self._seconds)
+        if isinstance(step, Exception):
+            self.close()
             raise step
         if step.output is not None:
             self.unfinished.discard(step.request_id)
@@ -58,5 +101,74 @@ class TextStream:
 
     def close(self) -> None:
         """Abort what has not finished; the engine frees it before its next step. Does nothing after the end."""
-        self._withdraw(self)
         self.unfinished.clear()
+        for task in self._tasks:
+            task.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    async def _read(self, answer: "_AnswerText", stream: TokenStream) -> None:
+        """Put one request's steps into the queue, up to its end or a stop string."""
+        try:
+            async for step in stream:
+                self._queue.put_nowait(done := answer.add(step))
+                if done.output is not None:
+                    return
+        except Exception as error:
+            self._queue.put_nowait(error)
+        finally:
+            stream.close()
+
+
+class _AnswerText:
+    """One request's answer so far, as tokens and as text."""
+
+    def __init__(self, request: Request, decode: Decode, stop: Sequence[str]) -> None:
+        self._request, self._text = request, CommittedText(decode, stop)
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+
+    def add(self, step: StepOutput) -> TextStep:
+        """The step's text; the request ends with it where a stop string is complete."""
+        pieces: list[str] = []
+        num_earlier = self._text.num_tokens
+        for token in step.new_tokens:
+            pieces.append(self._text.push(token))
+            if self._text.stopped:
+                break
+        output = step.output
+        if output is not None:
+            pieces.append(self._text.finish())
+        num_new = self._text.num_tokens - num_earlier
+        logprobs = None if step.logprobs is None else step.logprobs[:num_new]
+        self._tokens += step.new_tokens[:num_new]
+        self._logprobs += logprobs or ()
+        if self._text.stopped:
+            output = Output(
+                request_id=self._request.request_id,
+                tokens=tuple(self._tokens),
+                finish_reason="stop",
+                counts=replace(step.counts, num_tokens=len(self._tokens)),
+                logprobs=tuple(self._logprobs) if self._request.logprobs else None,
+            )
+        return TextStep(
+            request_id=self._request.request_id,
+            text="".join(pieces),
+            new_tokens=step.new_tokens[:num_new],
+            output=output,
+            logprobs=logprobs,
+        )
+
+
+async def _close_opened(opening: "Sequence[asyncio.Future[TokenStream]]") -> None:
+    """Close the streams that were opened, those included that are just about to be."""
+    for one in opening:
+        one.cancel()
+    for done in await asyncio.gather(*opening, return_exceptions=True):
+        if not isinstance(done, BaseException):
+            with suppress(Exception):
+                done.close()
+
+
+def _timed_out(seconds: float | None) -> RequestTimedOut:
+    return RequestTimedOut(f"the request was not answered within {seconds or 0:g} s")

@@ -33,14 +33,19 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
     """The endpoint. Once all tests are through, it is ended, and the trace of what it did must be whole."""
     from ray import serve
 
-    from actors.endpoint import build
-    from mbd_core.engine.engine_config import EngineConfig
-    from mbd_core.serving.endpoint_args import EndpointArgs
+    from actors.app import build
+    from actors.serving_args import serving_args
     from mbd_core.trace.recorder import read_trace
 
     # batch_invariant: what one request's log-probabilities are must not depend on who else is there, not in a bit
-    engine = EngineConfig(max_rows=4, num_pages=200, batch_invariant=True)
-    args = EndpointArgs(folder=str(strict_model_dir), name=MODEL, engine=engine, max_waiting=6, trace=str(traces))
+    model = {
+        "model": str(strict_model_dir),
+        "name": MODEL,
+        "max_waiting": 6,
+        "trace": str(traces),
+        "engine": {"max_rows": 4, "num_pages": 200, "batch_invariant": True},
+    }
+    args = serving_args({"device": "cpu", "models": [model]})
     serve.run(build(args), name="endpoint", route_prefix="/")
     yield serve_instance
     serve.delete("endpoint")
@@ -71,7 +76,11 @@ def events(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def health(url: str) -> dict[str, Any]:
-    return dict(httpx.get(f"{url}/health", timeout=LIMIT).json())
+    """What `/health` says of the one replica, and of the whole."""
+    body = httpx.get(f"{url}/health", timeout=LIMIT).json()
+    (model,) = body["models"]
+    (replica,) = model["replicas"]
+    return {**replica, **body}
 
 
 def states_until_idle(url: str) -> Iterator[dict[str, Any]]:
@@ -90,13 +99,13 @@ def wait_idle(url: str) -> dict[str, Any]:
 
 def test_health_and_models(url: str, client: openai.OpenAI) -> None:
     state = wait_idle(url)
-    assert (state["model"], state["ready"], state["draining"]) == (MODEL, True, False)
+    assert (state["models"][0]["name"], state["ready"], state["draining"]) == (MODEL, True, False)
     assert state["backend"] == "torch cpu float32"
     assert state["attention"]["name"] == "reference"
     assert "needs a CUDA device" in state["attention"]["not_chosen"]["vllm-flash-attn"]
     assert (state["defaults"]["tau_m2t"], state["defaults"]["buffer_size"], state["defaults"]["t2t"]) == (0.9, 4, None)
     assert (state["defaults"]["temperature"], state["engine"]["batch_invariant"]) == (0, True)
-    assert state["kv_cache"] == {"num_pages": 200, "page_size": 16, "tokens": 199 * 16}
+    assert state["kv_cache"] == {"num_pages": 200, "page_size": 16, "tokens": 199 * 16, "free_pages": 199}
     assert state["graphs"] == {"captured": 0, "memory_bytes": 0, "steps_replayed": 0, "steps_eager": 0}
     assert [m.id for m in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
@@ -613,7 +622,8 @@ def lasting(client: openai.OpenAI) -> dict[str, Any]:
 
 def test_a_client_that_hangs_up_leaves_nothing(url: str, lasting: dict[str, Any]) -> None:
     """Four of the ten prompts run. Were they finished and not aborted, the six others would move up four at a time."""
-    assert post(url, "completions", lasting).status_code == 200
+    answered = post(url, "completions", lasting)
+    assert answered.status_code == 200, answered.text
     for stream in (False, True):
         hang_up(url, lasting | {"stream": stream}, after=lambda _: wait_running(url))
         waiting = {state["waiting"] for state in states_until_idle(url)}

@@ -13,8 +13,8 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from actors import serving
+from actors.serving_args import ModelArgs
 from jobs import serve as job
-from mbd_core.serving.endpoint_args import EndpointArgs
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +72,12 @@ def test_a_signal_while_it_starts_is_an_end_in_good_order(
     assert stopped == up.get(when, [])
 
 
-class ScriptedReplicas:
-    """A deployment handle: what the replicas answer to each `drain`, and what happens meanwhile."""
+class ScriptedGateways:
+    """A deployment handle: what the gateways answer to each `drain`, and what happens meanwhile."""
 
     def __init__(self, *answers: list[Any], meanwhile: Callable[[int], None] = lambda _: None) -> None:
         self.calls, self._answers, self._meanwhile = list[tuple[str, float]](), answers, meanwhile
-        self.describe = SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: "start line"))
+        self.describe = SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: ["start line"]))
 
     def broadcast(self, method: str, seconds: float) -> Any:
         self.calls.append((method, seconds))
@@ -92,7 +92,7 @@ class ScriptedReplicas:
         return SimpleNamespace(results=results)
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, replicas: ScriptedReplicas, argv: list[str], number: signal.Signals) -> int:
+def ended(monkeypatch: pytest.MonkeyPatch, gateways: ScriptedGateways, argv: list[str], number: signal.Signals) -> int:
     """The exit code of a job that serves until `number`; Ray and Serve are stopped then."""
     stopped: list[str] = []
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
@@ -100,7 +100,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, replicas: ScriptedReplicas, argv: lis
         is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes, shutdown=lambda: stopped.append("ray")
     )
     serve = SimpleNamespace(
-        start=lambda **_: None, run=lambda *_, **__: replicas, shutdown=lambda: stopped.append("serve")
+        start=lambda **_: None, run=lambda *_, **__: gateways, shutdown=lambda: stopped.append("serve")
     )
     for name, stand_in in (("connect", lambda **_: True), ("ray", ray), ("serve", serve)):
         monkeypatch.setattr(serving, name, stand_in)
@@ -120,9 +120,9 @@ def test_the_first_signal_drains_and_the_second_stops_at_once(
         if call == 3:
             os.kill(os.getpid(), number)
 
-    replicas = ScriptedReplicas([2, 1], meanwhile=second_signal)
-    assert ended(monkeypatch, replicas, ["--model", str(tiny_model_dir)], number) == 0
-    assert len(replicas.calls) == 3
+    gateways = ScriptedGateways([2, 1], meanwhile=second_signal)
+    assert ended(monkeypatch, gateways, ["--model", str(tiny_model_dir)], number) == 0
+    assert len(gateways.calls) == 3
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "draining 3 requests, at most 30 s; a second signal stops at once",
         "stopping",
@@ -155,10 +155,10 @@ def test_a_drain_ends_with_the_requests_or_with_its_time(
     calls: int | None,
     printed: list[str],
 ) -> None:
-    replicas = ScriptedReplicas(*answers)
-    assert ended(monkeypatch, replicas, ["--model", str(tiny_model_dir), *switches], signal.SIGTERM) == 0
-    assert calls is None or len(replicas.calls) == calls
-    assert {method for method, _ in replicas.calls} <= {"drain"}
+    gateways = ScriptedGateways(*answers)
+    assert ended(monkeypatch, gateways, ["--model", str(tiny_model_dir), *switches], signal.SIGTERM) == 0
+    assert calls is None or len(gateways.calls) == calls
+    assert {method for method, _ in gateways.calls} <= {"drain"}
     *_, last = lines = capsys.readouterr().out.splitlines()[3:]  # after the three lines of the start
     assert last == "stopping"
     assert len(lines) == len(printed) + 1
@@ -190,9 +190,9 @@ def test_a_port_that_is_taken_is_named_before_ray_is_started(
     assert "as far as Ray" in capsys.readouterr().err
 
 
-def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> EndpointArgs:
+def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> ModelArgs:
     """What the command would serve."""
-    calls: list[EndpointArgs] = []
+    calls: list[ModelArgs] = []
     monkeypatch.setattr(serving, "check_port", lambda *_: None)
     monkeypatch.setattr(serving, "serve_until_stopped", lambda args, **_: calls.append(args))
     assert job.main(argv) == 0
@@ -205,7 +205,7 @@ def test_the_switches_of_the_job_reach_the_engine(
 ) -> None:
     model = ["--model", str(tiny_model_dir)]
     args = served(monkeypatch, model)
-    assert args == EndpointArgs(folder=str(tiny_model_dir), name="tiny-random"), "the engine's own defaults"
+    assert args == ModelArgs(model=str(tiny_model_dir)), "the engine's own defaults"
     assert (args.trace, args.engine.prefix_caching, args.engine.batch_invariant) == (None, True, False)
     assert served(monkeypatch, [*model, "--tensor-parallel", "2"]).tensor_parallel == 2
     switches = ["--no-prefix-caching", "--batch-invariant", "--attention", "reference", "--block-size", "4"]

@@ -8,7 +8,7 @@ from typing import Any
 from mbd_core.serving.answer import DONE, Answer
 from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.openai_replies import Reply
-from mbd_core.serving.text_stream import EngineFailed
+from mbd_core.serving.token_stream import EngineFailed
 
 
 class BrokenStream:

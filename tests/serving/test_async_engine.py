@@ -14,10 +14,11 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.serving.async_engine import AsyncEngine, TooManyRequests
+from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.committed_text import BROKEN
 from mbd_core.serving.load import LoadedModel, load_engine
-from mbd_core.serving.text_stream import EngineFailed, TextStep, TextStream
+from mbd_core.serving.text_stream import RequestTimedOut, TextStep, TextStream
+from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 PROMPTS = ["Tom has 3 apples.", "def add(a, b):", "漢字 é <|mask|> 7", "a", "How many are left if 12 go and 5 stay?"]
@@ -49,7 +50,7 @@ def decode(loaded: LoadedModel) -> Callable[[list[int]], str]:
 
 @asynccontextmanager
 async def running(loaded: LoadedModel, **options: Any) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(loaded.engine, decode(loaded), **options)
+    engine = AsyncEngine(loaded.engine, **options)
     try:
         yield engine
     finally:
@@ -60,15 +61,17 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, LIMIT))
 
 
-def submit(loaded: LoadedModel, engine: AsyncEngine, *requests: Request, stop: tuple[str, ...] = ()) -> TextStream:
-    return engine.submit([loaded.engine.admission.check(r) for r in requests], stop=stop)
+async def submit(
+    loaded: LoadedModel, engine: AsyncEngine, *requests: Request, stop: tuple[str, ...] = (), **options: Any
+) -> TextStream:
+    return await TextStream.open(engine, requests, decode=decode(loaded), stop=stop, **options)
 
 
 async def generate(
     loaded: LoadedModel, engine: AsyncEngine, asked: Request, *, stop: tuple[str, ...] = ()
 ) -> AsyncIterator[TextStep]:
     """One request's steps; leaving the iteration early, or being cancelled in it, closes its stream."""
-    stream = submit(loaded, engine, asked, stop=stop)
+    stream = await submit(loaded, engine, asked, stop=stop)
     try:
         async for step in stream:
             yield step
@@ -232,14 +235,14 @@ def test_a_failing_step_reaches_every_caller(loaded: LoadedModel, monkeypatch: p
             with pytest.raises(EngineFailed):
                 engine.check_health()
             with pytest.raises(EngineFailed):
-                submit(loaded, engine, request(loaded, "late"))
+                await submit(loaded, engine, request(loaded, "late"))
 
     run(scenario())
 
 
 def test_stopping_releases_who_waits(loaded: LoadedModel) -> None:
     async def scenario() -> None:
-        engine = AsyncEngine(loaded.engine, decode(loaded))
+        engine = AsyncEngine(loaded.engine)
         long = request(loaded, "r", max_tokens=400, tau_m2t=1.0, buffer_size=1)
         waiting = asyncio.create_task(collect(loaded, engine, long))
         await asyncio.sleep(0.05)
@@ -255,17 +258,66 @@ def test_a_group_is_taken_whole_or_not_at_all(loaded: LoadedModel) -> None:
         async with running(loaded, max_waiting=1) as engine:
             good, bad = request(loaded, "good"), request(loaded, "bad", max_tokens=5000)
             with pytest.raises(ValueError, match="5000"):
-                submit(loaded, engine, good, bad)
+                await submit(loaded, engine, good, bad)
             await idle(loaded, engine)
-            with pytest.raises(ValueError, match="at most 4"):
-                submit(loaded, engine, *[request(loaded, f"r{i}") for i in range(5)])
             with pytest.raises(ValueError, match="twice"):
-                submit(loaded, engine, good, good)
-            full = submit(loaded, engine, *[request(loaded, f"r{i}", max_tokens=300, tau_m2t=1.0) for i in range(4)])
+                await submit(loaded, engine, good, good)
+            await idle(loaded, engine)
+            full = await submit(
+                loaded, engine, *[request(loaded, f"r{i}", max_tokens=300, tau_m2t=1.0) for i in range(4)]
+            )
             with pytest.raises(TooManyRequests):
-                submit(loaded, engine, good)
+                await submit(loaded, engine, good)
             full.close()
             _, output = await collect(loaded, engine, good)
             assert output.counts.num_tokens == 24
+
+    run(scenario())
+
+
+def test_clients_take_turns_where_requests_wait(loaded: LoadedModel) -> None:
+    """A crowd of one client's requests was there first; another client's one request does not wait for all of it."""
+    ended: list[str] = []
+
+    async def ask(engine: AsyncEngine, name: str, key: str) -> None:
+        stream = await submit(loaded, engine, request(loaded, name, max_tokens=8), key=key)
+        async for _ in stream:
+            pass
+        ended.append(name)
+
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            crowd = [asyncio.create_task(ask(engine, f"crowd{i}", "one")) for i in range(20)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*crowd, ask(engine, "single", "other"))
+
+    run(scenario())
+    assert len(ended) == 21
+    assert ended.index("single") < 10, ended
+
+
+def test_a_call_runs_between_steps_in_the_engine_s_thread(loaded: LoadedModel) -> None:
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            answer = asyncio.create_task(collect(loaded, engine, request(loaded, "r", max_tokens=60)))
+            name = await engine.call(lambda inner: (threading.current_thread().name, inner is loaded.engine))
+            assert name[0].startswith("engine") and name[1]
+            with pytest.raises(KeyError, match="mine"):
+                await engine.call(lambda _: {}["mine"])
+            assert (await answer)[1].counts.num_tokens == 60, "a call that fails is its caller's own"
+
+    run(scenario())
+
+
+def test_the_time_limit_ends_a_request_that_runs_and_one_that_waits(loaded: LoadedModel) -> None:
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            for _ in range(2):
+                long = [request(loaded, f"r{i}", max_tokens=400, tau_m2t=1.0, buffer_size=1) for i in range(4)]
+                stream = await submit(loaded, engine, *long, seconds=0.2)
+                with pytest.raises(RequestTimedOut, match=r"within 0\.2 s"):
+                    async for _ in stream:
+                        pass
+                await idle(loaded, engine)
 
     run(scenario())

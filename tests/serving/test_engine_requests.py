@@ -8,7 +8,8 @@ import pytest
 from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.canvas_config import Branches, Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.engine.admission import Admission, Admitted
+from mbd_core.decoding.request import Request
+from mbd_core.engine.admission import Admission
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.serving.engine_requests import engine_requests
 from mbd_core.serving.openai_errors import ApiError
@@ -34,7 +35,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return CompletionRequest(model="m", prompt="x", **fields)
 
 
-def build(asked: GenerationRequest, prompts: list[list[int]], limits: Admission, **changes: Any) -> list[Admitted]:
+def build(asked: GenerationRequest, prompts: list[list[int]], limits: Admission, **changes: Any) -> list[Request]:
     options: dict[str, Any] = {"prompt_field": "prompt", "decoding": DECODING, "seed": 0, "capacity": 10}
     return engine_requests(asked, prompts, admission=limits, **(options | changes))
 
@@ -46,13 +47,12 @@ def test_without_a_budget_an_answer_gets_what_its_steps_can_be_spread_over() -> 
         (Canvas(accept="quota", steps=3, block_length=8), 24),
     ):
         decoding = DecodingConfig(block_size=4, canvas=canvas)
-        (admitted,) = build(completion(), [[5] * 10], limits, decoding=decoding)
-        assert admitted.request.max_tokens == max_tokens
+        (request,) = build(completion(), [[5] * 10], limits, decoding=decoding)
+        assert request.max_tokens == max_tokens
 
 
 def test_choices_follow_prompt_by_prompt_and_draw_with_seeds_of_their_own() -> None:
-    admitted = build(completion(n=2, temperature=1.0, logprobs=0), [[5], [6, 7]], admission(), seed=40)
-    requests = [a.request for a in admitted]
+    requests = build(completion(n=2, temperature=1.0, logprobs=0), [[5], [6, 7]], admission(), seed=40)
     assert [r.prompt for r in requests] == [(5,), (5,), (6, 7), (6, 7)]
     assert [r.sampling.seed for r in requests] == [40, 41, 40, 41]
     assert len({r.request_id for r in requests}) == 4
@@ -63,18 +63,18 @@ def test_choices_follow_prompt_by_prompt_and_draw_with_seeds_of_their_own() -> N
     ("prompt_length", "max_tokens"), [(1, MAX_TOKENS_DEFAULT), (900, 124), (1023, 1)], ids=["short", "long", "longest"]
 )
 def test_without_a_budget_an_answer_gets_what_fits(prompt_length: int, max_tokens: int) -> None:
-    (admitted,) = build(completion(), [[5] * prompt_length], admission())
-    assert admitted.request.max_tokens == max_tokens
+    (request,) = build(completion(), [[5] * prompt_length], admission())
+    assert request.max_tokens == max_tokens
 
 
 def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -> None:
     """Three lanes hold the prompt each, with 12 pages a lane. The client gave no `max_tokens` to be refused for."""
     assert BLOCK_BATCH.canvas is not None and num_lanes(BLOCK_BATCH.canvas, 64) == 3
     limits = admission(model=replace(MODEL, architecture="LLaDAModelLM", attention="full"), num_pages=36)
-    (admitted,) = build(completion(), [[5] * 100], limits, decoding=BLOCK_BATCH)
-    assert admitted.request.max_tokens == 12 * 16 - 100
-    (admitted,) = build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
-    assert admitted.request.max_tokens == 8, "the most that two lanes decode"
+    (request,) = build(completion(), [[5] * 100], limits, decoding=BLOCK_BATCH)
+    assert request.max_tokens == 12 * 16 - 100
+    (request,) = build(completion(), [[5] * 200], limits, decoding=BLOCK_BATCH)
+    assert request.max_tokens == 8, "the most that two lanes decode"
     with pytest.raises(ApiError, match=r"max_tokens: .* KV pages") as caught:
         build(completion(max_tokens=93), [[5] * 100], limits, decoding=BLOCK_BATCH)
     assert caught.value.param == "max_tokens"

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from mbd_core.serving.async_engine import TooManyRequests
 from mbd_core.serving.openai_errors import MESSAGE_LENGTH, VALUE_LENGTH, ApiError, api_error, clipped
-from mbd_core.serving.text_stream import EngineFailed
+from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 
 @pytest.mark.parametrize(

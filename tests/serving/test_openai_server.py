@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 from chat_templates import REFUSAL, with_strict_template
+from local_server import server_of
 
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.serving.endpoint_args import EndpointArgs
-from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.openai_server import OpenAIServer
-from mbd_core.serving.text_stream import EngineFailed
+from mbd_core.serving.token_stream import EngineFailed
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
-
-
-def server_of(folder: Path, **settings: Any) -> OpenAIServer:
-    engine = EngineConfig(max_rows=2, num_pages=64)
-    return OpenAIServer(EndpointArgs(folder=str(folder), name="tiny", engine=engine, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def test_a_chat_template_s_refusal_is_a_400_with_the_template_s_sentence(tiny_mo
 
 def test_a_model_without_a_chat_template_refuses_chats(tiny_model_dir: Path) -> None:
     server = server_of(tiny_model_dir)
-    server.loaded.tokenizer.chat_template = None
+    server.served.tokenizer.chat_template = None
 
     async def scenario() -> None:
         error = await refusal(server.chat(body(messages=turns("user"))))
@@ -93,7 +87,7 @@ def test_the_loop_goes_on_while_a_prompt_becomes_tokens(
     """The tokenizer waits for what only the event loop can do: were it on the loop, nothing would move."""
     server = server_of(tiny_model_dir)
     loop_moved, threads = threading.Event(), set()
-    kind = type(server.loaded.tokenizer)
+    kind = type(server.served.tokenizer)
     original = kind._encode_plus
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -121,15 +115,15 @@ def test_health_tells_the_kv_memory_and_the_graphs(tiny_model_dir: Path) -> None
     server = server_of(tiny_model_dir)
 
     async def scenario() -> None:
-        state = server.health()
-        assert state["kv_cache"] == {"num_pages": 64, "page_size": 16, "tokens": 63 * 16}
-        assert state["graphs"] == server.loaded.engine.graph_report()
+        state = server.service.state()
+        assert state["kv_cache"] == {"num_pages": 64, "page_size": 16, "tokens": 63 * 16, "free_pages": 63}
+        assert state["graphs"] == server.service.loaded.engine.graph_report()
         assert state["ready"]
-        assert "KV memory: 1,008 tokens in 64 pages" in server.describe()
-        await server.engine.stop()
+        assert "KV memory: 1,008 tokens in 64 pages" in server.service.describe()
+        await server.service.engine.stop()
         with pytest.raises(EngineFailed):
             await server.complete(body(prompt="x"))
-        assert not server.health()["ready"]
+        assert not server.service.state()["ready"]
 
     run(server, scenario)
 
@@ -143,12 +137,17 @@ def test_editing_a_model_not_trained_for_it_is_noted_once(tiny_model_dir: Path) 
 
     server._log = logging.Logger("notes")
     server._log.addHandler(Notes())
-    untrained, trained = server.loaded, {**server.loaded.defaults, "t2t": {"tau": 0.5}}
+    untrained = server.served
+    trained = replace(
+        untrained,
+        limits=replace(untrained.limits, generation={**untrained.limits.generation, "t2t": {"tau": 0.5}}),
+    )
 
     async def scenario() -> None:
-        for loaded, expected in ((untrained, 1), (replace(untrained, defaults=trained), 0)):
+        for model, expected in ((untrained, 1), (trained, 0)):
             notes.clear()
-            server.loaded, server._edit_noted = loaded, False
+            server.served = model
+            server._routes.clear()
             for decoding in ({}, {"t2t": {}}, {"t2t": {"tau": 0.9}}):
                 await (await server.complete(body(prompt="x", decoding=decoding))).whole()
             assert len(notes) == expected, "once, and only where generation_config.json names no t2t"
@@ -203,10 +202,9 @@ def test_a_draining_server_finishes_its_requests_and_refuses_others(tiny_model_d
 
     async def scenario() -> None:
         answers = [await server.complete(body(prompt=[9, 9, i], **asked)) for i in range(1, 5)]
-        assert not server.health()["draining"]
+        assert not server.draining
         assert server.begin_drain() == 4, "two run in the two batch rows, two wait"
-        state = server.health()
-        assert (state["ready"], state["draining"]) == (False, True)
+        assert server.draining
         for route, fields in (("complete", {"prompt": "x"}), ("chat", {"messages": turns("user")})):
             error = await refusal(getattr(server, route)(body(**fields)))
             assert (error.status, error.code, error.body["error"]["type"]) == (503, "shutting_down", "server_error")
@@ -240,5 +238,25 @@ def test_refused_and_abandoned_requests_do_not_hold_up_a_drain(tiny_model_dir: P
         (await server.complete(body(prompt="x"))).close()
         assert server.begin_drain() == 0
         assert await server.drained(LIMIT) == 0
+
+    run(server, scenario)
+
+
+def test_an_answer_that_takes_too_long_is_a_504(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, request_seconds=0.05)
+    slow = {"prompt": "x", "max_tokens": 400, "decoding": {"buffer_size": 1, "tau_m2t": 1.0}}
+
+    async def scenario() -> None:
+        answer = await server.complete(body(**slow))
+        try:
+            await answer.whole()
+        except Exception as error:
+            seen = api_error(error)
+            assert (seen.status, seen.code) == (504, "timeout")
+            assert "0.05 s" in seen.message
+        else:
+            raise AssertionError("400 tokens within 0.05 s")
+        finally:
+            answer.close()
 
     run(server, scenario)

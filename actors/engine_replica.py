@@ -1,0 +1,143 @@
+"""A replica of a model: one engine in a Serve actor, which takes requests of tokens and streams tokens.
+
+HTTP, text and retries are the gateway's (`actors/gateway.py`). A replica whose engine has failed ends its process, so
+that Serve starts another one and the gateways go on elsewhere.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+
+from actors.serving_args import ModelArgs, ServingArgs
+from mbd_core.decoding.request import Request, StepOutput
+from mbd_core.parallel.group import RankLost
+from mbd_core.serving.endpoint_args import EndpointArgs
+from mbd_core.serving.engine_service import EngineService
+from mbd_core.serving.served_model import EngineLimits
+from mbd_core.serving.token_stream import EngineFailed, ReplicaLost
+from mbd_core.trace.recorder import TraceRecorder
+
+log = logging.getLogger("ray.serve")
+
+TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
+STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
+LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: what waits is told first
+
+
+@serve.deployment
+class EngineReplica:
+    """A thin coat over `EngineService`."""
+
+    def __init__(self, args: EndpointArgs) -> None:
+        torch.set_num_threads(args.num_threads)
+        trace = None if args.trace is None else self._recorder(Path(args.trace))
+        self.service = EngineService(args, log=log, trace=trace)
+        self._ending = False
+        log.info(self.describe())
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order."""
+        if hasattr(self, "service"):  # the model could be loaded
+            await self.service.stop()
+
+    def _recorder(self, folder: Path) -> TraceRecorder:
+        own = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
+        return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
+
+    async def generate(self, request: Request, key: str = "") -> AsyncIterator[StepOutput | None]:
+        """The request's steps; before them `None`, once the engine has taken it.
+
+        Raises `RequestRefused`, `TooManyRequests`, and `ReplicaLost` once the engine has failed.
+        """
+        try:
+            stream = await self.service.open(request, key=key)
+            try:
+                yield None
+                async for step in stream:
+                    yield step
+            finally:
+                stream.close()
+        except EngineFailed as error:
+            self._end(error)
+            raise ReplicaLost(str(error)) from error
+
+    async def limits(self) -> EngineLimits:
+        """What the gateways check requests against."""
+        return self.service.limits
+
+    def describe(self) -> str:
+        """The start line."""
+        return self.service.describe()
+
+    async def state(self) -> dict[str, Any]:
+        """This replica's part of `/health`."""
+        return {
+            "replica": serve.get_replica_context().replica_id.unique_id,
+            "pid": os.getpid(),
+            **self.service.state(),
+        }
+
+    def check_health(self) -> None:
+        """Called by Serve. A replica that can serve nothing any more ends at once, not after three such calls."""
+        try:
+            self.service.check_health()
+        except (EngineFailed, RankLost) as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        log.error("this replica ends, because its engine has failed", exc_info=error)
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, os._exit, 1)
+
+
+def engine_replicas(args: ServingArgs, model: ModelArgs, checked: EndpointArgs) -> serve.Application:
+    """A model's replicas as a Serve deployment.
+
+    A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
+    there is no replica, is bounded too. Replicas on
+    CPUs divide the machine's memory for keys and values, as they may be on one machine. A replica that Serve ends
+    alone, in a redeployment, has `drain_seconds` to finish its requests: it gets no more, and is killed after that.
+    """
+    engine, topology = checked.engine, args.topology(model)
+    capacity = engine.max_rows + model.max_waiting
+    if args.device == "cpu":
+        engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / model.most_replicas)
+    return EngineReplica.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
+        name=checked.name.replace("/", "-").replace("#", "-"),
+        **_number(model),
+        max_ongoing_requests=2 * capacity,
+        max_queued_requests=2 * capacity * model.most_replicas,
+        max_constructor_retry_count=2,
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
+    ).bind(replace(checked, engine=engine))
+
+
+def _number(model: ModelArgs) -> dict[str, Any]:
+    """Serve's options for how many replicas there are."""
+    scaling = model.replicas
+    if isinstance(scaling, int):
+        return {"num_replicas": scaling}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min,
+            max_replicas=scaling.max,
+            target_ongoing_requests=scaling.target_requests,
+            upscale_delay_s=scaling.up_seconds,
+            downscale_delay_s=scaling.down_seconds,
+        )
+    }

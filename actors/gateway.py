@@ -1,0 +1,211 @@
+"""The gateway: OpenAI's HTTP routes before the engines' replicas, as a Ray Serve deployment.
+
+It holds each request until its answer has ended. A replica that dies under it is replaced by another one, which goes
+on after the last committed token (`mbd_core/serving/resumable.py`).
+
+Annotations in this file are evaluated when it is imported: FastAPI under `serve.ingress` cannot resolve postponed
+ones, so `from __future__ import annotations` must not be added.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from actors.replica_source import ReplicaSource
+from actors.serving_args import ServingArgs
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.serving.answer import Answer
+from mbd_core.serving.endpoint_args import EndpointArgs
+from mbd_core.serving.openai_errors import ApiError, api_error, clipped
+from mbd_core.serving.openai_server import OpenAIServer
+from mbd_core.serving.resumable import ResumingSource
+from mbd_core.serving.served_model import ServedModel
+
+log = logging.getLogger("ray.serve")
+
+STATE_SECONDS = 5.0  # for all replicas to answer `/health`
+LIMITS_SECONDS = 60.0  # for the first replica of a model, which may have been scaled to none
+STOP_SECONDS = 10.0
+KEY_LENGTH = 16
+
+
+class EventStream(StreamingResponse):
+    """An answer as server-sent events; however the response ends, the engine drops what is unfinished."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(answer.events(logged), media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+def logged(error: Exception) -> ApiError:
+    """The error that the client sees; a failure of ours goes to the log with its traceback."""
+    seen = api_error(error)
+    if seen.status >= 500:
+        log.error("request failed", exc_info=error)
+    return seen
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: _on_http_error})
+
+
+async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
+    """The response to a generating request; every error becomes one in OpenAI's shape."""
+    try:
+        result = await answer()
+        if result.streamed:
+            return EventStream(result)
+        try:
+            return JSONResponse(await result.whole())
+        finally:
+            result.close()
+    except Exception as error:  # the last line of defence: the client must not get a traceback
+        return error_response(logged(error))
+
+
+def client_key(request: Request) -> str:
+    """What tells a client from others where requests wait: a hash of its API key; "" without one."""
+    given = request.headers.get("authorization", "")
+    return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRoute:
+    """A served model behind its Serve handle."""
+
+    args: EndpointArgs
+    handle: DeploymentHandle
+    most_replicas: int
+    least_replicas: int
+
+    async def served_model(self, *, retry_seconds: float) -> ServedModel:
+        """The model as the API sees it. A replica is asked for its limits; where there is none, one is started."""
+        async with asyncio.timeout(LIMITS_SECONDS):
+            limits = await self.handle.limits.remote()
+        folder = await asyncio.to_thread(read_folder, Path(self.args.folder))
+        return ServedModel(
+            name=self.args.name,
+            tokenizer=folder.tokenizer,
+            limits=limits,
+            source=ResumingSource(ReplicaSource(self.handle), retry_seconds=retry_seconds),
+            num_engines=self.most_replicas,
+        )
+
+    async def states(self) -> list[dict[str, Any]]:
+        """`EngineReplica.state` of each replica; of one that does not answer, why."""
+        try:
+            replies = await self.handle.broadcast("state").results_async(
+                timeout_s=STATE_SECONDS, return_exceptions=True
+            )
+        except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
+            return [] if self.least_replicas == 0 else [_unreachable(error)]
+        return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
+
+
+def _unreachable(error: Exception) -> dict[str, Any]:
+    return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
+
+
+# `serve.ingress` copies the class while this module is being imported: what its methods use must stand above it.
+@serve.deployment
+@serve.ingress(api)
+class Gateway:
+    """One `OpenAIServer` and its routes."""
+
+    def __init__(self, args: ServingArgs, models: list[EndpointArgs], handles: list[DeploymentHandle]) -> None:
+        """`models` and `handles` go with `args.models`."""
+        self._routes = {
+            checked.name: ModelRoute(
+                args=checked, handle=handle, most_replicas=m.most_replicas, least_replicas=m.least_replicas
+            )
+            for m, checked, handle in zip(args.models, models, handles, strict=True)
+        }
+        self.server = OpenAIServer(
+            {
+                name: partial(route.served_model, retry_seconds=args.retry_seconds)
+                for name, route in self._routes.items()
+            },
+            request_seconds=args.request_seconds,
+            log=log,
+        )
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order."""
+        if hasattr(self, "server"):
+            await self.server.stop()
+
+    async def describe(self) -> list[str]:
+        """The start lines of the models that have a replica."""
+        return [await route.handle.describe.remote() for route in self._routes.values() if route.least_replicas]
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
+        self.server.begin_drain()
+        return await self.server.drained(seconds)
+
+    @api.get("/health")
+    async def health(self) -> Response:
+        states = await asyncio.gather(*(route.states() for route in self._routes.values()))
+        models: list[dict[str, Any]] = []
+        for (name, route), replicas in zip(self._routes.items(), states, strict=True):
+            ready = route.least_replicas == 0 or any(r["ready"] for r in replicas)
+            models.append({"name": name, "ready": ready, "replicas": replicas})
+        everybody = [replica for model in models for replica in model["replicas"]]
+        body = {
+            "ready": not self.server.draining and all(model["ready"] for model in models),
+            "draining": self.server.draining,
+            "running": sum(r["running"] for r in everybody),
+            "waiting": sum(r["waiting"] for r in everybody),
+            "models": models,
+        }
+        return JSONResponse(body, status_code=200 if body["ready"] else 503)
+
+    @api.get("/v1/models")
+    async def models(self) -> Response:
+        return JSONResponse(self.server.models())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(self, name: str) -> Response:
+        try:
+            return JSONResponse(self.server.model(name))
+        except ApiError as error:
+            return error_response(error)
+
+    @api.post("/v1/completions")
+    async def completions(self, request: Request) -> Response:
+        body = await request.body()
+        return await respond(lambda: self.server.complete(body, key=client_key(request)))
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Response:
+        body = await request.body()
+        return await respond(lambda: self.server.chat(body, key=client_key(request)))

@@ -1,0 +1,123 @@
+"""What a serving application is made of: one configuration for a local run, `serve deploy` and Kubernetes.
+
+It is the `args` of the application in a Serve config file; unknown fields are refused.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cluster.topology import Topology
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
+from mbd_core.serving.open_requests import DRAIN_SECONDS
+
+REQUEST_SECONDS = 600.0
+RETRY_SECONDS = 120.0
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Autoscaling(Fields):
+    """How many replicas a model has, by its load.
+
+    min, max         bounds; with min 0 the last replica goes when nothing is asked for
+    target_requests  requests under way that a replica shall have on average: above it replicas are added
+    up_seconds       how long the load must last before replicas are added
+    down_seconds     how long it must be gone before they are removed
+    """
+
+    min: Annotated[int, Field(ge=0)] = 1
+    max: Count
+    target_requests: Annotated[float, Field(gt=0)] = 16.0
+    up_seconds: Seconds = 15.0
+    down_seconds: Seconds = 300.0
+
+    @model_validator(mode="after")
+    def _check(self) -> "Autoscaling":
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} exceeds max={self.max}")
+        return self
+
+
+class ModelArgs(Fields):
+    """One model and its engines.
+
+    model            a shipped model's name, a model folder on every machine that serves it, or a storage URL
+    name             what clients call it (default: the folder's name)
+    replicas         engines, each with its own copy of the model, or `Autoscaling`
+    tensor_parallel  ranks that each replica is cut among
+    max_waiting      requests that wait for a batch row of a replica; more get 429
+    threads          torch's threads, each rank's
+    trace            a folder for step traces, each replica's in its own folder in it
+    fp8              which weights are rounded to FP8
+    engine           `EngineConfig`'s fields
+    """
+
+    model: str
+    name: str | None = None
+    replicas: Count | Autoscaling = 1
+    tensor_parallel: Count = 1
+    max_waiting: Count = EndpointArgs.max_waiting
+    threads: Count = EndpointArgs.num_threads
+    trace: str | None = None
+    fp8: Literal["experts", "all"] | None = None
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def most_replicas(self) -> int:
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
+
+    @property
+    def least_replicas(self) -> int:
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    def checked(self) -> EndpointArgs:
+        """What an engine needs to start; `ValueError` for what the model's folder shows to be impossible."""
+        return endpoint_args(
+            self.model,
+            name=self.name,
+            engine=self.engine,
+            max_waiting=self.max_waiting,
+            num_threads=self.threads,
+            trace=None if self.trace is None else Path(self.trace),
+            fp8=self.fp8,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+
+class ServingArgs(Fields):
+    """The whole application: gateways before the engines of one or several models.
+
+    device           what ranks compute on; each rank on `gpu` takes one
+    gateways         processes that speak HTTP and hold the streams
+    request_seconds  time limit of a request, its wait and its stream included; `null`: none
+    retry_seconds    how long a request looks for another replica after its own has died
+    drain_seconds    how long requests under way may go on when their process is to end
+    """
+
+    models: Annotated[list[ModelArgs], Field(min_length=1)]
+    device: Literal["cpu", "gpu"]
+    gateways: Count = 1
+    request_seconds: Annotated[float, Field(gt=0)] | None = REQUEST_SECONDS
+    retry_seconds: Seconds = RETRY_SECONDS
+    drain_seconds: Seconds = DRAIN_SECONDS
+
+    def topology(self, model: ModelArgs, *, replicas: int | None = None) -> Topology:
+        """What a model's replicas ask of the cluster; by default as many as there may be."""
+        return Topology(
+            processes=model.most_replicas if replicas is None else replicas,
+            ranks=model.tensor_parallel,
+            gpus_per_rank=int(self.device == "gpu"),
+        )
+
+
+def serving_args(values: Any) -> ServingArgs:
+    """The application's arguments from a config file's; raises pydantic's `ValidationError`, a `ValueError`."""
+    return ServingArgs.model_validate(values)

@@ -1,0 +1,110 @@
+"""One engine that serves: loaded, stepped behind asyncio, and asked how it is. What a replica's process runs."""
+
+import asyncio
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mbd_core.decoding.request import Request
+from mbd_core.parallel.group import RankLost
+from mbd_core.serving.async_engine import AsyncEngine, EngineStream
+from mbd_core.serving.endpoint_args import EndpointArgs
+from mbd_core.serving.load import load_engine
+from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT
+from mbd_core.serving.served_model import EngineLimits, ServedModel
+from mbd_core.serving.token_stream import EngineFailed
+from mbd_core.trace.recorder import TraceRecorder
+
+
+class EngineService:
+    """A model's engine as a `TokenSource`. Its methods belong to one event loop; `stop()` ends what it started."""
+
+    def __init__(
+        self, args: EndpointArgs, *, log: logging.Logger | None = None, trace: TraceRecorder | None = None
+    ) -> None:
+        """Load the model and capture its graphs. Steps are recorded in `trace`; `stop()` closes it."""
+        self.args, self._trace, self._log = args, trace, log or logging.getLogger(__name__)
+        self.loaded = load_engine(
+            Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
+        )
+        self.loaded.prepare()
+        self.engine = AsyncEngine(self.loaded.engine, max_waiting=args.max_waiting)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The decoding of a request that asks for nothing."""
+        return {**asdict(self.loaded.decoding({})), "temperature": 0, "max_tokens": MAX_TOKENS_DEFAULT}
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What senders of requests need to know."""
+        engine = self.loaded.engine
+        return EngineLimits(
+            admission=engine.admission,
+            block_size=engine.block_size,
+            generation=self.loaded.defaults,
+            capacity=self.engine.capacity,
+        )
+
+    def served_model(self) -> ServedModel:
+        """The model with this engine as the source of its tokens."""
+        return ServedModel(
+            name=self.args.name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
+        )
+
+    async def open(self, request: Request, *, key: str = "") -> EngineStream:
+        """The stream of a request that was taken; raises as `AsyncEngine.open` does."""
+        return await self.engine.open(request, key=key)
+
+    async def stop(self) -> None:
+        """End the engine and its threads, and write the end of the trace."""
+        await self.engine.stop()
+        await asyncio.to_thread(self.loaded.close)
+        if self._trace is not None:
+            self._trace.close()
+
+    def describe(self) -> str:
+        """One line: device, attention kernel and why no other, KV memory, the decoding of a plain request."""
+        engine = self.loaded.engine
+        defaults = ", ".join(f"{name}={value}" for name, value in self.defaults.items() if value is not None)
+        return (
+            f"{self.args.name}: {self.loaded.backend}; {engine.attention.describe()}; "
+            f"KV memory: {engine.kv_tokens:,} tokens in {engine.num_pages:,} pages; defaults: {defaults}"
+        )
+
+    def check_health(self) -> None:
+        """Raises `EngineFailed` or `RankLost` if no request can be served any more; never waits."""
+        self.engine.check_health()
+        self.loaded.check_health()
+
+    @property
+    def healthy(self) -> bool:
+        try:
+            self.check_health()
+        except (EngineFailed, RankLost):
+            return False
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Whether requests are served, how many, and by what."""
+        engine, load = self.loaded.engine, self.engine.load
+        pool = engine.scheduler.pool
+        return {
+            "ready": self.healthy,
+            "running": load.running,
+            "waiting": load.waiting,
+            "backend": self.loaded.backend,
+            "tensor_parallel": self.args.tensor_parallel,
+            "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
+            "defaults": self.defaults,
+            "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
+            "kv_cache": {
+                "num_pages": engine.num_pages,
+                "page_size": engine.page_size,
+                "tokens": engine.kv_tokens,
+                "free_pages": pool.num_free,
+            },
+            "graphs": engine.graph_report(),
+            "prefix_cache": {"looked_up": pool.lookups, "found": pool.hits},
+        }
