@@ -134,7 +134,7 @@ class Admission:
             wrong = next((t for t in tokens if not 0 <= t < model.vocab_size), None)
             if wrong is not None:
                 raise RequestRefused(
-                    field, f"{field} token {wrong} lies outside the vocabulary of {model.vocab_size} tokens"
+                    name, f"{name} token {wrong} lies outside the vocabulary of {model.vocab_size} tokens"
                 )
 
     def _check_method(self, request: Request) -> None:
