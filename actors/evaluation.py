@@ -10,7 +10,8 @@ import ray
 import ray.data
 from ray.exceptions import RayTaskError
 
-from cluster.placement import ClusterTooSmall, gpus_each
+from cluster.storage import fetch_model
+from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
@@ -21,11 +22,11 @@ from mbd_core.serving.load import load_engine
 
 
 class DecodeActor:
-    """`DecodeStage` in an actor: `models` maps the names in the rows to what `model_folder` takes."""
+    """`DecodeStage` in an actor: `models` maps the names in the rows to what `fetch_model` takes."""
 
     def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         def load(name: str) -> DecodingModel:
-            loaded = load_engine(model_folder(models[name]), engine, tensor_parallel=tensor_parallel)
+            loaded = load_engine(model_folder(fetch_model(models[name])), engine, tensor_parallel=tensor_parallel)
             loaded.prepare()
             return DecodingModel(loaded.engine, loaded.tokenizer)
 
@@ -40,12 +41,10 @@ class DecodeActor:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePool:
-    """The engines that decode a sweep, and what each has of the connected cluster: CPUs (one a rank) and GPUs."""
+    """The engines that decode a sweep, what each has of the connected cluster, and the cluster's CPUs."""
 
     engine: EngineConfig
-    num_engines: int
-    ranks: int
-    num_gpus: int
+    topology: Topology
     cluster_cpus: float
 
 
@@ -55,43 +54,37 @@ def plan_pool(sweep: Sweep, *, num_engines: int) -> EnginePool:
     Engines on CPUs may share a machine's memory, so each sizes its KV pages from its part of it. Raises
     `ClusterTooSmall` if not all engines find room, or if they leave no CPU for grading: Ray would wait forever.
     """
-    ranks, cluster_cpus = sweep.tensor_parallel, ray.cluster_resources().get("CPU", 0.0)
-    needed = num_engines * ranks + 1
-    if cluster_cpus < needed:
-        each = "" if ranks == 1 else f" of {ranks} tensor-parallel ranks"
-        raise ClusterTooSmall(
-            f"--actors {num_engines}{each} needs a cluster of {needed} CPUs; this one has {cluster_cpus:g}"
-        )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    num_gpus = gpus_each(nodes, processes=num_engines, ranks=ranks)
+    topology = plan_topology(nodes, processes=num_engines, ranks=sweep.tensor_parallel, spare_cpus=1)
     engine = sweep.engine
-    if num_gpus == 0:
+    if topology.num_gpus == 0:
         engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / num_engines)
-    return EnginePool(
-        engine=engine, num_engines=num_engines, ranks=ranks, num_gpus=num_gpus, cluster_cpus=cluster_cpus
-    )
+    return EnginePool(engine=engine, topology=topology, cluster_cpus=sum(node.get("CPU", 0.0) for node in nodes))
 
 
-def run_sweep(sweep: Sweep, pool: EnginePool) -> Iterator[pa.Table]:
+def run_sweep(sweep: Sweep, pool: EnginePool, *, urls: Mapping[str, str] | None = None) -> Iterator[pa.Table]:
     """Decode and grade on the connected cluster; tables of graded samples as they come, in no particular order.
 
+    `urls` maps the folders of models that were fetched to where they come from: each node fetches them for itself.
     Raises `ModelRefused` if an actor cannot load a model, which only its machine can find out.
     """
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect_samples` shows one for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
     samples = pa.Table.from_pylist(list(sweep.rows()), schema=PLANNED_COLUMNS)
-    rows_per_call = min(4 * pool.engine.max_rows, -(-len(samples) // pool.num_engines))
+    engines = pool.topology
+    rows_per_call = min(4 * pool.engine.max_rows, -(-len(samples) // engines.processes))
     parts = [samples.slice(start, rows_per_call) for start in range(0, len(samples), rows_per_call)]
     graded = (
         ray.data.from_arrow(parts)
         .map_batches(
             DecodeActor,
-            fn_constructor_kwargs={"models": sweep.models, "engine": pool.engine, "tensor_parallel": pool.ranks},
+            fn_constructor_kwargs={"models": models, "engine": pool.engine, "tensor_parallel": engines.ranks},
             batch_size=rows_per_call,
             batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=pool.num_engines),
-            num_cpus=pool.ranks,
-            num_gpus=pool.num_gpus,
+            compute=ray.data.ActorPoolStrategy(size=engines.processes),
+            num_cpus=engines.num_cpus,
+            num_gpus=engines.num_gpus,
         )
         .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
     )

@@ -17,13 +17,15 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from mbd_core.files import write_text
+from actors.training_run import LOSSES, TrainingRun, record_recipe, recorded_precision
+from cluster.storage import Folder, fetch_model
+from cluster.topology import Topology, plan_topology
+from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.export import export
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.recipes import start_line, with_precision
 from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.multitf.training_run import LOSSES, TrainingRun, record_recipe, recorded_precision
 
 STATE = "trainer.pt"
 PROGRESS_SECONDS = 3.0
@@ -33,31 +35,34 @@ PROGRESS_SECONDS = 3.0
 class TrainingResult:
     """Where the model lies, and after which update the last start of the workers went on (0: from the beginning)."""
 
-    model: Path
+    model: Folder
     resumed_after: int
+
+
+def plan_workers(run: TrainingRun) -> Topology:
+    """The workers on the connected cluster; `ClusterTooSmall` if not all find room: Ray would wait for ever."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return plan_topology(nodes, processes=run.num_workers, device=run.device, noun="workers")
 
 
 def fit(run: TrainingRun) -> TrainingResult:
     """Train on the connected cluster until the recipe's last step.
 
-    Goes on from the newest checkpoint in the run's folder. Raises `ValueError` if the cluster has too few CPUs, and
-    Ray's `TrainingFailedError` once a worker was lost more than `max_failures` times.
+    Goes on from the newest checkpoint in the run's folder. Raises `ClusterTooSmall`, and Ray's `TrainingFailedError`
+    once a worker was lost more than `max_failures` times.
     """
-    resources = ray.cluster_resources()
-    if resources.get("CPU", 0) < run.num_workers:
-        raise ValueError(f"{run.num_workers} workers need a CPU each, the cluster has {resources.get('CPU', 0):g}")
-    on_gpus = resources.get("GPU", 0) >= run.num_workers
+    workers = plan_workers(run)
+    storage_path, filesystem = run.storage.for_ray()
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"run": run},
         scaling_config=ScalingConfig(
-            num_workers=run.num_workers,
-            use_gpu=on_gpus,
-            resources_per_worker={"CPU": 1, "GPU": 1} if on_gpus else {"CPU": 1},
+            num_workers=workers.processes, use_gpu=workers.num_gpus > 0, resources_per_worker=workers.bundle
         ),
         run_config=RunConfig(
             name=run.name,
-            storage_path=str(run.storage),
+            storage_path=storage_path,
+            storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=run.max_failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
@@ -76,9 +81,11 @@ def train_worker(config: dict[str, Any]) -> int:
     is_first = rank == 0
     recipe = with_precision(run.recipe, common_precision(run, world_size=world_size))
     if is_first:
+        run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
         say(start_line(recipe, num_workers=world_size))
-    model, tokenizer, examples = prepare(recipe)
+    base = recipe.base and fetch_model(recipe.base)
+    model, tokenizer, examples = prepare(replace(recipe, base=base))
     model.to(get_device())
     trainer = Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size)
     trainer.objective = prepare_model(trainer.objective)
@@ -89,9 +96,10 @@ def train_worker(config: dict[str, Any]) -> int:
     train(trainer, run, curve, is_first=is_first, world_size=world_size)
     if is_first:
         # Where no step was left to do, an earlier start of this run may have written the model already.
-        is_repeated = resumed_after == recipe.train.steps
-        export(run.out, recipe, model, tokenizer, overwrite=run.overwrite or is_repeated)
-        write_text(run.folder / LOSSES, "".join(json.dumps(point) + "\n" for point in curve))
+        overwrite = run.overwrite or resumed_after == recipe.train.steps
+        with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
+            export(folder, recipe, model, tokenizer, overwrite=overwrite)
+        run.folder.write_text(LOSSES, "".join(json.dumps(point) + "\n" for point in curve))
         say(f"wrote {run.out} and {run.folder / LOSSES}")
     return resumed_after
 

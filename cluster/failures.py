@@ -1,21 +1,21 @@
 """A job that failed on the cluster: one sentence for the user, and the traceback in a file."""
 
 import traceback
-from pathlib import Path
 
 from ray.data.exceptions import SystemException
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError, WorkerGroupError
+
+from cluster.storage import Folder
 
 CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
 CAUSED = "\nThe above exception was the direct cause of the following exception:"
 MAX_REASON = 300
 
 
-def record_failure(error: BaseException, path: Path) -> str:
-    """Write the error's traceback, with the workers' own in it, to `path`; returns the reason, one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+def record_failure(error: BaseException, folder: Folder, name: str) -> str:
+    """Write the error's traceback, with the workers' own in it, to a file of `folder`; the reason, one line."""
+    folder.write_text(name, "".join(traceback.format_exception(error)))
     return reason(error)
 
 

@@ -2,20 +2,21 @@
 
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
+from cluster.storage import Folder, fetch_model
 from jobs.command_line import (
     CLUSTER,
     DATA,
     DECODING,
     MODEL,
+    OUTPUT,
     KvMemoryFraction,
     MaxRows,
     NumPages,
-    OutFolder,
     Overwrite,
     Seed,
     TensorParallel,
@@ -23,7 +24,7 @@ from jobs.command_line import (
     names,
 )
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.sweep_folder import FAILURE, REPORT, check_sweep_folder, claim_sweep_folder, write_report
+from mbd_core.evaluation.sweep_folder import FAILURE, KIND, REPORT, claim_sweep_folder, write_report
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.sweep_report import build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import collect_samples
@@ -34,7 +35,7 @@ from mbd_core.tasks.split import Split
 LIST = "NAME,..."
 
 Models = Annotated[
-    str, typer.Option(metavar=LIST, help="Shipped models' names, or model folders.", rich_help_panel=MODEL)
+    str, typer.Option(metavar=LIST, help="Shipped models' names, model folders, or their URLs.", rich_help_panel=MODEL)
 ]
 Tasks = Annotated[str, typer.Option(metavar=LIST, help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)]
 MethodNames = Annotated[
@@ -81,13 +82,19 @@ TaskFiles = Annotated[
         rich_help_panel=DATA,
     ),
 ]
+Out = Annotated[
+    str,
+    typer.Option(
+        "--out", metavar="DIR|URL", help="Folder to write, or a URL as s3://bucket/path.", rich_help_panel=OUTPUT
+    ),
+]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
 
 def run(
     models: Models,
     tasks: Tasks,
-    out: OutFolder,
+    out: Out,
     methods: MethodNames = None,
     method: MethodDefinitions = None,
     grid: GridText = "",
@@ -109,14 +116,17 @@ def run(
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
     The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own. It writes
-    samples/*.parquet (one row a sample), plot.png, report.md and, last, report.json. A submitted job runs in a copy of
+    samples/*.parquet (one row a sample), plot.png, report.md and, last, report.json. At a URL they appear when the
+    sweep has ended; until then they lie in a temporary folder of the job's machine. A submitted job runs in a copy of
     the working directory, so give it an absolute --out.
     """
     started = time.perf_counter()
-    check_sweep_folder(out, overwrite=overwrite)
+    folder = Folder.at(out)
+    folder.check_target(KIND, overwrite=overwrite, in_place=True)
+    fetched = {model: fetch_model(model) for model in names(models, "--models")}
     sweep = plan_sweep(
         SweepOptions(
-            models=names(models, "--models"),
+            models=list(fetched.values()),
             tasks=names(tasks, "--tasks"),
             grid=grid,
             methods=None if methods is None else names(methods, "--methods"),
@@ -132,14 +142,18 @@ def run(
     )
     for note in sweep.notes:
         print(f"eval_sweep: note: {note}", file=sys.stderr)
-    print(run_on_cluster(sweep, out, num_actors=actors, overwrite=overwrite, started=started))
-    print(f"The report is in {out.resolve()}: report.md, {REPORT}, plot.png, samples/")
+    urls = {path: model for model, path in fetched.items() if path != model}
+    print(run_on_cluster(sweep, folder, urls=urls, num_actors=actors, overwrite=overwrite, started=started))
+    print(f"The report is in {folder}: report.md, {REPORT}, plot.png, samples/")
 
 
-def run_on_cluster(sweep: Sweep, out: Path, *, num_actors: int, overwrite: bool, started: float) -> str:
+def run_on_cluster(
+    sweep: Sweep, out: Folder, *, urls: Mapping[str, str], num_actors: int, overwrite: bool, started: float
+) -> str:
     """Decode, grade and write; the report as Markdown. Ray is imported here: it takes seconds, and bad input none.
 
-    Raises `RuntimeError`, one sentence, if the cluster fails; the traceback then lies in `out`.
+    Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in `out`, or on
+    this machine if it is remote.
     """
     import ray
 
@@ -150,24 +164,26 @@ def run_on_cluster(sweep: Sweep, out: Path, *, num_actors: int, overwrite: bool,
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)
-        claim_sweep_folder(out, overwrite=overwrite)
-        samples = collect_samples(run_sweep(sweep, pool), sweep, folder=out)
-    except CLUSTER_FAILURES as error:
-        reason = record_failure(error, out / FAILURE)
-        raise RuntimeError(
-            f"the sweep failed: {reason}; it lies unfinished in {out.resolve()}, with the traceback in {FAILURE}; "
-            "a sweep cannot be resumed: repeat the command with --overwrite"
-        ) from error
+        with out.staged(KIND, overwrite=overwrite, keep=True) as folder:
+            claim_sweep_folder(folder, overwrite=overwrite)
+            try:
+                samples = collect_samples(run_sweep(sweep, pool, urls=urls), sweep, folder=folder)
+            except CLUSTER_FAILURES as error:
+                reason = record_failure(error, Folder.at(folder), FAILURE)
+                raise RuntimeError(
+                    f"the sweep failed: {reason}; it lies unfinished in {folder}, with the traceback in {FAILURE}; "
+                    f"a sweep cannot be resumed: repeat the command{'' if out.is_remote else ' with --overwrite'}"
+                ) from error
+            seconds = time.perf_counter() - started
+            settings = sweep_settings(
+                sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, seconds=seconds
+            )
+            rows = build_rows(samples)
+            labels = {problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets}
+            return write_report(folder, rows, build_aup(rows), labels=labels, settings=settings)
     finally:
         if is_ours:
             ray.shutdown()
-    seconds = time.perf_counter() - started
-    settings = sweep_settings(
-        sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, seconds=seconds
-    )
-    rows = build_rows(samples)
-    labels = {problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets}
-    return write_report(out, rows, build_aup(rows), labels=labels, settings=settings)
 
 
 main = command(run)

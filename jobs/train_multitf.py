@@ -1,7 +1,9 @@
+#!/usr/bin/env python3
 """Train a recipe on Ray: `ray job submit --working-dir . -- python jobs/train_multitf.py --recipe tiny-mbd`.
 
-Without a cluster (no RAY_ADDRESS) it starts one for itself. Exit codes: 0 done, 1 the training failed or no
-cluster could be reached, 2 bad input; each failure is one sentence on stderr.
+Where the cluster's nodes have this folder, `ray job submit jobs/train_multitf.py` trains the default recipe. Without a
+cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 done, 1 the training failed or no cluster could
+be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
 import sys
@@ -9,14 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
+    sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
 import typer
 
+from actors.training_run import TrainingRun, begin, check_run, checked_base
+from cluster.storage import Folder
+from cluster.topology import Device
 from jobs.command_line import CLUSTER, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
 from mbd_core.multitf.recipes import RECIPES, recipe_named, shortened, with_precision
-from mbd_core.multitf.training_run import TrainingRun, begin, checked_base
 
-RUNS = Path.home() / "mbd-runs"
+RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
 
 Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
@@ -24,7 +31,7 @@ Base = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="Start from this model instead of the recipe's: a shipped model's name, or a model folder.",
+        help="Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -38,9 +45,19 @@ Precision = Annotated[
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]
 MaxFailures = Annotated[int, typer.Option(min=0, help="Lost workers the run survives.", rich_help_panel=CLUSTER)]
+ComputeOn = Annotated[
+    Device | None,
+    typer.Option(
+        help="What workers compute on.", show_default="a GPU each, if there are any", rich_help_panel=CLUSTER
+    ),
+]
 Storage = Annotated[
-    Path,
-    typer.Option(metavar="DIR", help="Where runs lie; every worker must be able to reach it.", rich_help_panel=OUTPUT),
+    str,
+    typer.Option(
+        metavar="DIR|URL",
+        help="Where runs lie: a folder that every worker reaches, or a URL as s3://bucket/path.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 RunName = Annotated[
     str | None,
@@ -53,20 +70,21 @@ CheckpointEvery = Annotated[
     int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.", rich_help_panel=OUTPUT)
 ]
 Out = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="DIR", help="Model folder to write.", show_default="STORAGE/NAME/model", rich_help_panel=OUTPUT
+        metavar="DIR|URL", help="Model folder to write.", show_default="STORAGE/NAME/model", rich_help_panel=OUTPUT
     ),
 ]
 
 
 def run(
     *,
-    recipe: Recipe,
+    recipe: Recipe = "tiny-mbd",
     base: Base = None,
     steps: Steps = None,
     precision: Precision = "auto",
     workers: Workers = 2,
+    device: ComputeOn = None,
     max_failures: MaxFailures = 3,
     storage: Storage = RUNS,
     run_name: RunName = None,
@@ -82,37 +100,39 @@ def run(
         chosen = replace(chosen, base=checked_base(start))
     if steps is not None:
         chosen = shortened(chosen, steps)
-    name, folder = run_name or chosen.name, storage.resolve()
+    runs, name = Folder.at(Path(storage).expanduser() if storage == RUNS else storage), run_name or chosen.name
     training = TrainingRun(
         recipe=chosen,
         name=name,
-        storage=folder,
-        out=(out or folder / name / "model").resolve(),
+        storage=runs,
+        out=Folder.at(out) if out else runs / name / "model",
         overwrite=overwrite,
         num_workers=workers,
+        device=device,
         checkpoint_every=checkpoint_every,
         max_failures=max_failures,
     )
-    begin(training, resume=resume)
-    print(f"model: {train_on_cluster(training)}")
+    check_run(training, resume=resume)
+    print(f"model: {train_on_cluster(training, resume=resume)}")
 
 
-def train_on_cluster(training: TrainingRun) -> Path:
+def train_on_cluster(training: TrainingRun, *, resume: bool) -> Folder:
     """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts."""
-    from actors.training import fit  # Ray takes seconds to import: bad input is refused before that
+    from actors.training import fit, plan_workers  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 
-    go_on = f"the run lies in {training.folder}; go on with the same command and --resume"
-    try:
-        connect(num_cpus=max(4, training.num_workers + 1))
-    except RuntimeError as error:
-        raise RuntimeError(f"{error}; {go_on}") from error
+    connect(num_cpus=max(4, training.num_workers + 1))
+    plan_workers(training)
+    begin(training, resume=resume)
     try:
         return fit(training).model
     except CLUSTER_FAILURES as error:
-        reason = record_failure(error, training.folder / FAILURE)
-        raise RuntimeError(f"the training failed: {reason}; {go_on}; the traceback is in {FAILURE} there") from error
+        reason = record_failure(error, training.folder, FAILURE)
+        raise RuntimeError(
+            f"the training failed: {reason}; the run lies in {training.folder}; go on with the same command and "
+            f"--resume; the traceback is in {FAILURE} there"
+        ) from error
 
 
 main = command(run)

@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def check_new_file(path: Path) -> None:
     """Raise `ValueError` if `path` is there already, or if a file cannot be written there."""
     if path.exists() or path.is_symlink():
         raise ValueError(f"{path} exists already; give a file that is yet to be written")
-    _check_writable(path.parent, path)
+    check_writable(path.parent, path)
 
 
 def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
@@ -42,8 +42,8 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
     if exists and not in_place and (folder.is_mount() or folder.samefile(Path.cwd())):
         raise ValueError(f"{folder} is a mount point or the current folder; give a folder in it")
     if exists and any(folder.iterdir()):
-        _check_replaceable(folder, kind, overwrite=overwrite)
-    _check_writable(folder if exists and in_place else folder.parent, folder)
+        check_replaceable(folder, _manifest(folder), _files(folder), kind, overwrite=overwrite)
+    check_writable(folder if exists and in_place else folder.parent, folder)
 
 
 @contextmanager
@@ -112,22 +112,34 @@ def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
     write_json(folder / MANIFEST, {"written_by": "mbd-cluster", "kind": kind, "files": list(files)})
 
 
-def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
+def check_replaceable(
+    folder: Path | str, manifest: str | None, present: Iterable[str], kind: str, *, overwrite: bool
+) -> None:
+    """Raise `ValueError` unless the folder that holds the files `present` may be replaced by one of `kind`.
+
+    `folder` is its name in sentences; `manifest` is its manifest's text, `None` where it has none.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        present, patterns = manifest["kind"], list(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        content = json.loads(manifest or "")
+        there, patterns = content["kind"], list(content["files"])
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "
             "give a folder that is yet to be made"
         ) from None
-    if present != kind:
-        raise ValueError(f"{folder} exists already and holds a {present}, not a {kind}; give another folder")
+    if there != kind:
+        raise ValueError(f"{folder} exists already and holds a {there}, not a {kind}; give another folder")
     if not overwrite:
         raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
-    foreign = [n for n in _files(folder) if n != MANIFEST and not any(_is_named(n, p) for p in patterns)]
+    foreign = [n for n in present if n != MANIFEST and not any(_is_named(n, p) for p in patterns)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
+
+
+def _manifest(folder: Path) -> str | None:
+    with suppress(OSError, UnicodeDecodeError):
+        return (folder / MANIFEST).read_text(encoding="utf-8")
+    return None
 
 
 def _is_named(name: str, pattern: str) -> bool:
@@ -146,8 +158,8 @@ def _files(folder: Path) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
 
 
-def _check_writable(folder: Path, target: Path) -> None:
-    """A file can be made in `folder`, or in the nearest of its parents that exists."""
+def check_writable(folder: Path, target: Path) -> None:
+    """Raise `ValueError` if no file can be made in `folder`, or in the nearest of its parents that exists."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -194,3 +194,20 @@ def serve_instance(ray_cluster: Any) -> Iterator[str]:
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[dict[str, str]]:
+    """An S3 server in a process of its own, with the bucket `bucket`; the environment by which clients find it."""
+    from object_store import running_server
+
+    with running_server() as environment:
+        yield environment
+
+
+@pytest.fixture
+def s3(s3_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """`s3://bucket`, which is found through the environment."""
+    for name, value in s3_server.items():
+        monkeypatch.setenv(name, value)
+    return "s3://bucket"

@@ -12,7 +12,7 @@ from planned_samples import planned_samples
 
 from actors import evaluation
 from actors.evaluation import DecodeActor, plan_pool
-from cluster.placement import ClusterTooSmall
+from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
 from mbd_core.engine.engine import Engine
@@ -195,8 +195,12 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
     assert plan_pool(sweep, num_engines=1).engine == sweep.engine
     pool = plan_pool(sweep, num_engines=3)
     assert pool.engine.kv_memory_fraction == pytest.approx(sweep.engine.kv_memory_fraction / 3)
-    assert (pool.num_engines, pool.ranks, pool.num_gpus, pool.cluster_cpus) == (3, 2, 0, 8)
-    with pytest.raises(ClusterTooSmall, match=r"--actors 4 of 2 tensor-parallel ranks needs a cluster of 9 CPUs"):
+    assert (pool.topology.processes, pool.topology.bundle) == (3, {"CPU": 2, "GPU": 0})
+    assert pool.cluster_cpus == 8
+    sentence = (
+        r"^4 x 2 tensor-parallel ranks need 2 CPUs .*, with 1 CPU to spare; the cluster's nodes have 8 CPUs; ask"
+    )
+    with pytest.raises(ClusterTooSmall, match=sentence):
         plan_pool(sweep, num_engines=4)
 
 

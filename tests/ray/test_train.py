@@ -22,27 +22,29 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 
 from actors import training
 from actors.training import STATE, TrainingResult, fit
+from actors.training_run import LOSSES, RECORD, TrainingRun, begin
 from cluster import local
+from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.recipes import RECIPES, shortened
 from mbd_core.multitf.trainer import Trainer
-from mbd_core.multitf.training_run import LOSSES, RECORD, TrainingRun, begin
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state
 
 
-def start(recipe, storage: Path, name: str, **settings) -> TrainingRun:
+def start(recipe, path: Path, name: str, **settings) -> TrainingRun:
+    storage = Folder.at(path)
     run = TrainingRun(recipe=recipe, name=name, storage=storage, out=storage / name / "model", **settings)
     begin(run, resume=False)
     return run
 
 
 def curve(run: TrainingRun) -> list[tuple[int, float]]:
-    points = [json.loads(line) for line in (run.folder / LOSSES).read_text().splitlines()]
+    points = [json.loads(line) for line in run.folder.read_text(LOSSES).splitlines()]
     return [(p["step"], p["loss"]) for p in points]
 
 
@@ -60,8 +62,8 @@ def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
     together = curve(undisturbed)
     assert [s for s, _ in together] == [s for s, _ in alone]
     assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], rel=1e-3)
-    written = load_model(undisturbed.out, dtype=torch.float32)
-    load_tokenizer(undisturbed.out, written.config)
+    written = load_model(undisturbed.out.path, dtype=torch.float32)
+    load_tokenizer(undisturbed.out.path, written.config)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(written.state_dict()[name], tensor, rtol=1e-2, atol=5e-3)  # written in bfloat16
 
@@ -74,7 +76,7 @@ class HeldCheckpoint:
 
     def __init__(self, run: TrainingRun, step: int) -> None:
         self.run, self.step = run, step
-        folder = run.folder / f"step_{step:06d}"
+        folder = run.folder.path / f"step_{step:06d}"
         folder.mkdir()
         self.pipe = folder / STATE
         os.mkfifo(self.pipe)
@@ -95,7 +97,7 @@ class HeldCheckpoint:
             written = select.poll()
             written.register(self.reader, select.POLLIN)
             assert written.poll(PATIENCE * 1000), f"step {self.step} was not reached"
-            recorded = self.run.folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+            recorded = self.run.folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
             wait_until(lambda: f"step_{self.step - 1:06d}" in recorded.read_text())
             wait_until(lambda: len(workers()) == 2)
             self.pipe.unlink()  # a later start writes a plain file
@@ -209,8 +211,10 @@ def test_a_folder_of_the_users_is_refused_before_anything_begins(options, tmp_pa
 
 def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tmp_path):
     out = tmp_path / "model"
-    shutil.copytree(undisturbed.out, out)
-    run = TrainingRun(recipe=tiny_recipe, name="again", storage=tmp_path, out=out, checkpoint_every=100)
+    shutil.copytree(undisturbed.out.path, out)
+    run = TrainingRun(
+        recipe=tiny_recipe, name="again", storage=Folder.at(tmp_path), out=Folder.at(out), checkpoint_every=100
+    )
     with pytest.raises(ValueError, match=r"holds a model; give another folder, or --overwrite"):
         begin(run, resume=False)
     assert not run.folder.exists()
@@ -229,6 +233,7 @@ def failing_job(
         raise error
 
     monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: True)
+    monkeypatch.setattr(training, "plan_workers", lambda _: None)
     monkeypatch.setattr(training, "fit", fail)
     assert train_multitf.main(["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(storage)]) == 1
     printed = capsys.readouterr().err
@@ -261,13 +266,25 @@ def test_a_training_that_fails_is_one_sentence_and_its_traceback_a_file(
     assert str(error) in traceback
 
 
-def test_a_cluster_that_does_not_start_leaves_a_run_to_resume(
+def test_a_cluster_that_does_not_start_leaves_nothing_behind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("the local Ray cluster did not start within 300 s")
-    assert failing_job(monkeypatch, capsys, tmp_path, stage="connect", error=error) == (
-        f"train_multitf: {error}; the run lies in {tmp_path / 'tiny-mbd'}; go on with the same command and --resume\n"
-    )
-    again = ["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(tmp_path), "--resume"]
-    assert train_multitf.main(again) == 1
-    assert "the local Ray cluster did not start" in capsys.readouterr().err
+    for _ in range(2):  # the same command can be repeated
+        assert failing_job(monkeypatch, capsys, tmp_path, stage="connect", error=error) == f"train_multitf: {error}\n"
+        assert not list(tmp_path.iterdir())
+
+
+def test_more_workers_than_the_cluster_has_room_for_leave_nothing_behind(
+    ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tests' cluster has 8 CPUs and no GPU."""
+    command = ["--recipe", "tiny-mbd", "--storage", str(tmp_path)]
+    assert train_multitf.main([*command, "--workers", "12"]) == 2
+    assert train_multitf.main([*command, "--device", "gpu"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "train_multitf: 12 workers need 1 CPU each; the cluster's nodes have 8 CPUs; ask for fewer",
+        "train_multitf: 2 workers need 1 GPU and 1 CPU each; the cluster's nodes have 0 GPUs and 8 CPUs; ask for "
+        "fewer",
+    ]
+    assert not list(tmp_path.iterdir())

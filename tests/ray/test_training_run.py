@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.multitf.recipes import TrainingRecipe, with_precision
-from mbd_core.multitf.training_run import (
+from actors.training_run import (
     RECORD,
     TrainingRun,
     begin,
@@ -16,9 +14,13 @@ from mbd_core.multitf.training_run import (
     record_recipe,
     recorded_precision,
 )
+from cluster.storage import Folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.multitf.recipes import TrainingRecipe, with_precision
 
 
-def new_run(recipe: TrainingRecipe, storage: Path) -> TrainingRun:
+def new_run(recipe: TrainingRecipe, path: Path) -> TrainingRun:
+    storage = Folder.at(path)
     return TrainingRun(recipe=recipe, name="mine", storage=storage, out=storage / "mine" / "model")
 
 
@@ -52,7 +54,7 @@ def test_a_target_that_is_there_is_refused_before_the_run_claims_its_folder(
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     for overwrite in (False, True):
-        run = replace(new_run(tiny_recipe, tmp_path / "runs"), out=out, overwrite=overwrite)
+        run = replace(new_run(tiny_recipe, tmp_path / "runs"), out=Folder.at(out), overwrite=overwrite)
         with pytest.raises(ValueError, match="was not written by this project"):
             begin(run, resume=False)
         assert not run.storage.exists()
@@ -60,7 +62,7 @@ def test_a_target_that_is_there_is_refused_before_the_run_claims_its_folder(
 
 
 def test_a_shipped_model_is_never_replaced(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
-    run = replace(new_run(tiny_recipe, tmp_path), out=model_folder("tiny-mbd"), overwrite=True)
+    run = replace(new_run(tiny_recipe, tmp_path), out=Folder.at(model_folder("tiny-mbd")), overwrite=True)
     with pytest.raises(ValueError, match="was not written by this project"):
         begin(run, resume=False)
 
@@ -68,7 +70,7 @@ def test_a_shipped_model_is_never_replaced(tiny_recipe: TrainingRecipe, tmp_path
 @pytest.mark.parametrize("out", ["mine", "."])
 def test_the_model_cannot_hold_the_runs_own_folder(tiny_recipe: TrainingRecipe, tmp_path: Path, out: str) -> None:
     with pytest.raises(ValueError, match="would hold the run's own folder"):
-        replace(new_run(tiny_recipe, tmp_path), out=tmp_path / out)
+        replace(new_run(tiny_recipe, tmp_path), out=Folder.at(tmp_path / out))
 
 
 def test_a_base_is_a_known_name_or_a_folder(

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.storage import Folder, fetch_model
+from cluster.topology import Device
 from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
-from mbd_core.files import write_json
-from mbd_core.multitf.export import check_export
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.recipes import TrainingRecipe
 
@@ -21,15 +22,17 @@ class TrainingRun:
 
     Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
     `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
-    the last one; the run survives `max_failures` lost workers.
+    the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
+    each, if the cluster has any.
     """
 
     recipe: TrainingRecipe
     name: str
-    storage: Path
-    out: Path
+    storage: Folder
+    out: Folder
     overwrite: bool = False
     num_workers: int = 2
+    device: Device | None = None
     checkpoint_every: int = 100
     max_failures: int = 3
 
@@ -46,67 +49,78 @@ class TrainingRun:
             )
         if not self.name or Path(self.name).name != self.name:
             raise ValueError(f"run name {self.name!r} must be one folder name")
-        if not (self.storage.is_absolute() and self.out.is_absolute()):
-            raise ValueError(
-                f"storage={self.storage} and out={self.out} must be absolute: workers have folders of their own"
-            )
-        if self.out == self.folder or self.out in self.folder.parents:
+        for folder in (self.storage, self.out):
+            if not folder.is_shared:
+                raise ValueError(
+                    f"{folder} lies in the memory of one process; workers need a path or a URL they share"
+                )
+        if self.out.holds(self.folder):
             raise ValueError(f"out={self.out} would hold the run's own folder {self.folder}; give another folder")
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Folder:
         return self.storage / self.name
-
-    @property
-    def record(self) -> Path:
-        """The recipe as it runs; its precision is `auto` until the workers have started."""
-        return self.folder / RECORD
 
 
 def checked_base(model: str) -> str:
-    """A model to start from as recipes name it: a shipped model's name, or an absolute path.
+    """A model to start from as recipes name it: a shipped model's name, an absolute path, or a URL of remote storage.
 
     Raises `ValueError` for a name that is not known, and for a folder whose files are incomplete or disagree.
     """
-    folder = model_folder(model)
+    here = fetch_model(model)
+    folder = model_folder(here)
     read_folder(folder)
+    if here != model:
+        return model
     return model if folder == SHIPPED / model else str(folder.resolve())
 
 
-def begin(run: TrainingRun, *, resume: bool) -> None:
-    """Check that the model can be written, then claim the run's folder, or find there the run to be resumed.
+def check_run(run: TrainingRun, *, resume: bool) -> None:
+    """Check that run and model can be written, and that there is no run yet or, with `resume`, the one to go on with.
 
-    Raises `ValueError` for a target that `files.check_target_folder` refuses, for a folder that is there already, and
-    with `resume` for a run that is not there or has another recipe. A resumed run computes in its recorded precision.
+    Raises `ValueError` for a target that `Folder.check_target` refuses, for a folder that is there already, and with
+    `resume` for a run that is not there or has another recipe. A resumed run computes in its recorded precision.
     """
-    check_export(run.out, overwrite=run.overwrite)
+    run.folder.check_writable()
+    run.out.check_target(MODEL_KIND, overwrite=run.overwrite)
     if not resume:
         if run.folder.exists():
             raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
-        run.folder.mkdir(parents=True)
-        write_json(run.record, _as_recorded(run.recipe))
         return
-    if not run.record.exists():
-        raise ValueError(f"--resume: there is no run in {run.folder}")
     recorded, wanted = _read_record(run), _as_recorded(run.recipe)
+    if recorded is None:
+        raise ValueError(f"--resume: there is no run in {run.folder}")
     if wanted["train"]["precision"] == "auto":
         wanted["train"]["precision"] = recorded["train"]["precision"]
     if recorded != wanted:
-        raise ValueError(f"--resume: the run in {run.folder} was started with other settings, see {run.record}")
+        raise ValueError(f"--resume: the run in {run.folder} was started with other settings, see {RECORD} there")
+
+
+def begin(run: TrainingRun, *, resume: bool) -> None:
+    """Claim the run's folder, or find there the run to be resumed. Raises `ValueError` as `check_run` does."""
+    check_run(run, resume=resume)
+    if not resume:
+        record_recipe(run, run.recipe)
 
 
 def recorded_precision(run: TrainingRun) -> Precision:
     """The precision that the run was started in; `auto` before its first start."""
-    return _read_record(run)["train"]["precision"]
+    recorded = _read_record(run)
+    if recorded is None:
+        raise ValueError(f"there is no run in {run.folder}")
+    return recorded["train"]["precision"]
 
 
 def record_recipe(run: TrainingRun, recipe: TrainingRecipe) -> None:
-    """Write the recipe as it runs into the run's record."""
-    write_json(run.record, _as_recorded(recipe))
+    """Write the recipe as it runs into the run's record; its precision is `auto` until the workers have started."""
+    run.folder.write_text(RECORD, json.dumps(_as_recorded(recipe), indent=2, allow_nan=False) + "\n")
 
 
-def _read_record(run: TrainingRun) -> dict[str, Any]:
-    recipe = json.loads(run.record.read_text())
+def _read_record(run: TrainingRun) -> dict[str, Any] | None:
+    text = run.folder.read_text(RECORD)
+    if text is None:
+        return None
+    recipe = json.loads(text)
     assert isinstance(recipe, dict)
     return recipe
 

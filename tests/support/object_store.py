@@ -1,0 +1,51 @@
+"""A server of S3's protocol for the tests: moto's, in a process of its own, on a free port of this machine."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError
+
+from cluster.local import LOOPBACK, free_ports
+
+START_SECONDS = 120.0
+
+
+@contextmanager
+def running_server() -> Iterator[dict[str, str]]:
+    """The environment by which a client finds the server, which has one bucket, `bucket`."""
+    (port,) = free_ports(1)
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",  # without credentials no other server is asked for some
+    }
+    command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client = boto3.client(
+            "s3",
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+            config=Config(retries={"total_max_attempts": 1}),
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert server.poll() is None, f"the S3 server ended with exit code {server.returncode}"
+            assert time.monotonic() < deadline, "the S3 server did not start"
+            with suppress(BotoCoreError):
+                client.create_bucket(Bucket="bucket")
+                break
+            time.sleep(0.1)
+        yield environment
+    finally:
+        server.kill()
+        server.wait()
