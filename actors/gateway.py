@@ -30,6 +30,7 @@ from mbd_core.serving.answer import Answer
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.openai_errors import ApiError, api_error, clipped
 from mbd_core.serving.openai_server import OpenAIServer
+from mbd_core.serving.openapi import openapi_document
 from mbd_core.serving.resumable import ResumingSource
 from mbd_core.serving.served_model import ServedModel
 
@@ -188,6 +189,10 @@ class Gateway:
             "models": models,
         }
         return JSONResponse(body, status_code=200 if body["ready"] else 503)
+
+    @api.get("/openapi.json")
+    async def openapi(self) -> Response:
+        return JSONResponse(openapi_document())
 
     @api.get("/v1/models")
     async def models(self) -> Response:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: 
 
 async def stream_chunks(
     session: aiohttp.ClientSession, target: Target, body: Mapping[str, Any]
-) -> AsyncIterator[tuple[dict[str, Any], float]]:
+) -> AsyncGenerator[tuple[dict[str, Any], float], None]:
     """Each object of a stream with the time it came; raises `StreamError` unless it ends with [DONE]."""
     async with session.post(f"{target.url}/v1/{target.route}", json=body) as response:
         if response.status != 200:

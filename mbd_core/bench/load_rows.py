@@ -119,7 +119,7 @@ def load_row(target: str, load: Load, runs: Sequence[LoadRun], objective: Object
     return row
 
 
-def ratio_row(target: str, over: str, load: str, runs: Sequence[LoadRun], bases: Sequence[LoadRun]) -> dict[str, Any]:
+def ratio_row(target: str, over: str, load: Load, runs: Sequence[LoadRun], bases: Sequence[LoadRun]) -> dict[str, Any]:
     """One target over another: the ratio of each round's runs, which took turns; their median and their range.
 
     A round in which one of the two had no request that ended as promised has no ratio.
