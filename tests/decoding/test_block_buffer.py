@@ -2,6 +2,8 @@
 
 import hashlib
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, DecodingConfig, int, bool
 
 
 def run_buffer(
-    batch: list[tuple[list[int], int, DecodingConfig, int, bool]], size: int
+    batch: list[tuple[list[int], int, DecodingConfig, int, bool]], size: int, limits: Iterator[int] | None = None
 ) -> list[tuple[list[int], str, int, int]]:
     """Decode a batch with BlockBuffer alone, the oracle in the model's place."""
     buffer = BlockBuffer(
@@ -77,6 +79,8 @@ def run_buffer(
         buffer.join(row, request)
         cached.append(prompt[: len(prompt) // size * size])
     while not all(ends):
+        if limits is not None:
+            buffer.hold_to(next(limits))
         buffer.activate()
         token = torch.zeros((len(batch), 4, size), dtype=torch.int64)
         confidence = torch.zeros((len(batch), 4, size))
@@ -117,7 +121,9 @@ def run_buffer(
     return [(e, r, c[0], c[1]) for e, r, c in zip(emitted, ends, counts, strict=True)]
 
 
-def reference(problem: tuple[list[int], int, DecodingConfig, int, bool], *, naive: bool) -> tuple:
+def reference(
+    problem: tuple[list[int], int, DecodingConfig, int, bool], *, naive: bool, limits: Iterator[int] | None = None
+) -> tuple:
     prompt, max_tokens, config, seed, stops = problem
 
     def model(prefix: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
@@ -127,7 +133,7 @@ def reference(problem: tuple[list[int], int, DecodingConfig, int, bool], *, naiv
     if naive:
         run = naive_multibd(prompt, max_tokens, config, model, eos=eos, cap=config.buffer_size)
     else:
-        run = block_buffer_multibd(prompt, max_tokens, config, model, eos=eos)
+        run = block_buffer_multibd(prompt, max_tokens, config, model, eos=eos, limits=limits)
     return run.tokens, run.finish_reason, run.num_forwards, run.num_store_forwards
 
 
@@ -135,6 +141,22 @@ def reference(problem: tuple[list[int], int, DecodingConfig, int, bool], *, naiv
 @given(problems())
 def test_buffer_follows_algorithm_5(problem) -> None:
     assert run_buffer([problem], problem[2].block_size)[0] == reference(problem, naive=False)
+
+
+def load(seed: int) -> Iterator[int]:
+    """How many blocks a busy engine leaves a row, forward by forward."""
+    rng = random.Random(seed)
+    while True:
+        yield from [rng.randint(1, 4)] * rng.randint(1, 5)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems(), st.integers(0, 10**6))
+def test_a_row_held_to_fewer_blocks_follows_algorithm_5_held_alike(problem, seed: int) -> None:
+    held = run_buffer([problem], problem[2].block_size, load(seed))[0]
+    assert held == reference(problem, naive=False, limits=load(seed))
+    free = (*problem[:2], replace(problem[2], adaptive=False), *problem[3:])
+    assert run_buffer([free], problem[2].block_size, load(seed))[0] == reference(problem, naive=False)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

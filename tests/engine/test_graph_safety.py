@@ -229,6 +229,45 @@ def test_a_step_launched_ahead_waits_for_nothing(monkeypatch: pytest.MonkeyPatch
     assert grown > 1
 
 
+def test_a_saturated_step_replays_a_narrow_graph_and_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> None:
+    """Two rows have one block each of a budget of two, the last one alone two blocks; nothing is captured later."""
+    sizes = replace(SIZES, block_budget=2)
+    batch = [
+        request(f"r{i}", i, "multi", sampling=Sampling(), max_tokens=12 + 8 * i, ignore_eos=True) for i in range(3)
+    ]
+    model = build().double()
+    wanted = [gist(o)[0] for o in Engine(model, replace(sizes, static_shapes=True, overlap=True)).generate(batch)]
+    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    served = Engine(device.move(model), sizes)
+    served.prepare(batch[0].decoding)
+    replayed: set[tuple[int, int]] = set()
+    graph_for = served._graphs._graph_for
+
+    def spy(kind: StepKind) -> object:
+        replayed.add((kind.num_rows, kind.num_slots))
+        return graph_for(kind)
+
+    monkeypatch.setattr(served._graphs, "_graph_for", spy)
+    for r in batch:
+        served.add(r)
+    outputs, held = {}, set()
+    while served.has_work:
+        before, ahead, running = (
+            (device.waits.copy(), device.uploads.copy()),
+            served.ahead.num_ahead,
+            served.num_running,
+        )
+        outputs |= {o.request_id: o.output.tokens for o in served.step() if o.output is not None}
+        if served.ahead.num_ahead > ahead and served.num_running == running:
+            assert (device.waits, device.uploads) == before
+            held.add(served.buffer.max_blocks)
+    assert [outputs[r.request_id] for r in batch] == wanted
+    assert (2, 1) in replayed and {slots for _, slots in replayed} == held == {1, 2}
+    assert served.graph_report()["steps_eager"] == 0
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
     q, k, v, layout = sequences([(50, [8] * 3), (3, [8] * 3)], page_size=16, seed=6)
