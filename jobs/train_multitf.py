@@ -6,6 +6,7 @@ cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 done, 1 th
 be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def run(
         chosen = replace(chosen, base=checked_base(start))
     if steps is not None:
         chosen = shortened(chosen, steps)
-    runs, name = Folder.at(Path(storage).expanduser() if storage == RUNS else storage), run_name or chosen.name
+    runs, name = Folder.at(os.path.expanduser(storage)), run_name or chosen.name
     training = TrainingRun(
         recipe=chosen,
         name=name,

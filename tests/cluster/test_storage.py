@@ -13,6 +13,7 @@ import pyarrow.fs
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from object_store import only_known_keys
 
 from cluster import storage
 from cluster.storage import UNFINISHED, Folder, fetch_model
@@ -235,6 +236,17 @@ def test_an_s3_that_takes_nothing_is_one_sentence(
         Folder.at(url).check_target("model")
     assert "\n" not in str(raised.value)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_credentials_that_are_wrong_are_one_sentence(s3: str, s3_server: dict[str, str], tmp_path: Path) -> None:
+    reason = r"The AWS Access Key Id you provided does not exist in our records\.$"
+    folder = Folder.at(f"{s3}/out")
+    with only_known_keys(s3_server):
+        with pytest.raises(ValueError, match=rf"^s3://bucket/out cannot be written: {reason}"):
+            folder.check_target("model")
+        with pytest.raises(ValueError, match=rf"^s3://bucket/out cannot be read: {reason}"):
+            folder.fetch(tmp_path)
+    folder.check_target("model")
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

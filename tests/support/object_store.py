@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -49,3 +50,19 @@ def running_server() -> Iterator[dict[str, str]]:
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def only_known_keys(environment: dict[str, str]) -> Iterator[None]:
+    """The server refuses every access key, since it knows none, for as long as the block lasts."""
+
+    def set_free_actions(number: str) -> None:
+        request = urllib.request.Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset-auth", number.encode())
+        request.add_header("Content-Type", "text/plain")
+        urllib.request.urlopen(request, timeout=START_SECONDS).close()
+
+    set_free_actions("0")
+    try:
+        yield
+    finally:
+        set_free_actions("inf")
