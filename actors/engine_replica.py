@@ -16,8 +16,11 @@ import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
+from actors.logs import join_core_logs
+from actors.metrics import EngineExporter, ExportTimer
 from actors.serving_args import ModelArgs, ServingArgs
-from mbd_core.decoding.request import Request, StepOutput
+from actors.tracing import annotate
+from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_service import EngineService
@@ -32,20 +35,39 @@ STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
 LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: what waits is told first
 
 
+def note_end(output: Output) -> None:
+    """A request's counts, in the log and on its span."""
+    counts = output.counts
+    numbers: dict[str, str | int | float] = {
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": counts.num_prompt_tokens,
+        "cached_tokens": counts.num_cached_tokens,
+        "tokens": counts.num_tokens,
+        "forwards": counts.num_forwards,
+        "preemptions": counts.num_preemptions,
+        "decode_seconds": round(counts.decode_seconds, 6),
+    }
+    log.info("request ended", extra={"engine_request": output.request_id, **numbers})
+    annotate(**numbers)
+
+
 @serve.deployment
 class EngineReplica:
     """A thin coat over `EngineService`."""
 
     def __init__(self, args: EndpointArgs) -> None:
         torch.set_num_threads(args.num_threads)
+        join_core_logs()
         trace = None if args.trace is None else self._recorder(Path(args.trace))
         self.service = EngineService(args, log=log, trace=trace)
+        self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))
         self._ending = False
         log.info(self.describe())
 
     async def __del__(self) -> None:
         """Awaited by Serve when it ends a replica in good order."""
-        if hasattr(self, "service"):  # the model could be loaded
+        if hasattr(self, "_exports"):  # the model could be loaded
+            await asyncio.to_thread(self._exports.stop)
             await self.service.stop()
 
     def _recorder(self, folder: Path) -> TraceRecorder:
@@ -62,6 +84,8 @@ class EngineReplica:
             try:
                 yield None
                 async for step in stream:
+                    if step.output is not None:
+                        note_end(step.output)
                     yield step
             finally:
                 stream.close()

@@ -23,6 +23,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from actors.logs import join_core_logs
+from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
 from actors.serving_args import ServingArgs
 from mbd_core.checkpoint.folder import read_folder
@@ -31,6 +33,7 @@ from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.openai_errors import ApiError, api_error, clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
+from mbd_core.serving.request_measures import ServerMeasures
 from mbd_core.serving.resumable import ResumingSource
 from mbd_core.serving.served_model import ServedModel
 
@@ -108,7 +111,7 @@ class ModelRoute:
     most_replicas: int
     least_replicas: int
 
-    async def served_model(self, *, retry_seconds: float) -> ServedModel:
+    async def served_model(self, *, retry_seconds: float, on_loss: Callable[[], None]) -> ServedModel:
         """The model as the API sees it. A replica is asked for its limits; where there is none, one is started."""
         async with asyncio.timeout(LIMITS_SECONDS):
             limits = await self.handle.limits.remote()
@@ -117,7 +120,7 @@ class ModelRoute:
             name=self.args.name,
             tokenizer=folder.tokenizer,
             limits=limits,
-            source=ResumingSource(ReplicaSource(self.handle), retry_seconds=retry_seconds),
+            source=ResumingSource(ReplicaSource(self.handle), retry_seconds=retry_seconds, on_loss=on_loss),
             num_engines=self.most_replicas,
         )
 
@@ -144,24 +147,31 @@ class Gateway:
 
     def __init__(self, args: ServingArgs, models: list[EndpointArgs], handles: list[DeploymentHandle]) -> None:
         """`models` and `handles` go with `args.models`."""
+        join_core_logs()
         self._routes = {
             checked.name: ModelRoute(
                 args=checked, handle=handle, most_replicas=m.most_replicas, least_replicas=m.least_replicas
             )
             for m, checked, handle in zip(args.models, models, handles, strict=True)
         }
+        measures = ServerMeasures(self._routes)
         self.server = OpenAIServer(
             {
-                name: partial(route.served_model, retry_seconds=args.retry_seconds)
+                name: partial(
+                    route.served_model, retry_seconds=args.retry_seconds, on_loss=measures.by_model[name].on_loss
+                )
                 for name, route in self._routes.items()
             },
             request_seconds=args.request_seconds,
+            measures=measures,
             log=log,
         )
+        self._exports = ExportTimer(RequestExporter(measures))
 
     async def __del__(self) -> None:
         """Awaited by Serve when it ends a replica in good order."""
-        if hasattr(self, "server"):
+        if hasattr(self, "_exports"):
+            await asyncio.to_thread(self._exports.stop)
             await self.server.stop()
 
     async def describe(self) -> list[str]:

@@ -14,8 +14,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.app import build
+from actors.logs import LOGGING
 from actors.request_ids import CALLBACK, CALLBACK_VARIABLE
 from actors.serving_args import ModelArgs, ServingArgs
+from actors.tracing import serve_variables
 from cluster.local import connect
 from cluster.signals import interrupt_on
 from cluster.topology import plan_topology
@@ -57,6 +59,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
     with ExitStack() as started:
         try:
             os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)  # for the proxy of a Ray that is started here
+            os.environ.update(serve_variables())  # for its replicas too
             with _ray_signals():
                 if connect(num_cpus=max(4, model.most_replicas * model.tensor_parallel + 2), worker_logs=False):
                     started.callback(ray.shutdown)
@@ -66,7 +69,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
             args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
             name = model.checked().name
             started.callback(serve.shutdown)
-            serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+            serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
             handle = _deploy(args)
             try:
                 for line in handle.describe.remote().result():
@@ -107,7 +110,7 @@ def _check_no_serve() -> None:
 def _deploy(args: ServingArgs) -> DeploymentHandle:
     """Start the gateways and the replicas; a handle to the gateways."""
     try:
-        return serve.run(build(args), name=APPLICATION, route_prefix="/")
+        return serve.run(build(args), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
         raise start_failure(_status_message(APPLICATION) or str(error)) from error
 

@@ -8,6 +8,7 @@ from mbd_core.decoding.request import Counts, Output
 from mbd_core.serving.logprobs import ChoiceLogprobs
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
+from mbd_core.serving.request_measures import MeasuredStream
 from mbd_core.serving.text_stream import TextStream
 
 DONE = "data: [DONE]\n\n"
@@ -30,7 +31,7 @@ class Answer:
     def __init__(
         self,
         reply: Reply,
-        stream: TextStream,
+        stream: TextStream | MeasuredStream,
         *,
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,

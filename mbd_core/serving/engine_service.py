@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mbd_core.decoding.request import Request
+from mbd_core.engine.engine_measures import EngineMeasures
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.async_engine import AsyncEngine, EngineStream
 from mbd_core.serving.endpoint_args import EndpointArgs
@@ -85,6 +86,11 @@ class EngineService:
         except (EngineFailed, RankLost):
             return False
         return True
+
+    def measures(self) -> EngineMeasures:
+        """The engine's measures; those that wait before the engine wait too."""
+        load = self.engine.load
+        return replace(self.loaded.engine.measures(), running=load.running, waiting=load.waiting)
 
     def state(self) -> dict[str, Any]:
         """Whether requests are served, how many, and by what."""

@@ -20,6 +20,7 @@ from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
 
@@ -35,12 +36,14 @@ class OpenAIServer:
         models: Mapping[str, Callable[[], Awaitable[ServedModel]]],
         *,
         request_seconds: float | None = None,
+        measures: ServerMeasures | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`models` gives each model when it is first asked for; an answer may take `request_seconds`, its wait for a
-        batch row included."""
+        batch row included. `measures` are told of every request."""
         self._models, self._request_seconds = dict(models), request_seconds
         self._log = log or logging.getLogger(__name__)
+        self.measures = measures or ServerMeasures(self._models)
         self._routes: dict[str, _Route] = {}
         self._open_requests = OpenRequests()
         self._created = int(time.time())
@@ -92,17 +95,20 @@ class OpenAIServer:
 
     async def _answer(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, *, key: str) -> Answer:
         """The answer, whose request stays open until it is closed."""
-        end_request = self._open_requests.begin()
-        try:
-            return await self._submit(parse(kind, body), key=key, on_close=end_request)
-        except BaseException:
-            end_request()
-            raise
+        watch = self.measures.on_arrival()
+        with watch.errors():
+            end_request = self._open_requests.begin()
+            try:
+                return await self._submit(parse(kind, body), key=key, watch=watch, on_close=end_request)
+            except BaseException:
+                end_request()
+                raise
 
     async def _submit(
-        self, asked: CompletionRequest | ChatRequest, *, key: str, on_close: Callable[[], None]
+        self, asked: CompletionRequest | ChatRequest, *, key: str, watch: RequestWatch, on_close: Callable[[], None]
     ) -> Answer:
         route = await self._route(asked.model)
+        watch.on_model(asked.model)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
         requests = await asyncio.get_running_loop().run_in_executor(
             self._tokenizing, partial(route.requests, asked, seed=seed)
@@ -129,7 +135,7 @@ class OpenAIServer:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
         return Answer(
             reply,
-            stream,
+            watch.measured(stream),
             streamed=bool(asked.stream),
             logprobs=logprobs,
             include_usage=asked.usage_in_stream,

@@ -15,7 +15,8 @@ whose tokens all come in one commit has a time per output token of 0; one of a s
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -126,13 +127,22 @@ class RequestWatch:
 
     def on_error(self, error: BaseException) -> None:
         """It was refused or has failed; where its client left instead, it was aborted."""
-        if self._ended:
+        if self._ended or isinstance(error, StopAsyncIteration):
             return
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self.on_close()
         elif isinstance(error, Exception):
             self._ended = True
             self._measures.errors[api_error(error).status] += 1
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What the block raises goes to `on_error` too."""
+        try:
+            yield
+        except BaseException as error:
+            self.on_error(error)
+            raise
 
     def on_close(self) -> None:
         """Nobody waits for it any more; the choices that have not ended are aborted."""
@@ -157,13 +167,8 @@ class MeasuredStream:
         return self
 
     async def __anext__(self) -> TextStep:
-        try:
+        with self._watch.errors():
             step = await anext(self._stream)
-        except StopAsyncIteration:
-            raise
-        except BaseException as error:
-            self._watch.on_error(error)
-            raise
         self._watch.on_tokens(step.request_id, len(step.new_tokens))
         if step.output is not None:
             self._watch.on_end(step.request_id, step.output.finish_reason)

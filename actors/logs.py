@@ -1,0 +1,28 @@
+"""Logs of the serving processes: JSON lines, each with the request's id where there is a request.
+
+Serve's id of a request is its `X-Request-ID`, else one of its own; it stands in the reply's header, and a call through
+a handle takes it along, so that the proxy, the gateway and the engine's replica log one id.
+"""
+
+import logging
+
+from ray.serve.schema import LoggingConfig
+
+SERVE_LOG, CORE_LOG = "ray.serve", "mbd_core"
+LOGGING = LoggingConfig(encoding="JSON")
+
+
+class ServeHandler(logging.Handler):
+    """Hands records to Serve's log, which has a new handler whenever its configuration changes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        serve_log = logging.getLogger(SERVE_LOG)
+        if serve_log.isEnabledFor(record.levelno):
+            serve_log.handle(record)
+
+
+def join_core_logs() -> None:
+    """What `mbd_core` logs in this process goes to Serve's log, and nowhere else."""
+    core = logging.getLogger(CORE_LOG)
+    core.handlers, core.propagate = [ServeHandler()], False
+    core.setLevel(logging.INFO)
