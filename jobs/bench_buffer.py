@@ -44,7 +44,7 @@ Budgets = Annotated[
     typer.Option("--budget", metavar="N,...", help="Block budgets, for the largest buffer.", rich_help_panel=DATA),
 ]
 Answers = Annotated[int, typer.Option(help="Measured answers a row, at least 16 in all.", min=1, rich_help_panel=DATA)]
-Repeats = Annotated[int, typer.Option(help="Repetitions, whose median counts.", min=1, rich_help_panel=ENGINE)]
+Repeats = Annotated[int, typer.Option(help="Repetitions, of which the fastest counts.", min=1, rich_help_panel=ENGINE)]
 Static = Annotated[
     bool | None,
     typer.Option(
@@ -115,7 +115,7 @@ def run(
                 static=static,
                 tick=partial(bar.update, 1),
             )
-    print(f"{model}, {device_name(place)}, {torch.get_num_threads()} threads; medians of {repeats}\n")
+    print(f"{model}, {device_name(place)}, {torch.get_num_threads()} threads; the fastest of {repeats} runs\n")
     print(markdown(rows, COLUMNS))
     predicted: list[dict[str, Any]] = []
     if predict is not None:
