@@ -14,13 +14,9 @@ GATEWAY_CPUS = 0.1  # it waits most of the time; what it asks for counts beside 
 
 
 def build(args: ServingArgs) -> serve.Application:
-    """The Serve application; `ValueError` for a model that is not whole, or that cannot be served as asked."""
-    checked = [model.checked() for model in args.models]
-    names = [one.name for one in checked]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"models: the name '{repeated[0]}' stands twice; give one of them another name")
-    engines = [engine_replicas(args, model, one) for model, one in zip(args.models, checked, strict=True)]
+    """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
+    fixed = args.model_copy(update={"models": [model.without_content() for model in args.models]})
+    engines = [engine_replicas(args, model) for model in args.models]
     waiting = sum(model.max_waiting * model.most_replicas for model in args.models)
     return Gateway.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         num_replicas=args.gateways,
@@ -33,4 +29,5 @@ def build(args: ServingArgs) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
-    ).bind(args, checked, engines)
+        user_config={"adapters": args.adapters},
+    ).bind(fixed, engines)

@@ -20,9 +20,9 @@ from actors.logs import join_core_logs
 from actors.metrics import EngineExporter, ExportTimer
 from actors.serving_args import ModelArgs, ServingArgs
 from actors.tracing import annotate
+from cluster.storage import fetch_model
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.parallel.group import RankLost
-from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_service import EngineService
 from mbd_core.serving.served_model import EngineLimits
 from mbd_core.serving.token_stream import EngineFailed, ReplicaLost
@@ -55,13 +55,15 @@ def note_end(output: Output) -> None:
 class EngineReplica:
     """A thin coat over `EngineService`."""
 
-    def __init__(self, args: EndpointArgs) -> None:
+    def __init__(self, model: ModelArgs) -> None:
+        args = model.checked()
         torch.set_num_threads(args.num_threads)
         join_core_logs()
         trace = None if args.trace is None else self._recorder(Path(args.trace))
         self.service = EngineService(args, log=log, trace=trace)
         self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))
-        self._ending = False
+        self._ending = self._serves = False
+        self._refused: str | None = None  # why the newest content was not taken over
         log.info(self.describe())
 
     async def __del__(self) -> None:
@@ -73,6 +75,24 @@ class EngineReplica:
     def _recorder(self, folder: Path) -> TraceRecorder:
         own = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
         return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
+
+    async def reconfigure(self, content: dict[str, Any]) -> None:
+        """Take over weights and adapters; called by Serve at the start, and where `ModelArgs.content` has changed.
+
+        Content that cannot be taken over fails a start. Later the replica keeps what it has, and `/health` says why:
+        Serve would otherwise end replicas that serve well.
+        """
+        try:
+            weights = content["weights"] and await asyncio.to_thread(fetch_model, content["weights"])
+            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in content["adapters"].items()}
+            await self.service.arrange(weights=Path(weights) if weights else None, adapters=adapters)
+        except ValueError as error:
+            if not self._serves:
+                raise
+            log.error("weights or adapters were not taken over", exc_info=error)
+            self._refused = str(error)
+        else:
+            self._serves, self._refused = True, None
 
     async def generate(self, request: Request, key: str = "") -> AsyncIterator[StepOutput | None]:
         """The request's steps; before them `None`, once the engine has taken it.
@@ -106,6 +126,7 @@ class EngineReplica:
         return {
             "replica": serve.get_replica_context().replica_id.unique_id,
             "pid": os.getpid(),
+            "refused_content": self._refused,
             **self.service.state(),
         }
 
@@ -125,7 +146,7 @@ class EngineReplica:
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, os._exit, 1)
 
 
-def engine_replicas(args: ServingArgs, model: ModelArgs, checked: EndpointArgs) -> serve.Application:
+def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
     """A model's replicas as a Serve deployment.
 
     A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
@@ -133,12 +154,13 @@ def engine_replicas(args: ServingArgs, model: ModelArgs, checked: EndpointArgs) 
     CPUs divide the machine's memory for keys and values, as they may be on one machine. A replica that Serve ends
     alone, in a redeployment, has `drain_seconds` to finish its requests: it gets no more, and is killed after that.
     """
-    engine, topology = checked.engine, args.topology(model)
+    engine, topology = model.engine, args.topology(model)
     capacity = engine.max_rows + model.max_waiting
     if args.device == "cpu":
         engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / model.most_replicas)
     return EngineReplica.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
-        name=checked.name.replace("/", "-").replace("#", "-"),
+        name=model.served_name.replace("/", "-").replace("#", "-"),
+        user_config=model.content,
         **_number(model),
         max_ongoing_requests=2 * capacity,
         max_queued_requests=2 * capacity * model.most_replicas,
@@ -148,7 +170,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs, checked: EndpointArgs) 
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
-    ).bind(replace(checked, engine=engine))
+    ).bind(model.without_content().model_copy(update={"engine": engine}))
 
 
 def _number(model: ModelArgs) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,12 @@ from starlette.types import Receive, Scope, Send
 from actors.logs import join_core_logs
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
-from actors.serving_args import ServingArgs
+from actors.serving_args import ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.answer import Answer
-from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.openai_errors import ApiError, api_error, clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
-from mbd_core.serving.request_measures import ServerMeasures
 from mbd_core.serving.resumable import ResumingSource
 from mbd_core.serving.served_model import ServedModel
 
@@ -106,22 +103,27 @@ def client_key(request: Request) -> str:
 class ModelRoute:
     """A served model behind its Serve handle."""
 
-    args: EndpointArgs
+    model: ModelArgs
     handle: DeploymentHandle
-    most_replicas: int
-    least_replicas: int
 
-    async def served_model(self, *, retry_seconds: float, on_loss: Callable[[], None]) -> ServedModel:
-        """The model as the API sees it. A replica is asked for its limits; where there is none, one is started."""
+    async def served_model(
+        self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
+    ) -> ServedModel:
+        """The model as the API sees it, with an adapter or without.
+
+        A replica is asked for its limits; where there is none, one is started.
+        """
         async with asyncio.timeout(LIMITS_SECONDS):
             limits = await self.handle.limits.remote()
-        folder = await asyncio.to_thread(read_folder, Path(self.args.folder))
+        args = await asyncio.to_thread(self.model.checked)
+        folder = await asyncio.to_thread(read_folder, Path(args.folder))
         return ServedModel(
-            name=self.args.name,
+            name=adapter or self.model.served_name,
             tokenizer=folder.tokenizer,
             limits=limits,
             source=ResumingSource(ReplicaSource(self.handle), retry_seconds=retry_seconds, on_loss=on_loss),
-            num_engines=self.most_replicas,
+            num_engines=self.model.most_replicas,
+            adapter=adapter,
         )
 
     async def states(self) -> list[dict[str, Any]]:
@@ -131,7 +133,7 @@ class ModelRoute:
                 timeout_s=STATE_SECONDS, return_exceptions=True
             )
         except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
-            return [] if self.least_replicas == 0 else [_unreachable(error)]
+            return [] if self.model.least_replicas == 0 else [_unreachable(error)]
         return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
 
 
@@ -145,28 +147,31 @@ def _unreachable(error: Exception) -> dict[str, Any]:
 class Gateway:
     """One `OpenAIServer` and its routes."""
 
-    def __init__(self, args: ServingArgs, models: list[EndpointArgs], handles: list[DeploymentHandle]) -> None:
-        """`models` and `handles` go with `args.models`."""
+    def __init__(self, args: ServingArgs, handles: list[DeploymentHandle]) -> None:
+        """`handles` go with `args.models`."""
         join_core_logs()
+        self._args = args
         self._routes = {
-            checked.name: ModelRoute(
-                args=checked, handle=handle, most_replicas=m.most_replicas, least_replicas=m.least_replicas
-            )
-            for m, checked, handle in zip(args.models, models, handles, strict=True)
+            model.served_name: ModelRoute(model=model, handle=handle)
+            for model, handle in zip(args.models, handles, strict=True)
         }
-        measures = ServerMeasures(self._routes)
-        self.server = OpenAIServer(
-            {
-                name: partial(
-                    route.served_model, retry_seconds=args.retry_seconds, on_loss=measures.by_model[name].on_loss
-                )
-                for name, route in self._routes.items()
-            },
-            request_seconds=args.request_seconds,
-            measures=measures,
-            log=log,
-        )
-        self._exports = ExportTimer(RequestExporter(measures))
+        self.server = OpenAIServer({}, request_seconds=args.request_seconds, log=log)
+        self.reconfigure({"adapters": {}})
+        self._exports = ExportTimer(RequestExporter(self.server.measures))
+
+    def reconfigure(self, content: dict[str, Any]) -> None:
+        """Serve the models, and their adapters by name; called by Serve where the adapters have changed."""
+        adapters: dict[str, list[str]] = content["adapters"]
+        offered = {name: self._model(name, route, None) for name, route in self._routes.items()}
+        for base, names in adapters.items():
+            offered |= {name: self._model(name, self._routes[base], name) for name in names}
+        self.server.offer(offered)
+
+    def _model(self, name: str, route: ModelRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
+        def on_loss() -> None:
+            self.server.measures.by_model[name].on_loss()
+
+        return lambda: route.served_model(adapter, retry_seconds=self._args.retry_seconds, on_loss=on_loss)
 
     async def __del__(self) -> None:
         """Awaited by Serve when it ends a replica in good order."""
@@ -176,7 +181,7 @@ class Gateway:
 
     async def describe(self) -> list[str]:
         """The start lines of the models that have a replica."""
-        return [await route.handle.describe.remote() for route in self._routes.values() if route.least_replicas]
+        return [await route.handle.describe.remote() for route in self._routes.values() if route.model.least_replicas]
 
     async def drain(self, seconds: float) -> int:
         """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
@@ -188,7 +193,7 @@ class Gateway:
         states = await asyncio.gather(*(route.states() for route in self._routes.values()))
         models: list[dict[str, Any]] = []
         for (name, route), replicas in zip(self._routes.items(), states, strict=True):
-            ready = route.least_replicas == 0 or any(r["ready"] for r in replicas)
+            ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
             models.append({"name": name, "ready": ready, "replicas": replicas})
         everybody = [replica for model in models for replica in model["replicas"]]
         body = {

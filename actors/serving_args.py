@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cluster.storage import fetch_model
 from cluster.topology import Topology
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
@@ -58,6 +59,11 @@ class ModelArgs(Fields):
     trace            a folder for step traces, each replica's in its own folder in it
     fp8              which weights are rounded to FP8
     engine           `EngineConfig`'s fields
+    adapters         LoRA adapters: the names that clients call them by, each with its folder or storage URL
+    weights          a folder or storage URL of other weights of the same shapes, to decode with instead of the model's
+
+    A change of `adapters` or `weights` alone is taken over by the replicas that run, between two steps; a change of
+    anything else replaces them.
     """
 
     model: str
@@ -69,6 +75,31 @@ class ModelArgs(Fields):
     trace: str | None = None
     fp8: Literal["experts", "all"] | None = None
     engine: EngineConfig = EngineConfig()
+    adapters: dict[str, str] = {}
+    weights: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelArgs":
+        if len(self.adapters) > self.engine.max_adapters:
+            raise ValueError(
+                f"{len(self.adapters)} adapters need engine.max_adapters of at least that; it is "
+                f"{self.engine.max_adapters}"
+            )
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What replicas that run take over: Serve's `user_config` of the engines."""
+        return {"weights": self.weights, "adapters": self.adapters}
+
+    def without_content(self) -> "ModelArgs":
+        """What replicas must be replaced for, where it changes."""
+        return self.model_copy(update={"weights": None, "adapters": {}})
 
     @property
     def most_replicas(self) -> int:
@@ -79,10 +110,13 @@ class ModelArgs(Fields):
         return self.replicas if isinstance(self.replicas, int) else self.replicas.min
 
     def checked(self) -> EndpointArgs:
-        """What an engine needs to start; `ValueError` for what the model's folder shows to be impossible."""
+        """What an engine needs to start, on this machine: a model at a URL is fetched.
+
+        Raises `ValueError` for what the model's folder shows to be impossible.
+        """
         return endpoint_args(
-            self.model,
-            name=self.name,
+            fetch_model(self.model),
+            name=self.served_name,
             engine=self.engine,
             max_waiting=self.max_waiting,
             num_threads=self.threads,
@@ -108,6 +142,19 @@ class ServingArgs(Fields):
     request_seconds: Annotated[float, Field(gt=0)] | None = REQUEST_SECONDS
     retry_seconds: Seconds = RETRY_SECONDS
     drain_seconds: Seconds = DRAIN_SECONDS
+
+    @model_validator(mode="after")
+    def _check(self) -> "ServingArgs":
+        names = [name for model in self.models for name in (model.served_name, *model.adapters)]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"models: the name '{repeated[0]}' stands twice; give one of them another name")
+        return self
+
+    @property
+    def adapters(self) -> dict[str, list[str]]:
+        """The adapters' names by model: what gateways that run take over."""
+        return {model.served_name: list(model.adapters) for model in self.models}
 
     def topology(self, model: ModelArgs, *, replicas: int | None = None) -> Topology:
         """What a model's replicas ask of the cluster; by default as many as there may be."""

@@ -20,6 +20,7 @@ def engine_requests(
     seed: int,
     admission: Admission,
     capacity: int,
+    adapter: str | None = None,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
@@ -37,6 +38,7 @@ def engine_requests(
             decoding=decoding,
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
+            adapter=adapter,
         )
         if asked.budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))

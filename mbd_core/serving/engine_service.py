@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mbd_core.decoding.request import Request
+from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_measures import EngineMeasures
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.async_engine import AsyncEngine, EngineStream
@@ -16,6 +19,9 @@ from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT
 from mbd_core.serving.served_model import EngineLimits, ServedModel
 from mbd_core.serving.token_stream import EngineFailed
 from mbd_core.trace.recorder import TraceRecorder
+
+UNLOAD_SECONDS = 600.0  # for the requests that use an adapter to end
+UNLOAD_PAUSE = 0.2
 
 
 class EngineService:
@@ -30,6 +36,8 @@ class EngineService:
             Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
         )
         self.loaded.prepare()
+        self._weights: Path | None = None
+        self._adapters: dict[str, Path] = {}
         self.engine = AsyncEngine(self.loaded.engine, max_waiting=args.max_waiting)
 
     @property
@@ -57,6 +65,35 @@ class EngineService:
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
         """The stream of a request that was taken; raises as `AsyncEngine.open` does."""
         return await self.engine.open(request, key=key)
+
+    async def arrange(self, *, weights: Path | None, adapters: Mapping[str, Path]) -> None:
+        """Decode with a folder's weights (`None`: the model's own) and with these adapters, from the next step on.
+
+        Requests that run go on. An adapter that requests use stays until they have ended. Raises `ValueError` for
+        what does not fit; what was arranged before then is as it was, but for adapters that were loaded or unloaded.
+        """
+        for name in self._adapters.keys() - {n for n, folder in adapters.items() if self._adapters.get(n) == folder}:
+            await self._unload(name)
+        for name, folder in adapters.items():
+            if name not in self._adapters:
+                await self.engine.call(partial(Engine.load_adapter, name=name, folder=folder))
+                self._adapters[name] = folder
+        if weights != self._weights:
+            source = weights or Path(self.args.folder)
+            await self.engine.call(partial(Engine.update_weights, source=source))
+            self._weights = weights
+
+    async def _unload(self, name: str) -> None:
+        """Unload an adapter as soon as no request uses it."""
+        async with asyncio.timeout(UNLOAD_SECONDS):
+            while True:
+                try:
+                    await self.engine.call(partial(Engine.unload_adapter, name=name))
+                except ValueError:  # requests use it
+                    await asyncio.sleep(UNLOAD_PAUSE)
+                else:
+                    del self._adapters[name]
+                    return
 
     async def stop(self) -> None:
         """End the engine and its threads, and write the end of the trace."""
@@ -98,6 +135,9 @@ class EngineService:
         pool = engine.scheduler.pool
         return {
             "ready": self.healthy,
+            "weights": {"folder": str(self._weights or self.args.folder), "version": engine.weights_version},
+            "adapters": {name: str(folder) for name, folder in self._adapters.items()},
+            "forwards": sum(engine.counts.forwards.values()),
             "running": load.running,
             "waiting": load.waiting,
             "backend": self.loaded.backend,

@@ -50,6 +50,13 @@ class OpenAIServer:
         # A fast tokenizer's first call switches padding and truncation off, and its settings are not thread-safe.
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
+    def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
+        """Serve these models from now on; requests under way go on."""
+        self._models = dict(models)
+        self._routes = {name: route for name, route in self._routes.items() if name in models}
+        for name in models.keys() - self.measures.by_model.keys():
+            self.measures.add(name)
+
     @property
     def draining(self) -> bool:
         """Whether new requests are refused."""
@@ -169,6 +176,7 @@ class _Route:
             seed=seed,
             admission=self.model.limits.admission,
             capacity=self.model.capacity,
+            adapter=self.model.adapter,
         )
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:

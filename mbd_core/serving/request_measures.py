@@ -64,6 +64,10 @@ class ServerMeasures:
         self.by_model = {name: RequestMeasures() for name in (*models, NO_MODEL)}
         self._clock = clock
 
+    def add(self, model: str) -> None:
+        """Count another model's requests too."""
+        self.by_model = {model: RequestMeasures(), **self.by_model}
+
     def on_arrival(self) -> "RequestWatch":
         """An API request has come; the watch follows it to its end."""
         return RequestWatch(self.by_model, self._clock)

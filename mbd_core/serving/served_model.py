@@ -28,13 +28,17 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`limits` are those of one engine, `num_engines` how many take the requests, at most."""
+    """`limits` are those of one engine, `num_engines` how many take the requests, at most.
+
+    adapter  the LoRA adapter that stands behind the name
+    """
 
     name: str
     tokenizer: PreTrainedTokenizerBase
     limits: EngineLimits
     source: TokenSource
     num_engines: int = 1
+    adapter: str | None = None
 
     @property
     def capacity(self) -> int:

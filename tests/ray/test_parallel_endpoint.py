@@ -84,6 +84,7 @@ def test_two_ranks_answer_as_one(url: str, tiny_model_dir: Path) -> None:
         request = Request(request_id="r", prompt=(9, 9, 9), max_tokens=40, decoding=loaded.decoding(fields))
         (alone,) = loaded.engine.generate([request])
         answer = complete(url, decoding=fields).json()
+        assert "choices" in answer, answer
         assert answer["choices"][0]["text"] == decode_text(loaded.tokenizer, alone.tokens)
         assert answer["usage"]["completion_tokens"] == len(alone.tokens) > 10
         assert answer["mbd"]["num_forwards"] == alone.counts.num_forwards
