@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from jobs.command_line import (
     CLUSTER,
@@ -206,7 +205,7 @@ def _check_options(context: typer.Context, urls: Sequence[str] | None, asking: A
         raise ValueError(f"--extra-body is given {len(asking.extra)} times; give it once, or once for each --url")
     if urls:
         for name in OWN_OPTIONS:
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} sets up our own endpoint, which is not started with --url; leave it out")
         return

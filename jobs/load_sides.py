@@ -46,10 +46,10 @@ class Asking:
 
 def url_sides(urls: Sequence[str], asking: Asking) -> dict[str, Side]:
     """One side for each endpoint; its name is its URL, with a number where a URL is given twice."""
+    addresses = [url.rstrip("/").removesuffix("/v1") for url in urls]
     sides: dict[str, Side] = {}
-    for number, url in enumerate(urls):
-        address = url.rstrip("/").removesuffix("/v1")
-        name = address if urls.count(url) == 1 else f"{address} ({number + 1})"
+    for number, address in enumerate(addresses):
+        name = address if addresses.count(address) == 1 else f"{address} ({number + 1})"
         target = asyncio.run(_target(name, address, asking, asking.extra_of(number)))
         sides[name] = http_side(target, seconds=asking.seconds)
     return sides

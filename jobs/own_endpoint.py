@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from cluster.local import free_ports
-from jobs.demo import wait_until_healthy
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
@@ -25,39 +24,38 @@ class OwnEndpoint:
     url: str
     process: psutil.Process
 
-    def actors(self, kind: str) -> list[psutil.Process]:
-        """The Ray processes whose title holds `kind`, such as `ServeReplica`."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with suppress(psutil.Error):
-                if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") and kind in process.cmdline()[0]:
-                    found.append(process)
-        return found
-
 
 @contextmanager
 def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
     """`jobs/serve.py` with these options on a free port, for as long as the block lasts; its output goes to `log`.
 
     It runs on a Ray of its own, also where RAY_ADDRESS is set. Raises `RuntimeError` with the last line of its output
-    if it does not answer.
+    if it does not serve, with all its replicas, within `START_SECONDS`.
     """
     (port,) = free_ports(1)
     command = [sys.executable, str(ROOT / "jobs" / "serve.py"), *options, "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with log.open("w") as output:
         child = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
     process = psutil.Process(child.pid)
     try:
-        try:
-            wait_until_healthy(child, url, deadline=time.monotonic() + START_SECONDS)
-        except RuntimeError as error:
-            lines = log.read_text().strip().splitlines()
-            raise RuntimeError(f"the endpoint did not start: {lines[-1] if lines else error}") from error
-        yield OwnEndpoint(url=url, process=process)
+        _wait_until_served(child, log)
+        yield OwnEndpoint(url=f"http://127.0.0.1:{port}", process=process)
     finally:
         _stop(child, process)
+
+
+def _wait_until_served(child: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Until the job says so, which it does when all replicas are there; /health answers with the first."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        lines = log.read_text().splitlines()
+        if any(line.startswith("serving ") for line in lines):
+            return
+        if child.poll() is not None or time.monotonic() > deadline:
+            said = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+            raise RuntimeError(f"the endpoint did not start: {said}")
+        time.sleep(0.2)
 
 
 def _stop(child: "subprocess.Popen[bytes]", process: psutil.Process) -> None:

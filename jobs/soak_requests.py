@@ -72,6 +72,8 @@ class SoakClient:
             return Ended(kind, *_stream_end(str(error)))
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             return Ended(kind, "lost", failure_kind(error))
+        except (KeyError, IndexError, TypeError) as error:
+            return Ended(kind, "wrong", f"an answer without {error}")
         if exact and self._texts.setdefault(prompt, text) != text:
             return Ended(kind, "wrong", "another text than before")
         return Ended(kind, "whole")

@@ -77,15 +77,14 @@ class SoakWatch:
         within `limit` seconds.
         """
         count = len(await self.replicas())
-        own = {p.pid: p for p in self.endpoint.process.children(recursive=True)}
         while self.seconds + every < until:
             await asyncio.sleep(every)
-            own |= {p.pid: p for p in self.endpoint.process.children(recursive=True)}
-            victim, at = own[rng.choice(await self.replicas())["pid"]], self.seconds
+            own = {p.pid: p for p in self.endpoint.process.children(recursive=True)}
+            victim, at = own[rng.choice([s["pid"] for s in await self.replicas() if s["ready"]])], self.seconds
             victim.kill()
 
             def recovered(states: Sequence[dict[str, Any]], dead: int = victim.pid) -> bool:
-                return sum(s["ready"] and s["pid"] != dead for s in states) >= count
+                return sum(s["ready"] and s["pid"] != dead for s in states) == count
 
             if not await self.wait_until(recovered, limit=limit):
                 raise RuntimeError(f"{limit:g} s after a replica was killed not all {count} were ready again")

@@ -94,7 +94,10 @@ async def stream_chunks(
             at, data = time.perf_counter(), line[5:].strip()
             if data == b"[DONE]":
                 return
-            chunk = json.loads(data)
+            try:
+                chunk = json.loads(data)
+            except ValueError as error:
+                raise StreamError("event that is not JSON") from error
             if "error" in chunk:
                 raise StreamError("error event")
             yield chunk, at

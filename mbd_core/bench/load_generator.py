@@ -61,12 +61,17 @@ class LoadRun:
 
 
 async def send_load(send: Send, load: Load, count: int) -> LoadRun:
-    """Send `count` requests through a coroutine; a failure belongs into its record."""
+    """Send `count` requests through a coroutine. A request's failure belongs into its record; what `send` raises ends
+    the load and is raised.
+    """
     started = time.perf_counter()
-    if isinstance(load, Concurrency):
-        records = await _send_at_once(send, load.size, count)
-    else:
-        records = await _send_at_times(send, [started + at for at in load.times(count)])
+    try:
+        if isinstance(load, Concurrency):
+            records = await _send_at_once(send, load.size, count)
+        else:
+            records = await _send_at_times(send, [started + at for at in load.times(count)])
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     return LoadRun(records=tuple(records), seconds=_last_end(records) - started)
 
 
