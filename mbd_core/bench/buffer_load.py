@@ -40,6 +40,7 @@ COLUMNS = {
     "tpf": "TPF|.2f",
     "step_seconds": "step (ms)|.2f",
     "tps": "tok/s|.0f",
+    "cpu_tps": "tok / CPU s|.0f",
     "over_best_fixed": "/ best fixed|.2f",
 }
 
@@ -69,11 +70,13 @@ class Buffer:
 class LoadRun:
     """What one run gave out while all rows were in use.
 
-    forwards  decode steps, times the sequences in each
-    blocks    resident blocks of a sequence in a forward, on average
+    cpu_seconds  of this process: on a CPU, what the run would take if no other process ran
+    forwards     decode steps, times the sequences in each
+    blocks       resident blocks of a sequence in a forward, on average
     """
 
     seconds: float
+    cpu_seconds: float
     tokens: int
     forwards: int
     blocks: float
@@ -156,16 +159,17 @@ def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) ->
 
     serve(rows)
     counts.block_lifetimes.take()
-    tokens, forwards, started = counts.committed_tokens, counts.sequence_forwards, time.perf_counter()
+    tokens, forwards = counts.committed_tokens, counts.sequence_forwards
+    started, cpu_started = time.perf_counter(), time.process_time()
     serve(ended + answers)
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     tokens, forwards = counts.committed_tokens - tokens, counts.sequence_forwards - forwards
     blocks = sum(counts.block_lifetimes.take()) / forwards
     for sequence in [*engine.scheduler.running.values(), *engine.scheduler.waiting]:
         engine.abort(sequence.request.request_id)
     while engine.has_work:
         engine.step()
-    return LoadRun(seconds=seconds, tokens=tokens, forwards=forwards, blocks=blocks)
+    return LoadRun(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, forwards=forwards, blocks=blocks)
 
 
 def measure_load(
@@ -201,6 +205,7 @@ def measure_load(
             "tpf": run.tpf,
             "step_seconds": rows * run.seconds / run.forwards,
             "tps": run.tps,
+            "cpu_tps": run.tokens / run.cpu_seconds,
             "over_best_fixed": run.tps / best,
         }
         for buffer, run in fastest.items()

@@ -140,7 +140,13 @@ def test_no_block_stands_behind_the_slots_of_a_step(
     served = budgeted(model, 5, static_shapes=True, overlap=overlap, buffer_size=4, num_pages=60)
     for i in range(60):
         method = rng.choice(("multi", "t2t", "soft", "single"))
-        decoding = replace(request("", 0, method).decoding, buffer_size=rng.randint(1, 4), adaptive=rng.random() < 0.9)
+        decoding = replace(
+            request("", 0, method).decoding,
+            buffer_size=rng.randint(1, 4),
+            tau_add=rng.choice((0.0, 0.1)),
+            tau_semi=rng.choice((0.0, 0.9)),  # with 0.0 twice a block begins in every forward
+            adaptive=rng.random() < 0.9,
+        )
         served.add(request(f"r{i}", i, method, decoding=decoding))
         for _ in range(rng.randint(0, 6) if i % 20 else 30):
             served.step()
