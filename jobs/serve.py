@@ -62,6 +62,14 @@ RetrySeconds = Annotated[
 BufferSize = Annotated[
     int, typer.Option(help="Slots a sequence, the most that a request may ask for.", min=1, rich_help_panel=ENGINE)
 ]
+BlockBudget = Annotated[
+    int | None,
+    typer.Option(
+        help="Blocks that all running sequences together may grow to have: many each when idle, one when saturated.",
+        min=1,
+        rich_help_panel=ENGINE,
+    ),
+]
 BlockSize = Annotated[
     int | None,
     typer.Option(help="For a model that was trained without blocks (LLaDA, Dream).", min=1, rich_help_panel=ENGINE),
@@ -115,6 +123,7 @@ def run(
     prefix_caching: PrefixCaching = EngineConfig.prefix_caching,
     batch_invariant: BatchInvariant = EngineConfig.batch_invariant,
     attention: Attention = EngineConfig.attention,
+    block_budget: BlockBudget = EngineConfig.block_budget,
     block_size: BlockSize = EngineConfig.block_size,
     threads: Threads = MODEL_DEFAULTS.threads,
     trace: Trace = None,
@@ -136,6 +145,7 @@ def run(
             max_rows=max_rows,
             buffer_size=buffer_size,
             block_size=block_size,
+            block_budget=block_budget,
             num_pages=num_pages,
             kv_memory_fraction=kv_memory_fraction,
             prefix_caching=prefix_caching,

@@ -1,0 +1,234 @@
+"""Processes of a serving cluster are killed under load: what clients see, and how long it takes to recover.
+
+Times are printed, not asserted: `pytest tests/ray/test_faults.py -s`.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MODEL, LIMIT, REPLICAS, GATEWAYS = "faults", 300, 2, 2
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "prompt": [9, 9, 9],
+    "max_tokens": 150,
+    "decoding": {"buffer_size": 1, "tau_m2t": 1.0},  # a token a forward
+}
+
+
+@dataclass
+class Load:
+    """What the clients of one fault saw: whole and streamed answers that were right, and the errors of the others."""
+
+    streams: int = 0
+    wholes: int = 0
+    errors: list[str] = field(default_factory=list)
+    longest_gap: float = 0.0  # seconds between two events of a stream
+
+    def __str__(self) -> str:
+        return (
+            f"{self.streams} streams and {self.wholes} whole answers right, {len(self.errors)} cut, "
+            f"longest gap in a stream {self.longest_gap:.1f} s"
+        )
+
+
+@pytest.fixture(scope="module")
+def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
+    from ray import serve
+
+    from actors.app import build
+    from actors.serving_args import serving_args
+
+    engine = {"max_rows": 4, "num_pages": 200, "batch_invariant": True}
+    model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": REPLICAS, "engine": engine}
+    args = serving_args({"device": "cpu", "gateways": GATEWAYS, "retry_seconds": LIMIT, "models": [model]})
+    serve.run(build(args), name=MODEL, route_prefix="/faults")
+    yield f"{serve_instance}/faults"
+    serve.delete(MODEL)
+
+
+@pytest.fixture(scope="module")
+def expected(url: str) -> str:
+    """The undisturbed answer; rows are computed by themselves, so every other one is the same."""
+    choice = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=LIMIT).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    return str(choice["text"])
+
+
+def stream_once(url: str, expected: str, load: Load) -> None:
+    text, last = "", time.monotonic()
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}, timeout=LIMIT) as response:
+            for line in filter(None, response.iter_lines()):
+                load.longest_gap, last = max(load.longest_gap, time.monotonic() - last), time.monotonic()
+                if line == "data: [DONE]":
+                    assert text == expected, "a stream lost or repeated something"
+                    load.streams += 1
+                    return
+                chunk = json.loads(line.removeprefix("data: "))
+                text += chunk["choices"][0]["text"]
+        load.errors.append("the stream ended without [DONE]")
+    except (httpx.HTTPError, KeyError, json.JSONDecodeError) as error:
+        load.errors.append(f"{type(error).__name__}: {error}")
+
+
+def ask_once(url: str, expected: str, load: Load) -> None:
+    try:
+        response = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=LIMIT)
+    except httpx.HTTPError as error:
+        load.errors.append(f"{type(error).__name__}: {error}")
+        return
+    if response.status_code == 200:
+        assert response.json()["choices"][0]["text"] == expected
+        load.wholes += 1
+    else:
+        load.errors.append(f"{response.status_code}: {response.text[:100]}")
+
+
+@contextmanager
+def under_load(url: str, expected: str) -> Iterator[Load]:
+    """Three streams and two whole answers at any time; at the end each has come to its own end."""
+    load, ending = Load(), threading.Event()
+    failures: list[BaseException] = []
+
+    def client(ask: Callable[[str, str, Load], None]) -> None:
+        try:
+            while not ending.is_set():
+                num_errors = len(load.errors)
+                ask(url, expected, load)
+                if len(load.errors) > num_errors:
+                    time.sleep(0.2)
+        except BaseException as error:
+            failures.append(error)
+
+    clients = [threading.Thread(target=client, args=(ask,)) for ask in [stream_once] * 3 + [ask_once] * 2]
+    for one in clients:
+        one.start()
+    try:
+        yield load
+    finally:
+        ending.set()
+        for one in clients:
+            one.join(LIMIT)
+    assert not failures, failures
+    assert not any(one.is_alive() for one in clients), "a client hangs"
+
+
+def replicas(url: str) -> list[dict[str, Any]]:
+    try:
+        (model,) = httpx.get(f"{url}/health", timeout=LIMIT).json()["models"]
+    except (httpx.HTTPError, ValueError):
+        return []
+    return [one for one in model["replicas"] if one["ready"]]
+
+
+def processes(name: str) -> set[int]:
+    """The pids of this cluster's own processes whose command begins so."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if " ".join(process.cmdline()).startswith(name):
+                found.add(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> float:
+    """Seconds until it is so."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() < started + LIMIT, f"not so within {LIMIT} s: {what}"
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def wait_for_work(load: Load) -> None:
+    """Until answers come after the fault too."""
+    streams, wholes = load.streams, load.wholes
+    wait_until(lambda: load.streams > streams + 1 and load.wholes > wholes + 1, "answers come again")
+
+
+def test_a_killed_replica_loses_no_request(url: str, expected: str) -> None:
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        victim = max(replicas(url), key=lambda one: one["running"])["pid"]
+        os.kill(victim, signal.SIGKILL)
+        seconds = wait_until(
+            lambda: len(replicas(url)) == REPLICAS and victim not in {one["pid"] for one in replicas(url)},
+            "the replica is replaced",
+        )
+        wait_for_work(load)
+    print(f"\nreplica killed: {load}; all replicas ready again after {seconds:.1f} s")
+    assert load.errors == []
+
+
+def test_all_replicas_killed_lose_no_request(url: str, expected: str) -> None:
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        victims = {one["pid"] for one in replicas(url)}
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        seconds = wait_until(
+            lambda: len(replicas(url)) == REPLICAS and not victims & {one["pid"] for one in replicas(url)},
+            "the replicas are replaced",
+        )
+        wait_for_work(load)
+    print(f"\nall replicas killed: {load}; all ready again after {seconds:.1f} s")
+    assert load.errors == []
+
+
+def test_a_killed_controller_loses_no_request(url: str, expected: str) -> None:
+    (victim,) = processes("ray::ServeController")
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        os.kill(victim, signal.SIGKILL)
+        wait_for_work(load)
+        seconds = wait_until(lambda: len(processes("ray::ServeController") - {victim}) == 1, "it is replaced")
+        wait_for_work(load)
+    print(f"\ncontroller killed: {load}; a new one runs after {seconds:.1f} s")
+    assert load.errors == []
+
+
+def test_a_killed_gateway_cuts_its_own_connections_alone(url: str, expected: str) -> None:
+    gateways = processes(f"ray::ServeReplica:{MODEL}:Gateway")
+    assert len(gateways) == GATEWAYS
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        os.kill(next(iter(gateways)), signal.SIGKILL)
+        wait_for_work(load)
+        seconds = wait_until(
+            lambda: len(processes(f"ray::ServeReplica:{MODEL}:Gateway") - gateways) == 1, "it is replaced"
+        )
+        num_errors = len(load.errors)
+        wait_for_work(load)
+    print(f"\ngateway killed: {load}; a new one runs after {seconds:.1f} s")
+    assert num_errors <= 5, "each client was cut once at most"
+    assert len(load.errors) == num_errors, load.errors
+
+
+def test_a_killed_proxy_cuts_all_connections_and_comes_back(url: str, expected: str) -> None:
+    (victim,) = processes("ray::ProxyActor")
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        os.kill(victim, signal.SIGKILL)
+        seconds = wait_until(lambda: len(replicas(url)) == REPLICAS, "the endpoint answers again")
+        wait_for_work(load)
+        num_errors = len(load.errors)
+        wait_for_work(load)
+    print(f"\nproxy killed: {load}; the endpoint answers again after {seconds:.1f} s")
+    assert num_errors > 0
+    assert len(load.errors) == num_errors
