@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from actors.autoscaling import KV_LOAD, REQUESTS, TokenPolicy
 from actors.logs import join_core_logs
 from actors.metrics import EngineExporter, ExportTimer
 from actors.serving_args import ModelArgs, ServingArgs
@@ -32,6 +33,7 @@ log = logging.getLogger("ray.serve")
 
 TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
 STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
+PREFIX_TOKENS = 16  # of a page, for routing, where the engine chooses its page size
 LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: what waits is told first
 
 
@@ -130,6 +132,11 @@ class EngineReplica:
             **self.service.state(),
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, where a model's number of replicas follows its load."""
+        load = self.service.engine.load
+        return {REQUESTS: float(load.running + load.waiting), KV_LOAD: self.service.kv_load}
+
     def check_health(self) -> None:
         """Called by Serve. A replica that can serve nothing any more ends at once, not after three such calls."""
         try:
@@ -162,6 +169,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
         name=model.served_name.replace("/", "-").replace("#", "-"),
         user_config=model.content,
         **_number(model),
+        **_routing(model),
         max_ongoing_requests=2 * capacity,
         max_queued_requests=2 * capacity * model.most_replicas,
         max_constructor_retry_count=2,
@@ -185,5 +193,21 @@ def _number(model: ModelArgs) -> dict[str, Any]:
             target_ongoing_requests=scaling.target_requests,
             upscale_delay_s=scaling.up_seconds,
             downscale_delay_s=scaling.down_seconds,
+            look_back_period_s=scaling.window_seconds,
+            policy=AutoscalingPolicy(
+                policy_function=TokenPolicy, policy_kwargs={"target_kv_load": scaling.target_kv_load}
+            ),
+        )
+    }
+
+
+def _routing(model: ModelArgs) -> dict[str, Any]:
+    """Serve's options for which replica gets a request; Serve's own are those of `load`."""
+    if model.routing == "load" or model.most_replicas == 1 or not model.engine.prefix_caching:
+        return {}
+    settings = {"page_size": model.engine.page_size or PREFIX_TOKENS, "balance": model.engine.max_rows // 2}
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class="actors.prefix_router.PrefixRouter", request_router_kwargs=settings
         )
     }

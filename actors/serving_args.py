@@ -28,8 +28,12 @@ class Fields(BaseModel):
 class Autoscaling(Fields):
     """How many replicas a model has, by its load.
 
-    min, max         bounds; with min 0 the last replica goes when nothing is asked for
+    min, max         bounds; with min 0 the last replica goes when nothing is asked for, and the next request waits
+                     until another one has loaded the model
     target_requests  requests under way that a replica shall have on average: above it replicas are added
+    target_kv_load   share of a replica's KV memory that its requests shall hold on average, the prompts that wait
+                     included: above it replicas are added too. `null`: requests alone count
+    window_seconds   over which the load is averaged
     up_seconds       how long the load must last before replicas are added
     down_seconds     how long it must be gone before they are removed
     """
@@ -37,6 +41,8 @@ class Autoscaling(Fields):
     min: Annotated[int, Field(ge=0)] = 1
     max: Count
     target_requests: Annotated[float, Field(gt=0)] = 16.0
+    target_kv_load: Annotated[float, Field(gt=0)] | None = None
+    window_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     up_seconds: Seconds = 15.0
     down_seconds: Seconds = 300.0
 
@@ -53,6 +59,8 @@ class ModelArgs(Fields):
     model            a shipped model's name, a model folder on every machine that serves it, or a storage URL
     name             what clients call it (default: the folder's name)
     replicas         engines, each with its own copy of the model, or `Autoscaling`
+    routing          which replica gets a request: by `prefix`, the one that has stored the longest part of its prompt,
+                     unless it is clearly busier than others; by `load`, the less busy one of two
     tensor_parallel  ranks that each replica is cut among
     max_waiting      requests that wait for a batch row of a replica; more get 429
     threads          torch's threads, each rank's
@@ -69,6 +77,7 @@ class ModelArgs(Fields):
     model: str
     name: str | None = None
     replicas: Count | Autoscaling = 1
+    routing: Literal["prefix", "load"] = "prefix"
     tensor_parallel: Count = 1
     max_waiting: Count = EndpointArgs.max_waiting
     threads: Count = EndpointArgs.num_threads

@@ -113,6 +113,12 @@ class AsyncEngine:
         """How busy the engine is, as of its last step."""
         return Load(running=self._running, waiting=max(0, len(self._streams) - self._running))
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to begin with of the requests that the engine has not been given yet."""
+        waiting = [stream.admitted.request for stream in self._streams.values() if stream.waits]
+        return sum(len(request.prompt) + len(request.committed) for request in waiting)
+
     def check_health(self) -> None:
         """Raises `EngineFailed` once a step has raised."""
         if self._failure is not None:

@@ -124,6 +124,13 @@ class EngineService:
             return False
         return True
 
+    @property
+    def kv_load(self) -> float:
+        """The share of the KV memory that requests hold and the prompts that wait would: above 1 they lack it."""
+        engine = self.loaded.engine
+        pool = engine.scheduler.pool
+        return 1.0 - pool.num_free / pool.capacity + self.engine.waiting_tokens / engine.kv_tokens
+
     def measures(self) -> EngineMeasures:
         """The engine's measures; those that wait before the engine wait too."""
         load = self.engine.load

@@ -1,0 +1,68 @@
+"""Serve's router before a model's replicas: each request goes where the longest part of its prompt has been stored.
+
+Ray's own `PrefixCacheAffinityRouter` does not fit: it is imported with vLLM or SGLang only, and it reads prompts as
+text. Those of token ids are empty to it, and it divides by their length. The decision is `PrefixAffinity`'s, made in
+each gateway with what that gateway has sent; this file tells it what Serve knows.
+"""
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from mbd_core.decoding.request import Request
+from mbd_core.serving.prefix_affinity import PrefixAffinity, leading_pages
+
+
+class PrefixRouter(RequestRouter):
+    """`RequestRouterConfig(request_router_class=..., request_router_kwargs={"page_size": ..., "balance": ...})`."""
+
+    def initialize_state(self, *, page_size: int, balance: int) -> None:
+        """Called by Serve with the config's `request_router_kwargs`."""
+        self._page_size, self._affinity = page_size, PrefixAffinity(balance=balance)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The preferred replica, then all others, for a replica that is full refuses."""
+        if not candidate_replicas:
+            return []
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = await self._loads(candidate_replicas)
+        pages = [] if pending_request is None else self._pages(pending_request)
+        chosen = by_name.pop(self._affinity.choose(pages, loads))
+        return [[chosen], list(by_name.values())]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """A replica has taken the request."""
+        self._affinity.note(self._pages(pending_request), replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._affinity.keep({replica.replica_id.unique_id for replica in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._affinity.keep({known.unique_id for known in self.curr_replicas})
+
+    async def _loads(self, replicas: list[RunningReplica]) -> dict[str, int]:
+        """Requests under way at each replica. One that does not say counts as full, and is asked again next time."""
+        loads = {replica: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
+        silent = [replica for replica, load in loads.items() if load is None]
+        loads.update(await self._probe_queue_lens(silent, 0))
+        return {r.replica_id.unique_id: r.max_ongoing_requests if load is None else load for r, load in loads.items()}
+
+    def _pages(self, pending_request: PendingRequest) -> list[bytes]:
+        """The prefixes of the call's request; none for a call without one, which any replica can answer."""
+        first = pending_request.args[0] if pending_request.args else None
+        return leading_pages(first, page_size=self._page_size) if isinstance(first, Request) else []
+
+    def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> PendingRequest | None:
+        """The call that a replica was chosen for.
+
+        Serve looks it up by the id of the HTTP request, which all calls for its prompts and choices share: all but the
+        first would never be sent. Each call has metadata of its own.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                return pending
+        return None
