@@ -157,6 +157,7 @@ def run(
     asking = Asking(model=model, route=route, max_tokens=max_tokens, extra=extra, seconds=request_seconds)
     _check_options(context, url, asking)
     prompts = _prompts(task, data, seed, count=warm_up + repeats * sum(counts))
+    busy = os.getloadavg()[0]
     with ExitStack() as started:
         if url:
             sides = url_sides(url, asking)
@@ -169,13 +170,10 @@ def run(
     report["settings"] = {
         "command": command_text(context),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "load_average": {"before": busy, "after": os.getloadavg()[0]},
         "requests": {str(load): count for load, count in zip(loads, counts, strict=True)},
     }
-    if json is not None:
-        write_json(json, report)
-    if plot is not None:
-        with file_beside(plot) as beside:
-            draw_load(report["rows"], beside)
+    _write(report, json=json, plot=plot)
     _print(report)
 
 
@@ -243,9 +241,20 @@ def build_report(
     }
 
 
+def _write(report: dict[str, Any], *, json: Path | None, plot: Path | None) -> None:
+    if json is not None:
+        write_json(json, report)
+    if plot is not None:
+        with file_beside(plot) as beside:
+            draw_load(report["rows"], beside)
+
+
 def _print(report: dict[str, Any]) -> None:
     rows = report["rows"]
     goodput = report["slo"] is not None
+    settings = report["settings"]
+    before, after = settings["load_average"].values()
+    print(f"{settings['machine']}; the machine's load average was {before:.1f} before and {after:.1f} after\n")
     print(markdown(rows, {key: text for key, text in ROW_COLUMNS.items() if goodput or key != "goodput"}))
     print(f"\nsizes of the samples (requests, or gaps between events), from which p{PERCENTILES[-1]} needs 100:\n")
     sizes = [{"target": row["target"], "load": row["load"], **row["counts"]} for row in rows]
