@@ -3,6 +3,7 @@
 import atexit
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ ANSWER_SECONDS = 30.0
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
+ASK = "import sys; from ray.scripts.scripts import cli; print(flush=True); cli(['status', sys.argv[1]])"
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
 OBJECT_STORE_BYTES = 256 * 2**20
 # At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
@@ -110,15 +112,19 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
 
 def _check_answer(address: str, *, seconds: float) -> None:
     """Raise `RuntimeError` if no cluster answers there; a child asks, since `ray.init` would try for minutes."""
-    status = [sys.executable, "-P", "-m", "ray.scripts.scripts", "status", f"--address={address}"]
-    try:
-        answer = subprocess.run(status, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        reason = f"within {seconds:g} s"
-    else:
-        if answer.returncode == 0:
-            return
-        reason = f"as it should: {_last_line(answer.stderr or answer.stdout)}"
+    command = [sys.executable, "-P", "-c", ASK, f"--address={address}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            select.select([child.stdout], [], [], START_SECONDS)  # on a busy machine the child's own start takes long
+            printed, errors = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            reason = f"within {seconds:g} s"
+        else:
+            if child.returncode == 0:
+                return
+            reason = f"as it should: {_last_line(errors or printed)}"
     raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer {reason}")
 
 

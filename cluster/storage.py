@@ -61,14 +61,17 @@ class Folder:
         scheme = SCHEME.match(text)
         if scheme is not None and scheme[1].lower() not in ("file", "local"):
             _check_scheme(text, scheme[1])
-            return cls(scheme[0].lower() + text[scheme.end() :].rstrip("/"))
-        path = Path(text) if scheme is None else Path(LocalFileSystem._strip_protocol(text))
-        if not path.is_absolute() and JOB_COPY in Path.cwd().parts:
+            path = text[scheme.end() :].rstrip("/")
+            if not path:
+                raise ValueError(f"{text} names no folder; give one as {scheme[0]}bucket/path")
+            return cls(scheme[0].lower() + path)
+        here = Path(text) if scheme is None else Path(LocalFileSystem._strip_protocol(text))
+        if not here.is_absolute() and JOB_COPY in Path.cwd().parts:
             raise ValueError(
                 f"{text} is relative, and a submitted job runs in a copy of its working directory that is removed "
                 "afterwards; give an absolute path or a URL"
             )
-        return cls(os.path.abspath(path))
+        return cls(os.path.abspath(here))
 
     def __str__(self) -> str:
         return self.location

@@ -89,15 +89,14 @@ def check_room(topologies: Sequence[Topology], nodes: Sequence[Resources], *, sp
     """Raise `ClusterTooSmall` unless the processes of all topologies find room beside each other.
 
     `spare_cpus`: CPUs of any nodes that must be left for what else runs, one by one. The largest processes are placed
-    first, those on CPUs where the fewest GPUs are.
+    first, each on the first node that has room.
     """
     left = [dict(node) for node in nodes]
     for topology in sorted(topologies, key=lambda t: (t.num_gpus, t.num_cpus), reverse=True):
         for _ in range(topology.processes):
-            fitting = [node for node in left if _times(topology.bundle, node)]
-            if not fitting:
+            node = next((node for node in left if _times(topology.bundle, node)), None)
+            if node is None:
                 raise _too_small(topologies, nodes, spare_cpus)
-            node = min(fitting, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
             for kind, amount in topology.bundle.items():
                 node[kind] = node.get(kind, 0) - amount
     if sum(int(node.get("CPU", 0)) for node in left) < spare_cpus:

@@ -183,6 +183,14 @@ def test_an_address_that_does_not_answer_is_named_in_bounded_time(unconnected: p
     assert str(raised.value) == f"the Ray cluster at RAY_ADDRESS={address} does not answer within 5 s"
 
 
+def test_the_time_to_answer_begins_when_the_question_is_asked(unconnected: pytest.MonkeyPatch) -> None:
+    """On a busy machine the child that asks takes longer to start than a cluster may take to answer."""
+    unconnected.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    unconnected.setattr(ray, "init", lambda *_, **__: None)
+    unconnected.setattr(local, "ASK", "import time; time.sleep(3); print(flush=True)")
+    assert local.connect(answer_seconds=2)
+
+
 def test_an_address_without_a_cluster_is_named(unconnected: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("Could not find any running Ray instance.")

@@ -196,10 +196,20 @@ def in_the_way(path: Path) -> str:
         (lambda path: f"{path}/{'x' * 300}", r"cannot be written: .*File name too long"),
         (lambda _: "/proc/mbd/out", r"^/proc/mbd/out cannot be written: /proc: "),
         (lambda _: "s4://bucket/out", r"^s4://bucket/out cannot be reached: unknown scheme 's4'; give a path"),
+        (lambda _: "s3://", "^s3:// names no folder; give one as s3://bucket/path$"),
         (lambda _: "gs://bucket/out", r"^gs://bucket/out needs a package that is not installed: .*gcsfs"),
         (lambda _: "https://127.0.0.1:9/out", r"^https://127\.0\.0\.1:9/out cannot be written: "),
     ],
-    ids=["file-in-the-way", "file-url", "long-name", "no-permission", "unknown", "no-package", "read-only"],
+    ids=[
+        "file-in-the-way",
+        "file-url",
+        "long-name",
+        "no-permission",
+        "unknown",
+        "no-bucket",
+        "no-package",
+        "read-only",
+    ],
 )
 def test_what_cannot_be_written_is_one_sentence(target: Callable[[Path], str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=sentence) as raised:
@@ -282,7 +292,7 @@ class Disk(LocalFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:
-        return str(path).removeprefix("disk://").rstrip("/")
+        return "/" + str(path).removeprefix("disk://").strip("/")
 
 
 def test_storage_with_folders_gets_them_made(tmp_path: Path) -> None:

@@ -99,10 +99,11 @@ def test_the_room_for_processes_is_counted_by_node(nodes: list[dict[str, float]]
 
 
 def test_topologies_share_the_nodes() -> None:
-    """The largest are placed first, and those on CPUs keep off the GPUs' nodes while there is room elsewhere."""
+    """The largest are placed first: small ones would take a GPU of each node before."""
     small, large = Topology(processes=2, ranks=1, gpus_per_rank=1), Topology(processes=1, ranks=4, gpus_per_rank=1)
     on_cpus = Topology(processes=2, ranks=4)
     check_room([on_cpus, small, large], [gpus(4), CPUS, gpus(2)])
+    check_room([small, large, large], [gpus(5), gpus(5)])
     with pytest.raises(ClusterTooSmall) as raised:
         check_room([small, large], [gpus(3), gpus(3)])
     assert str(raised.value) == (
