@@ -10,7 +10,7 @@ ones, so `from __future__ import annotations` must not be added.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from actors.data_rows import ROWS_KEY, answer_row
 from actors.logs import join_core_logs
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
@@ -191,6 +192,16 @@ class Gateway:
         """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
         self.server.begin_drain()
         return await self.server.drained(seconds)
+
+    async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a row of Ray Data, a chat request."""
+        async for answer in answer_row(lambda body: self.server.chat(body, key=ROWS_KEY), row):
+            yield answer
+
+    async def answer_completion(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a row of Ray Data, a completion request."""
+        async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY), row):
+            yield answer
 
     @api.get("/health")
     async def health(self) -> Response:
