@@ -1,0 +1,328 @@
+"""Jobs and a served model spread over hosts; a host that dies or is cut off costs time and no result.
+
+The hosts are network namespaces (`tests/support/host_cluster.py`). `pytest tests/hosts -s` prints what faults cost.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from host_cluster import (
+    FOLDERS,
+    PATIENCE,
+    PREFIX,
+    ROOT,
+    Host,
+    HostCluster,
+    NoNamespaces,
+    connected_hosts,
+    host_cluster,
+    wait_for,
+)
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+
+from actors.training_run import LOSSES
+from mbd_core.evaluation.sweep_folder import REPORT, read_samples
+
+# Hosts have a CPU each, so that two processes that ask for one lie on two hosts.
+TRAINERS, STEPS = 2, 8
+# What Ray calls our actors.
+TRAINER, ENGINE = "RayTrainWorker", "MapWorker(MapBatches(DecodeActor))"
+SERVED_ENGINE, GATEWAY = "ServeReplica:mbd:tiny-mbd", "ServeReplica:mbd:Gateway"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    """Skips where no hosts can be made."""
+    try:
+        with connected_hosts(["probe"]):
+            pass
+    except NoNamespaces as error:
+        pytest.skip(f"no hosts can be made on this machine: {error}")
+
+
+@pytest.fixture(scope="module")
+def cluster(namespaces: None) -> Iterator[HostCluster]:
+    started = time.monotonic()
+    with host_cluster(num_workers=3) as cluster:
+        cluster.start(*cluster.workers[:2])
+        say("the cluster is up", since=started)
+        yield cluster
+
+
+def say(event: str, *, since: float) -> None:
+    print(f"{time.monotonic() - since:6.1f} s  {event}", flush=True)
+
+
+class Training:
+    """A submitted training of a few updates, with a checkpoint after each."""
+
+    def __init__(self, cluster: HostCluster, base: Path, storage: Path) -> None:
+        self.cluster, self.folder, self.log = cluster, storage / "run", storage / "job.log"
+        options = {"--recipe": "tiny-bd", "--base": base, "--precision": "float32", "--workers": TRAINERS}
+        options |= {"--steps": STEPS, "--checkpoint-every": 1, "--storage": storage, "--run-name": self.folder.name}
+        arguments = [str(part) for option in options.items() for part in option]
+        self.job = cluster.submit("python", "jobs/train_multitf.py", *arguments, log=self.log)
+
+    def workers(self, *, other_than: dict[str, str] | None = None) -> dict[str, str]:
+        """All training processes, once there are as many as asked for, none of them in `other_than`."""
+
+        def started() -> dict[str, str]:
+            assert self.job.poll() is None, self.log.read_text()
+            living = self.cluster.actors(TRAINER)
+            return living if len(living) == TRAINERS and not living.keys() & (other_than or {}).keys() else {}
+
+        return wait_for(started, "the training processes")
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the checkpoint of that step is recorded."""
+        record = self.folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+        wait_for(lambda: record.exists() and f"step_{step:06d}" in record.read_text(), f"step {step}")
+
+    def finish(self) -> str:
+        """The log of the job, which succeeds."""
+        assert self.job.wait(timeout=PATIENCE) == 0, self.log.read_text()
+        return self.log.read_text()
+
+    def losses(self) -> list[float]:
+        return [json.loads(line)["loss"] for line in (self.folder / LOSSES).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: HostCluster, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nothing happens to, on two hosts."""
+    training = Training(cluster, tiny_model_dir, tmp_path_factory.mktemp("undisturbed"))
+    assert set(training.workers().values()) == {host.address for host in cluster.workers[:2]}
+    log = training.finish()
+    assert f"recipe tiny-bd: {STEPS} steps of 48 samples in float32, {TRAINERS} workers" in log
+    assert f"step {STEPS}/{STEPS}  loss " in log
+    assert f"\nmodel: {training.folder / 'model'}\n" in log
+    assert (training.folder / "model" / "config.json").exists()
+    return training.losses()
+
+
+def test_a_submitted_job_trains_on_two_hosts(undisturbed: list[float]) -> None:
+    assert len(undisturbed) == STEPS
+    assert undisturbed[-1] < undisturbed[0]
+
+
+def test_a_training_outlives_a_host_that_dies_and_one_that_is_cut_off(
+    cluster: HostCluster, undisturbed: list[float], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    training = Training(cluster, tiny_model_dir, tmp_path)
+    workers = training.workers()
+    dying, leaving = cluster.workers[:2]
+
+    training.wait_for_step(2)
+    fault = time.monotonic()
+    dying.kill()
+    wait_until_dead(cluster, dying)
+    say("a killed host is taken for dead", since=fault)
+    cluster.start(dying)
+    say("its replacement has joined", since=fault)
+    workers = training.workers(other_than=workers)
+    say("all training processes run again", since=fault)
+
+    training.wait_for_step(5)
+    say("and have gone on", since=fault)
+    fault = time.monotonic()
+    leaving.cut_off()
+    wait_until_dead(cluster, leaving)
+    say("a host that is cut off is taken for dead", since=fault)
+    assert leaving.is_up, "what is cut off lives on, unaware"
+    connected = time.monotonic()
+    leaving.reconnect()
+    wait_for(lambda: not leaving.is_up, "the end of a node that comes back as a dead one")
+    say("connected again, it ends itself", since=connected)
+    cluster.start(leaving)
+    training.workers(other_than=workers)
+    say("all training processes run again, since the fault", since=fault)
+
+    log = training.finish()
+    say("the training is done, since the fault", since=fault)
+    assert log.count("resumed after step") == 2
+    assert training.losses() == undisturbed
+
+
+def wait_until_dead(cluster: HostCluster, host: Host) -> None:
+    wait_for(lambda: host.address not in cluster.living_addresses(), f"the end of {host.name}")
+
+
+def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Its engine is on one host and the grading on the other: each takes a CPU."""
+    out, log = tmp_path / "sweep", tmp_path / "job.log"
+    options = {"--models": tiny_model_dir, "--tasks": "gsm-mini,code-mini", "--grid": "tau_m2t=0.5,0.9;buffer_size=2"}
+    options |= {"--limit": 16, "--max-tokens": 32, "--max-rows": 2, "--out": out}
+    arguments = [str(part) for option in options.items() for part in option]
+    job = cluster.submit("python", "jobs/eval_sweep.py", *arguments, log=log)
+
+    def engine() -> list[str]:
+        assert job.poll() is None, log.read_text()
+        return list(cluster.actors(ENGINE).values())
+
+    (address,) = wait_for(engine, "the engine")
+    (dying,) = (host for host in cluster.workers if host.address == address)
+    fault = time.monotonic()
+    dying.kill()
+    wait_until_dead(cluster, dying)
+    say("a killed host is taken for dead", since=fault)
+    cluster.start(dying)
+    assert job.wait(timeout=PATIENCE) == 0, log.read_text()
+    say("the sweep is done", since=fault)
+
+    assert f"The report is in {out}" in log.read_text()
+    assert (out / REPORT).exists()
+    samples = list(read_samples(out))
+    assert sorted(sample["sample"] for sample in samples) == list(range(2 * 4 * 16))  # tasks, settings, problems
+    assert not any(sample["error"] for sample in samples)
+
+
+class Client:
+    """Requests to the served model through the head's proxy, all of them the same: many choices of an answer."""
+
+    BODY: ClassVar[dict[str, Any]] = {
+        "model": "tiny-mbd",
+        "messages": [{"role": "user", "content": "Mia has 22 cups. Mia gives away 2 cups. How many does she have?"}],
+        "decoding": {"buffer_size": 1, "tau_m2t": 1.0},  # a forward a token: the longest way
+        "temperature": 1.0,
+        "seed": 5,
+        "n": 32,
+    }
+
+    def __init__(self, cluster: HostCluster) -> None:
+        self.url = f"http://{cluster.head.address}:8000"
+
+    def ready_engines(self) -> int:
+        with suppress(httpx.TransportError):
+            models = httpx.get(f"{self.url}/health", timeout=PATIENCE)
+            if models.status_code == 200:
+                return sum(replica["ready"] for replica in models.json()["models"][0]["replicas"])
+        return 0
+
+    def whole(self) -> dict[int, str]:
+        """The choices' texts, of one reply."""
+        reply = httpx.post(f"{self.url}/v1/chat/completions", json=self.BODY, timeout=PATIENCE)
+        assert reply.status_code == 200, reply.text
+        return {choice["index"]: choice["message"]["content"] for choice in reply.json()["choices"]}
+
+    def streamed(self, began: "threading.Barrier", pauses: list[float]) -> dict[int, str]:
+        """The choices' texts, of one stream; passes `began` with the first token and notes the longest pause."""
+        texts: dict[int, str] = defaultdict(str)
+        last, pause, ended = 0.0, 0.0, False
+        request = httpx.stream(
+            "POST", f"{self.url}/v1/chat/completions", json=self.BODY | {"stream": True}, timeout=PATIENCE
+        )
+        with request as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if not line:
+                    continue
+                assert not ended, f"{line} came after the end"
+                event = line.removeprefix("data: ")
+                ended = event == "[DONE]"
+                for choice in [] if ended else json.loads(event)["choices"]:
+                    texts[choice["index"]] += choice["delta"].get("content") or ""
+                now = time.monotonic()
+                pause, last = max(pause, now - (last or now)), now
+                if began is not None and any(texts.values()):
+                    began.wait(PATIENCE)
+                    began = None
+        assert ended, "the stream was cut"
+        pauses.append(pause)
+        return dict(texts)
+
+
+@pytest.fixture
+def served(cluster: HostCluster) -> Iterator[Client]:
+    """The application of the Kubernetes manifests, by `serve deploy`: two engines and the gateway on a host each."""
+    client, third = Client(cluster), cluster.workers[2]
+    cluster.start(third)
+
+    def serve(*arguments: str) -> None:
+        done = subprocess.run(
+            ["serve", *arguments], env=cluster.client_environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    started = time.monotonic()
+    serve("deploy", str(ROOT / "k8s" / "base" / "serve.yaml"))
+    try:
+        wait_for(lambda: client.ready_engines() == 2, "two engines")
+        say("two engines are ready", since=started)
+        yield client
+    finally:
+        serve("shutdown", "-y")
+        third.kill()
+
+
+def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostCluster, served: Client) -> None:
+    wanted = served.whole()
+    engines, gateways = cluster.actors(SERVED_ENGINE), cluster.actors(GATEWAY)
+    assert len({*engines.values(), *gateways.values()}) == 3
+    dying = next(host for host in cluster.workers if host.address in engines.values())
+
+    num_streams, pauses = 4, []
+    began = threading.Barrier(num_streams + 1)
+    with ThreadPoolExecutor(2 * num_streams) as threads:
+        streams = [threads.submit(served.streamed, began, pauses) for _ in range(num_streams)]
+        began.wait(PATIENCE)  # each stream has had tokens
+        replies = [threads.submit(served.whole) for _ in range(num_streams)]
+        time.sleep(0.2)
+        assert not any(answer.done() for answer in (*streams, *replies))
+        fault = time.monotonic()
+        dying.kill()
+        answers = [answer.result(PATIENCE) for answer in (*streams, *replies)]
+    say("all answers have ended whole", since=fault)
+    print(f"         longest pause of each stream: {', '.join(f'{pause:.1f} s' for pause in sorted(pauses))}")
+    assert answers == [wanted] * len(answers)
+
+    cluster.start(dying)
+    wait_for(lambda: len(cluster.actors(SERVED_ENGINE).keys() - engines.keys()) == 1, "another engine")
+    wait_for(lambda: served.ready_engines() == 2, "two engines")
+    say("two engines are ready again", since=fault)
+    assert served.whole() == wanted
+
+
+KILLED_RUN = """
+import subprocess, sys, time
+from host_cluster import connected_hosts
+with connected_hosts(["left"]) as ([host], folder):
+    subprocess.Popen(host.command("sleep", "600"))
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_next_run_removes_the_hosts_of_a_killed_one(namespaces: None) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, "-c", KILLED_RUN], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    left = Path(run.stdout.readline().strip())
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    tag = left.name.rpartition("-")[2]
+
+    def traces() -> str:
+        listing = (["ip", "netns", "list"], ["ip", "-o", "link"], ["ps", "-eo", "args"])
+        text = "".join(subprocess.run(command, capture_output=True, text=True).stdout for command in listing)
+        return "\n".join(line for line in text.splitlines() if f"{PREFIX}-{tag}" in line or f"{PREFIX}{tag}" in line)
+
+    assert left.exists() and f"{PREFIX}-{tag}-left" in traces()
+    with connected_hosts(["next"]) as ([host], folder):
+        assert not left.exists() and not traces()
+        assert folder in FOLDERS.iterdir() and host.folder.exists()
+    assert not folder.exists()
