@@ -76,7 +76,7 @@ DataFile = Annotated[
     str | None, typer.Option(metavar="PATH", help="The file of a task that is not generated.", rich_help_panel=DATA)
 ]
 ConcurrencyList = Annotated[
-    str | None, typer.Option(metavar="N,...", help="Requests open at once (default: 1,4,16).", rich_help_panel=LOAD)
+    str | None, typer.Option(metavar="N,...", help="Requests open at once (default: 1,4,16,64).", rich_help_panel=LOAD)
 ]
 Rates = Annotated[
     str | None, typer.Option("--rate", metavar="R,...", help="Poisson arrivals a second.", rich_help_panel=LOAD)
@@ -84,7 +84,7 @@ Rates = Annotated[
 Requests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each load in a round (default: 4 for each that is open at once, or 20 s of arrivals; at "
+        help="Requests of each load in a round (default: 2 for each that is open at once, or 20 s of arrivals; at "
         "least 16).",
         min=1,
         rich_help_panel=LOAD,
@@ -183,7 +183,7 @@ def run(
 def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
     """The loads in the order of the options."""
     if concurrency is None and rate is None:
-        concurrency = "1,4,16"
+        concurrency = "1,4,16,64"
     loads: list[Load] = [] if concurrency is None else [Concurrency(n) for n in numbers(concurrency, "--concurrency")]
     for text in (rate or "").split(",") if rate is not None else ():
         try:
@@ -194,7 +194,7 @@ def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
 
 
 def _requests_of(load: Load) -> int:
-    return max(16, 4 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
+    return max(16, 2 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
 
 
 def _check_options(context: typer.Context, urls: Sequence[str] | None, asking: Asking) -> None:
