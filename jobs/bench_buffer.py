@@ -117,16 +117,20 @@ def run(
             )
     print(f"{model}, {device_name(place)}, {torch.get_num_threads()} threads; the fastest of {repeats} runs\n")
     print(markdown(rows, COLUMNS))
-    predicted: list[dict[str, Any]] = []
+    computed: list[dict[str, Any]] = []
     if predict is not None:
         tpf = {r["buffer_size"]: r["tpf"] for r in rows if r["block_budget"] is None and r["rows"] == max(at_once)}
         machine = Machine(bandwidth=bandwidth * 1e9, flops=tflops * 1e12)
-        predicted = predict_load(SHAPES[predict], machine, tpf, rows=at_once, prefix=prefix)
+        computed = predict_load(SHAPES[predict], machine, tpf, rows=at_once, prefix=prefix)
         print(f"\nComputed: {predict} in 16 bits at {bandwidth:g} GB/s and {tflops:g} TFLOP/s, prefix {prefix}\n")
-        columns = {f"tps_{size}": f"tok/s at N_buf={size}|.0f" for size in tpf}
-        print(markdown(predicted, {"rows": "at once", **columns, "best": "best N_buf", "budget": "its blocks in all"}))
+        _print_computed(computed, sizes)
     if json is not None:
-        write_json(json, {"settings": {"command": command_text(context)}, "rows": rows, "computed": predicted})
+        write_json(json, {"settings": {"command": command_text(context)}, "rows": rows, "computed": computed})
+
+
+def _print_computed(rows: list[dict[str, Any]], sizes: list[int]) -> None:
+    columns = {f"tps_{size}": f"tok/s at N_buf={size}|.0f" for size in sizes}
+    print(markdown(rows, {"rows": "at once", **columns, "best": "best N_buf", "budget": "its blocks in all"}))
 
 
 main = command(run)
