@@ -145,19 +145,19 @@ class DiffusionServer:
             yield ray_error(logged(error))
 
     async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        yield not_supported("embeddings")
+        yield not_supported("embeddings", request)
 
     async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        yield not_supported("transcriptions")
+        yield not_supported("transcriptions", request)
 
     async def score(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        yield not_supported("score")
+        yield not_supported("score", request)
 
     async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        yield not_supported("tokenize")
+        yield not_supported("tokenize", request)
 
     async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
-        yield not_supported("detokenize")
+        yield not_supported("detokenize", request)
 
     # -- operation ----------------------------------------------------------------------------------------------
 
@@ -213,8 +213,12 @@ def ray_error(error: ApiError) -> Any:
     return ErrorResponse(error=ErrorInfo(message=error.message, type=kind, param=param, code=error.status))
 
 
-def not_supported(route: str) -> Any:
-    return ray_error(ApiError(501, f"{route}: not supported; this engine answers chat and completions"))
+def not_supported(route: str, request: Any) -> Any:
+    """The error for a route that this engine has not; a row raises it."""
+    message = f"{route}: not supported; this engine answers chat and completions"
+    if not isinstance(request, BaseModel):
+        raise ValueError(message)
+    return ray_error(ApiError(501, message))
 
 
 def refuse(method: str) -> NoReturn:

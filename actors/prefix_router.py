@@ -5,6 +5,7 @@ text. Those of token ids are empty to it, and it divides by their length. The de
 each gateway with what that gateway has sent; this file tells it what Serve knows.
 """
 
+from functools import lru_cache, partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -12,13 +13,16 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from mbd_core.decoding.request import Request
 from mbd_core.serving.prefix_affinity import PrefixAffinity, leading_pages
 
+NUM_CHAINS = 64  # of requests between their choice and their acceptance; more are computed twice
+
 
 class PrefixRouter(RequestRouter):
     """`RequestRouterConfig(request_router_class=..., request_router_kwargs={"page_size": ..., "balance": ...})`."""
 
     def initialize_state(self, *, page_size: int, balance: int) -> None:
         """Called by Serve with the config's `request_router_kwargs`."""
-        self._page_size, self._affinity = page_size, PrefixAffinity(balance=balance)
+        self._affinity = PrefixAffinity(balance=balance)
+        self._leading_pages = lru_cache(NUM_CHAINS)(partial(leading_pages, page_size=page_size))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -54,7 +58,7 @@ class PrefixRouter(RequestRouter):
     def _pages(self, pending_request: PendingRequest) -> list[bytes]:
         """The prefixes of the call's request; none for a call without one, which any replica can answer."""
         first = pending_request.args[0] if pending_request.args else None
-        return leading_pages(first, page_size=self._page_size) if isinstance(first, Request) else []
+        return self._leading_pages(first) if isinstance(first, Request) else []
 
     def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> PendingRequest | None:
         """The call that a replica was chosen for.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from mbd_core.decoding.request import Request
 from mbd_core.engine.page_pool import chain_root, page_hash
 
-MAX_PREFIXES = 100_000  # about 20 MB
+MAX_PREFIXES = 100_000  # about 40 MB
 
 
 def leading_pages(request: Request, *, page_size: int) -> list[bytes]:
