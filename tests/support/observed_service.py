@@ -94,9 +94,7 @@ def observed_service(model: Path) -> Iterator[ObservedService]:
         url = f"http://127.0.0.1:{port}"
         with ExitStack() as running:
             job = running.enter_context(_job(command, environment))
-            if not _serves(
-                job, url
-            ):  # a Ray that does not start on a busy machine gets one more try, as the tests' own
+            if not _serves(job, url):  # its Ray, on a busy machine: one more try, as the tests' own Ray has
                 job = running.enter_context(_job(command, environment))
                 assert _serves(job, url), "it ended before it served, twice"
             yield ObservedService(url, _session(job.pid), spans)
