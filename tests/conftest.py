@@ -153,6 +153,8 @@ def start_test_cluster(folder: str) -> None:
 
 def start_with_one_retry(folder: str) -> None:
     """A Ray that does not start ends the test run: one error, not one for each test."""
+    import ray
+
     from cluster.local import free_ports, start_ray
 
     for is_last in (False, True):
@@ -172,6 +174,8 @@ def start_with_one_retry(folder: str) -> None:
             if is_last:
                 pytest.exit(f"the test run's Ray cluster did not start, twice: {error}", returncode=1)
         else:
+            # Where a submitted job looks first for its cluster; without it any other of the machine would do.
+            Path(folder, "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
             return
 
 
