@@ -33,11 +33,12 @@ class PrefixRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = await self._loads(candidate_replicas)
         pages = [] if pending_request is None else self._pages(pending_request)
-        chosen = by_name.pop(self._affinity.choose(pages, loads))
-        return [[chosen], list(by_name.values())]
+        chosen = self._affinity.choose(pages, loads)
+        self._affinity.note(pages, chosen)  # at once: of calls that come together each must know of those before it
+        return [[by_name.pop(chosen)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """A replica has taken the request."""
+        """A replica has taken the request; not the preferred one, where that was full."""
         self._affinity.note(self._pages(pending_request), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
