@@ -22,6 +22,9 @@ MODES = [
 ]
 
 
+EAGER = DecodingConfig(block_size=B, buffer_size=4, tau_add=0.0, tau_semi=0.0)  # begins a block in every forward
+
+
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """In float64: rounding, which depends on a batch's shape, changes no token."""
@@ -76,10 +79,9 @@ def test_a_budget_of_all_slots_changes_nothing(model: Decoder) -> None:
 def test_blocks_begin_when_others_end(model: Decoder) -> None:
     """Six sequences have one block each; those that are left have more."""
     served, most = budgeted(model, 6), {}
-    eager = DecodingConfig(block_size=B, buffer_size=3, tau_add=0.0, tau_semi=0.0)  # begins a block in every forward
     for i in range(6):
         r = request(f"r{i}", i, "multi", prompt=(5, 6, 7), max_tokens=12 + 12 * i, ignore_eos=True)
-        served.add(replace(r, decoding=eager))
+        served.add(replace(r, decoding=replace(EAGER, buffer_size=3)))
     served.step()  # all of them decode from here on
     while served.has_work:
         running = served.num_running
@@ -138,6 +140,12 @@ def test_no_block_stands_behind_the_slots_of_a_step(
 
     monkeypatch.setattr("mbd_core.engine.graphs.static_rows", spy)
     served = budgeted(model, 5, static_shapes=True, overlap=overlap, buffer_size=4, num_pages=60)
+    served.add(request("alone", 1, "multi", decoding=EAGER, prompt=(5,), max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        served.step()
+    served.preempt()  # with three blocks and nothing to store again
+    while served.has_work:
+        served.step()
     for i in range(60):
         method = rng.choice(("multi", "t2t", "soft", "single"))
         decoding = replace(
