@@ -152,3 +152,16 @@ def test_rows_of_ray_data_are_answered_by_the_application(url: str, ray_cluster:
         alone = complete(url, model, f"Tom has {number} pens.", max_tokens=6, decoding={"buffer_size": 2})
         assert rows[number]["text"] == alone["choices"][0]["text"]
     assert all(not row["error"] for number, row in rows.items() if number != 7)
+
+
+def test_rows_of_ray_data_are_answered_over_http_too(url: str, ray_cluster: Any) -> None:
+    from ray.data.llm import HttpRequestProcessorConfig, build_processor
+
+    processor = build_processor(
+        HttpRequestProcessorConfig(url=f"{url}/v1/completions", batch_size=2, concurrency=1),
+        preprocess=lambda row: {"payload": {"model": STICKY, "prompt": f"Tom has {row['id']} pens.", "max_tokens": 4}},
+        postprocess=lambda row: {"text": row["http_response"]["choices"][0]["text"]},
+    )
+    rows = processor(ray_cluster.data.range(2)).take_all()
+    alone = [complete(url, STICKY, f"Tom has {n} pens.", max_tokens=4)["choices"][0]["text"] for n in range(2)]
+    assert sorted(row["text"] for row in rows) == sorted(alone)
