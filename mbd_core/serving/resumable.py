@@ -21,7 +21,8 @@ class ResumingSource:
     """Replicas as one source that does not lose a request.
 
     Where a replica is lost, the request is tried elsewhere for `retry_seconds`, also where all replicas are full: it
-    was taken. `on_loss` is called at each loss.
+    was taken. `on_loss` is called at each loss, when it is known what became of the request: where its client leaves,
+    it is cancelled while it looks for another replica, and that is no loss.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class ResumingStream:
     async def _go_on(self, loss: ReplicaLost) -> None:
         """Submit the rest of the request where a replica takes it; `EngineFailed` once the time is over."""
         self._num_losses += 1
-        self._on_loss()
         if self._num_losses > MAX_LOSSES:
+            self._on_loss()
             raise EngineFailed(f"{self._num_losses} replicas were lost under this request") from loss
         if self._last is not None:
             self._earlier, self._last = _sum(self._earlier, self._last), None
@@ -92,12 +93,17 @@ class ResumingStream:
                 while True:
                     try:
                         self._stream = await self._replicas.open(rest, key=self._key)
+                        self._on_loss()
                         return
                     except (ReplicaLost, TooManyRequests):
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
+            self._on_loss()
             raise EngineFailed(f"no replica took the request over within {self._retry_seconds:g} s") from loss
+        except Exception:
+            self._on_loss()
+            raise
 
     def _rest(self) -> Request:
         request = self._request

@@ -40,7 +40,7 @@ def service(tiny_model_dir: Path) -> Iterator[ObservedService]:
         assert httpx.post(completions, json={**BODY, "model": "other"}, timeout=LIMIT).status_code == 404
         assert httpx.post(completions, json={**BODY, "max_tokens": -1}, timeout=LIMIT).status_code == 400
         with httpx.stream(
-            "POST", completions, json={**BODY, "stream": True, "max_tokens": 300}, timeout=LIMIT
+            "POST", completions, json={**BODY, "stream": True, "max_tokens": 300, "n": LEFT}, timeout=LIMIT
         ) as left:
             next(left.iter_lines())
         yield service

@@ -182,3 +182,31 @@ def test_a_canvas_that_comes_out_otherwise_ends(canvas_engine: Engine) -> None:
 
     with pytest.raises(EngineFailed, match="came out otherwise"):
         asyncio.run(scenario())
+
+
+def test_a_request_that_its_client_leaves_is_no_loss() -> None:
+    losses: list[None] = []
+    looking = asyncio.Event()
+
+    class Leaving:
+        """Serve tells a client's leaving as a loss, before the task that reads the stream is cancelled."""
+
+        calls = 0
+
+        async def open(self, request: Request, *, key: str = "") -> Any:
+            self.calls += 1
+            if self.calls == 1:
+                raise ReplicaLost("the request was cancelled")
+            looking.set()
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        source = ResumingSource(Leaving(), retry_seconds=LIMIT, on_loss=lambda: losses.append(None))
+        reading = asyncio.create_task(source.open(asked()))
+        await asyncio.wait_for(looking.wait(), LIMIT)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(scenario())
+    assert losses == []
