@@ -22,11 +22,11 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "bias"}
+READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "bias"}
 TRAINING = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "task_type",
+    "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 """Settings that concern training or PEFT itself: what was trained is in the tensors."""
 
@@ -52,7 +52,6 @@ def read_adapter(folder: Path, config: ModelConfig, *, shard: Shard | None = Non
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     factors = _read_factors(folder, config, _whole_shapes(config, shard or Shard()), rank)
-    _check_targets(path, settings.get("target_modules"), set(factors))
     products: dict[str, tuple[Tensor, Tensor]] = {}
     for stored, a, b in factors.values():
         for part, rows in zip(stored.parts, b.split(list(stored.lengths)), strict=True):
@@ -120,9 +119,7 @@ def _read_factors(
             found.setdefault(module, {})[match["factor"]] = _read_matrix(path, file, key, wanted)
     for module, pair in found.items():
         if len(pair) < 2:
-            raise ValueError(
-                f"{path}: module '{module}' has lora_{next(iter(pair))} and not the other of its matrices"
-            )
+            raise ValueError(f"{path}: module '{module}' has only lora_{next(iter(pair))} of its two matrices")
     if not found:
         raise ValueError(f"{path} holds no tensors")
     return {module: (stored[f"{module}.weight"], pair["A"], pair["B"]) for module, pair in found.items()}
@@ -138,10 +135,3 @@ def _read_matrix(path: Path, file: Any, key: str, wanted: tuple[int, int]) -> Te
     if not bool(matrix.isfinite().all()):
         raise ValueError(f"{path}: tensor '{key}' has values that are not finite")
     return matrix
-
-
-def _check_targets(path: Path, targets: Any, modules: set[str]) -> None:
-    """Each target module that is named in a list has tensors: an adapter whose part is lost is not served."""
-    for target in targets if isinstance(targets, list) else ():
-        if not any(module == target or module.endswith(f".{target}") for module in modules):
-            raise ValueError(f"{path}: target_modules names '{target}', of which {WEIGHTS} has no tensor")

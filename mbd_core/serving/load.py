@@ -78,12 +78,14 @@ def load_engine(
     device: torch.device | None = None,
     fp8: Parts | None = None,
     tensor_parallel: int = 1,
+    adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
 
     device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
     fp8              which weights are rounded to FP8: the experts', or those of all layers (`models.quantize`)
     tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
+    adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """
     contents = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -107,6 +109,12 @@ def load_engine(
         if fp8 is not None:
             quantize_weights(model, fp8)
         engine = Engine(model, config, trace=trace, vocab_limit=len(contents.tokenizer))
+    try:
+        for name, adapter in (adapters or {}).items():
+            engine.load_adapter(name, adapter)
+    except ValueError:
+        engine.close()
+        raise
     defaults = decoding_defaults(contents, config)
     return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
 

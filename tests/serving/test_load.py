@@ -12,6 +12,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from adapter_folders import write_adapter
 from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.config_files import load_config
@@ -37,6 +38,19 @@ def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
 
 def change_json(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+# -- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_loaded_with_the_model(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", load_config(folder), seed=0, rank=2)
+    loaded = load_engine(folder, replace(SMALL, max_adapters=1), adapters={"tuned": adapter})
+    plain = Request(request_id="r", prompt=(9, 9), max_tokens=24, decoding=loaded.decoding({}))
+    outputs = [loaded.engine.generate([replace(plain, adapter=name)])[0].tokens for name in (None, "tuned")]
+    assert outputs[0] != outputs[1]
+    with pytest.raises(ValueError, match="start it with max_adapters"):
+        load_engine(folder, SMALL, adapters={"tuned": adapter})
 
 
 # -- what fits ------------------------------------------------------------------------------------------------------

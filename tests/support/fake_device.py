@@ -240,7 +240,7 @@ class Graph:
 
 
 class _Calls(TorchFunctionMode):
-    """What torch does without telling a dispatch mode: `torch.tensor(..., device=...)` and `tolist`."""
+    """What torch does without telling a dispatch mode: `torch.tensor(..., device=...)`, `tolist` and `data = ...`."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -256,6 +256,8 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.tolist and isinstance(args[0], OnDevice):
             self._device.wait("tolist")
             return args[0].host.tolist()
+        if func == Tensor.data.__set__ and isinstance(args[0], OnDevice):  # type: ignore[attr-defined]
+            args[0].host = args[1].host
         return func(*args, **kwargs)
 
 
