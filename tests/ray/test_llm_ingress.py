@@ -62,7 +62,7 @@ def url(
     path = path_with_request_types(tmp_path_factory.mktemp("types"))
     address = ray_cluster.get_runtime_context().gcs_address
     command = [sys.executable, "-c", BUILD, address, str(tiny_model_dir), APP, path]
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": path, "RAY_AUTH_MODE": "token"}  # as the cluster wants it
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
     )
