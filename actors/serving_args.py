@@ -70,8 +70,8 @@ class ModelArgs(Fields):
     adapters         LoRA adapters: the names that clients call them by, each with its folder or storage URL
     weights          a folder or storage URL of other weights of the same shapes, to decode with instead of the model's
 
-    A change of `adapters` or `weights` alone is taken over by the replicas that run, between two steps; a change of
-    anything else replaces them.
+    A change of these replaces the replicas. Replicas that run take over `adapters` and `weights` between two steps
+    where Serve's `user_config` of the model's deployment names them.
     """
 
     model: str

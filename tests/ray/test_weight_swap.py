@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 from adapter_folders import write_adapter
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.loading import load_model
@@ -32,36 +33,58 @@ def other_weights(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def deploy(model: Path, **content: Any) -> None:
-    from ray import serve
+class Deployer:
+    """`serve deploy` of one model, whose content changes."""
 
-    from actors.app import build
-    from actors.serving_args import serving_args
+    def __init__(self, dashboard_url: str, model: Path) -> None:
+        self._client, self._model = ServeSubmissionClient(dashboard_url), model
 
-    engine = {"max_rows": 4, "num_pages": 200, "max_adapters": 1}
-    entry = {"model": str(model), "name": MODEL, "engine": engine, **content}
-    serve.run(build(serving_args({"device": "cpu", "models": [entry]})), name=MODEL, route_prefix="/swap")
+    def __call__(self, weights: Path | None = None, adapters: dict[str, str] | None = None) -> None:
+        engine = {"max_rows": 4, "num_pages": 200, "max_adapters": 1}
+        model = {"model": str(self._model), "name": MODEL, "engine": engine}
+        names = list(adapters or {})
+        content = {"weights": None if weights is None else str(weights), "adapters": adapters or {}}
+        application = {
+            "name": MODEL,
+            "route_prefix": "/swap",
+            "import_path": "actors.app:build",
+            "args": {"device": "cpu", "models": [model]},
+            "deployments": [
+                {"name": MODEL, "user_config": content},
+                {"name": "Gateway", "user_config": {"adapters": {MODEL: names}}},
+            ],
+        }
+        self._client.deploy_applications({"applications": [application]})
 
 
 @pytest.fixture(scope="module")
-def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
+def deploy(dashboard_url: str, tiny_model_dir: Path) -> Deployer:
+    return Deployer(dashboard_url, tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def url(serve_instance: str, deploy: Deployer) -> Iterator[str]:
     from ray import serve
 
-    deploy(tiny_model_dir)
+    deploy()
+    deadline = time.monotonic() + LIMIT
+    while (state := serve.status().applications.get(MODEL)) is None or state.status != "RUNNING":
+        assert time.monotonic() < deadline and (state is None or state.status != "DEPLOY_FAILED"), state
+        time.sleep(0.2)
     yield f"{serve_instance}/swap"
     serve.delete(MODEL)
 
 
 def replica(url: str) -> dict[str, Any]:
     (model,) = httpx.get(f"{url}/health", timeout=LIMIT).json()["models"]
-    (one,) = model["replicas"]
+    (one, *_) = model["replicas"] or [{}]
     return dict(one)
 
 
 def wait_until_taken(url: str, field: str, wanted: Any) -> dict[str, Any]:
     deadline = time.monotonic() + LIMIT
-    while (state := replica(url))[field] != wanted:
-        assert time.monotonic() < deadline, f"{field} is {state[field]}"
+    while (state := replica(url)).get(field, "unknown") != wanted:
+        assert time.monotonic() < deadline, state
         time.sleep(0.1)
     return state
 
@@ -83,7 +106,9 @@ def stream(url: str, seed: int, begun: threading.Semaphore) -> list[str]:
     return lines
 
 
-def test_weights_change_under_streams_that_end_whole(url: str, tiny_model_dir: Path, other_weights: Path) -> None:
+def test_weights_change_under_streams_that_end_whole(
+    url: str, deploy: Deployer, tiny_model_dir: Path, other_weights: Path
+) -> None:
     before = replica(url)
     old = complete(url).json()["choices"]
     begun = threading.Semaphore(0)
@@ -91,7 +116,7 @@ def test_weights_change_under_streams_that_end_whole(url: str, tiny_model_dir: P
         streams = [pool.submit(stream, url, seed, begun) for seed in range(STREAMS)]
         for _ in streams:
             assert begun.acquire(timeout=LIMIT)
-        deploy(tiny_model_dir, weights=str(other_weights))
+        deploy(weights=other_weights)
         wait_until_taken(url, "weights", {"folder": str(other_weights), "version": 1})
         for one in streams:
             lines = one.result()
@@ -99,33 +124,31 @@ def test_weights_change_under_streams_that_end_whole(url: str, tiny_model_dir: P
             choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
             assert sorted(c["index"] for c in choices if c["finish_reason"]) == [0, 1]
     assert complete(url).json()["choices"] != old
-    deploy(tiny_model_dir)
+    deploy()
     after = wait_until_taken(url, "weights", {"folder": str(tiny_model_dir), "version": 2})
     assert complete(url).json()["choices"] == old
     assert after["pid"] == before["pid"]
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_changes(
-    url: str, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(url: str, deploy: Deployer, tmp_path: Path) -> None:
     old = complete(url).json()["choices"]
-    deploy(tiny_model_dir, weights=str(tmp_path / "nowhere"))
+    deploy(weights=tmp_path / "nowhere")
     deadline = time.monotonic() + LIMIT
-    while (state := replica(url))["refused_content"] is None:
+    while (state := replica(url)).get("refused_content") is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "nowhere" in state["refused_content"]
     assert state["ready"]
     assert complete(url).json()["choices"] == old
-    deploy(tiny_model_dir)
+    deploy()
     wait_until_taken(url, "refused_content", None)
 
 
-def test_an_adapter_comes_and_goes_by_name(url: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_an_adapter_comes_and_goes_by_name(url: str, deploy: Deployer, tiny_model_dir: Path, tmp_path: Path) -> None:
     assert complete(url, ADAPTER).status_code == 404
     pid, base = replica(url)["pid"], complete(url).json()["choices"]
     folder = write_adapter(tmp_path / "adapter", load_config(tiny_model_dir), seed=1)
-    deploy(tiny_model_dir, adapters={ADAPTER: str(folder)})
+    deploy(adapters={ADAPTER: str(folder)})
     wait_until_taken(url, "adapters", {ADAPTER: str(folder)})
     names = [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=LIMIT).json()["data"]]
     assert names == [MODEL, ADAPTER]
@@ -133,7 +156,7 @@ def test_an_adapter_comes_and_goes_by_name(url: str, tiny_model_dir: Path, tmp_p
     assert tuned["model"] == ADAPTER
     assert tuned["choices"] != base
     assert complete(url).json()["choices"] == base
-    deploy(tiny_model_dir)
+    deploy()
     wait_until_taken(url, "adapters", {})
     assert complete(url, ADAPTER).status_code == 404
     assert replica(url)["pid"] == pid
