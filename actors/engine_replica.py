@@ -18,6 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from actors.autoscaling import KV_LOAD, REQUESTS, TokenPolicy
 from actors.logs import join_core_logs
+from actors.loopback import keep_to_loopback
 from actors.metrics import EngineExporter, ExportTimer
 from actors.serving_args import ModelArgs, ServingArgs
 from actors.tracing import annotate
@@ -61,6 +62,7 @@ class EngineReplica:
         args = model.checked()
         torch.set_num_threads(args.num_threads)
         join_core_logs()
+        keep_to_loopback()
         trace = None if args.trace is None else self._recorder(Path(args.trace))
         self.service = EngineService(args, log=log, trace=trace)
         self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from actors.data_rows import ROWS_KEY, answer_row
 from actors.logs import join_core_logs
+from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
 from actors.serving_args import ModelArgs, ServingArgs
@@ -154,6 +155,7 @@ class Gateway:
     def __init__(self, args: ServingArgs, handles: list[DeploymentHandle]) -> None:
         """`handles` go with `args.models`."""
         join_core_logs()
+        keep_to_loopback()
         self._args = args
         self._routes = {
             model.served_name: ModelRoute(model=model, handle=handle)

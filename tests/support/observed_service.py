@@ -175,3 +175,11 @@ def wait_for(state: Callable[[], Any]) -> None:
     while not (last := state()):
         assert time.monotonic() < deadline, f"still {last!r} after {LIMIT} s"
         time.sleep(0.2)
+
+
+def wait_for_equal(value: Callable[[], Any], expected: Any) -> None:
+    """Until `value()` is what is expected."""
+    deadline = time.monotonic() + LIMIT
+    while (last := value()) != expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert last == expected
