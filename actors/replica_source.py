@@ -1,10 +1,11 @@
 """The replicas behind a Serve handle as a source of tokens, with our own errors for Ray's."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
@@ -60,12 +61,20 @@ class ReplicaStream:
 
 @contextmanager
 def our_errors() -> Iterator[None]:
-    """Raise what a replica raised as itself, the loss of its process or node as `ReplicaLost`."""
+    """Raise what a replica raised as itself, the loss of its process or node as `ReplicaLost`.
+
+    Where a client leaves, Serve cancels the calls that its request made: that is a cancellation here too, and no loss,
+    after which the request would go on elsewhere for nobody.
+    """
     try:
         yield
+    except TaskCancelledError as error:  # Serve's `RequestCancelledError` is one
+        raise asyncio.CancelledError from error
     except BackPressureError as error:
         raise TooManyRequests("as many requests wait as may wait; try again later") from error
     except RayTaskError as error:
+        if isinstance(error.cause, TaskCancelledError):
+            raise asyncio.CancelledError from error
         if isinstance(error.cause, RequestRefused | TooManyRequests | ReplicaLost):
             raise error.cause from None
         if isinstance(error.cause, RayError):  # what the replica itself waited for is gone
