@@ -133,8 +133,7 @@ def run(
     It runs on the cluster of RAY_ADDRESS, or on a local one of its own, and stops what it started. The first signal
     refuses new requests (503) and lets those under way end, for --drain-seconds at most; a second one stops at once.
 
-    Exit codes: 0 stopped, 1 it could not be served, 2 bad input (also a checkpoint that is not whole, or a port that
-    is taken), in one sentence.
+    Exit codes: 0 stopped, 1 it could not be served, 2 bad input (a model that is not whole, a port that is taken).
     """
     args = ModelArgs(
         model=model,
@@ -162,15 +161,8 @@ def run(
     from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
-    serve_until_stopped(
-        args,
-        host=host,
-        port=port,
-        gateways=gateways,
-        request_seconds=request_seconds,
-        retry_seconds=retry_seconds,
-        drain_seconds=drain_seconds,
-    )
+    limits = {"request_seconds": request_seconds, "retry_seconds": retry_seconds, "drain_seconds": drain_seconds}
+    serve_until_stopped(args, host=host, port=port, gateways=gateways, **limits)
 
 
 main = command(run)

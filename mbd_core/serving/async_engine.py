@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from mbd_core.decoding.request import Request, StepOutput
-from mbd_core.engine.admission import Admitted
+from mbd_core.engine.admission import Admitted, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.fair_queue import FairQueue
 from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
@@ -28,7 +28,7 @@ class EngineStream:
 
     def __init__(self, admitted: Admitted, key: str, withdraw: Callable[["EngineStream"], None]) -> None:
         self.admitted, self.key = admitted, key
-        self.queue: asyncio.Queue[StepOutput | EngineFailed] = asyncio.Queue()
+        self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
         self.waits = True  # the engine does not know the request yet
         self._withdraw, self._ended = withdraw, False
 
@@ -43,7 +43,7 @@ class EngineStream:
         if self._ended:
             raise StopAsyncIteration
         step = await self.queue.get()
-        if isinstance(step, EngineFailed):
+        if isinstance(step, EngineFailed | RequestRefused):
             self._ended = True
             raise step
         self._ended = step.output is not None
@@ -78,6 +78,7 @@ class _Turn:
 
     steps: list[StepOutput]
     results: list[tuple[_Call, Any]]
+    refusals: list[tuple[str, RequestRefused]]
     running: int
     known: int
     busy: bool
@@ -207,8 +208,12 @@ class AsyncEngine:
         engine = self._engine
         for request_id in visit.withdrawn:
             engine.abort(request_id)
+        refusals: list[tuple[str, RequestRefused]] = []
         for admitted in visit.submitted:
-            engine.add_admitted(admitted)
+            try:
+                engine.add_admitted(admitted)
+            except RequestRefused as refusal:  # its adapter was unloaded while it waited
+                refusals.append((admitted.request.request_id, refusal))
         results: list[tuple[_Call, Any]] = []
         for call in visit.calls:
             try:
@@ -216,7 +221,7 @@ class AsyncEngine:
             except Exception as error:  # the caller's, who gets it
                 results.append((call, error))
         steps = engine.step() if engine.has_work else []
-        return _Turn(steps, results, engine.num_running, engine.num_known, engine.has_work)
+        return _Turn(steps, results, refusals, engine.num_running, engine.num_known, engine.has_work)
 
     def _deliver(self, turn: _Turn) -> None:
         for call, result in turn.results:
@@ -226,6 +231,11 @@ class AsyncEngine:
                 call.result.set_exception(result)
             else:
                 call.result.set_result(result)
+        for request_id, refusal in turn.refusals:
+            refused = self._streams.get(request_id)
+            if refused is not None and not refused.waits:
+                refused.queue.put_nowait(refusal)
+                del self._streams[request_id]
         for step in turn.steps:
             stream = self._streams.get(step.request_id)
             if stream is None or stream.waits:

@@ -4,15 +4,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_folders import write_adapter
 
 from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.committed_text import BROKEN
@@ -319,5 +323,30 @@ def test_the_time_limit_ends_a_request_that_runs_and_one_that_waits(loaded: Load
                     async for _ in stream:
                         pass
                 await idle(loaded, engine)
+
+    run(scenario())
+
+
+def test_an_adapter_that_goes_while_a_request_waits_refuses_that_request_alone(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """The engine fails no other request, and serves on."""
+    folder = write_adapter(tmp_path / "adapter", load_config(tiny_model_dir), seed=1)
+    config = EngineConfig(max_rows=1, num_pages=64, max_adapters=1)
+    loaded = load_engine(tiny_model_dir, config, adapters={"tuned": folder})
+
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            first = [request(loaded, f"r{i}", max_tokens=60, tau_m2t=1.0) for i in range(2)]
+            streams = [await submit(loaded, engine, one) for one in first]
+            waiting = await submit(loaded, engine, replace(request(loaded, "late"), adapter="tuned"))
+            await engine.call(lambda inner: inner.unload_adapter("tuned"))
+            with pytest.raises(RequestRefused, match="adapter 'tuned' is not loaded"):
+                async for _ in waiting:
+                    pass
+            for stream in streams:
+                *_, last = [step async for step in stream]
+                assert last.output is not None and last.output.counts.num_tokens == 60
+            await idle(loaded, engine)
 
     run(scenario())
