@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from planned_samples import planned_samples
 
 from actors import evaluation
 from actors.evaluation import DecodeActor, plan_pool
+from cluster import local
+from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
@@ -186,6 +189,59 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     monkeypatch.undo()
     assert main([*command, "--overwrite"]) == 0
     assert not (out / "failure.txt").exists()
+
+
+def test_a_sweep_at_a_url_is_published_when_it_ends(
+    ray_cluster: Any,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And stays on this machine, whole, if the storage does not take it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    out = Folder.at(f"memory://{tmp_path.name}/sweep")
+    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
+    command += ["--limit", "1", "--out", str(out)]
+    system, _ = out._remote()
+
+    def fail(*_: Any) -> None:
+        raise ConnectionError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "put_file", fail)
+        assert main(command) == 1
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    kept = Path(sentence.partition("what should lie there is in ")[2].partition(":")[0])
+    assert sentence == (
+        f"eval_sweep: {out} cannot be written; what should lie there is in {kept}: the network is down"
+    )
+    assert (kept / "report.json").exists()
+
+    assert main(command) == 2
+    assert "exists already and holds a sweep; give another folder, or --overwrite" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert f"The report is in {out}" in capsys.readouterr().out
+    fetched = out.fetch(tmp_path / "reports")
+    assert len(list(read_samples(fetched))) == 1
+    assert list(tmp_path.glob("mbd-stage-*")) == [kept.parent]
+
+
+def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "connect", lambda **_: pytest.fail("no cluster is needed for it"))
+    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--limit", "1"]
+    for out, sentence in (
+        ("s4://bucket/sweep", "s4://bucket/sweep cannot be reached: unknown scheme 's4'; give a path, or a URL"),
+        ("https://127.0.0.1:9/sweep", "https://127.0.0.1:9/sweep cannot be "),
+    ):
+        assert main([*command, "--out", out]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert len(error.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:

@@ -22,14 +22,14 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 
 from actors import training
 from actors.training import STATE, TrainingResult, fit
-from actors.training_run import LOSSES, RECORD, TrainingRun, begin
+from actors.training_run import LOSSES, TrainingRun, begin
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import RECIPES, shortened
+from mbd_core.multitf.recipes import shortened
 from mbd_core.multitf.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -140,35 +140,6 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
     assert curve(run) == curve(undisturbed)
 
 
-@pytest.mark.slow
-def test_a_submitted_job_shows_its_loss_and_writes_a_model(dashboard_url, tmp_path):
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
-    client = JobSubmissionClient(dashboard_url)
-    deadline = time.monotonic() + PATIENCE
-    job = None
-    while job is None:
-        try:
-            job = client.submit_job(
-                entrypoint=f"python jobs/train_multitf.py --recipe tiny-bd --steps 2 --storage {tmp_path}",
-                runtime_env={"working_dir": str(ROOT), "excludes": [".git", ".venv", "tests"]},
-            )
-        except RuntimeError as error:  # a cluster takes jobs some seconds after it is up
-            if "No available agent" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
-    wait_until(lambda: client.get_job_status(job).is_terminal())
-    log = client.get_job_logs(job)
-    assert client.get_job_status(job) == JobStatus.SUCCEEDED, log
-    assert "step 2/2  loss " in log
-    model = tmp_path / "tiny-bd" / "model"
-    assert load_model(model).config.block_size == RECIPES["tiny-bd"].states.block_size
-    records = [json.loads(path.read_text()) for path in (tmp_path / "tiny-bd" / RECORD, model / "recipe.json")]
-    assert records[0] == records[1]
-    assert records[0]["train"]["precision"] in ("float32", "bfloat16")
-    assert f" samples in {records[0]['train']['precision']}, 2 workers" in log
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -207,6 +178,27 @@ def test_a_folder_of_the_users_is_refused_before_anything_begins(options, tmp_pa
     assert not storage.exists()
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
     assert (out / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("option", ["--storage", "--out"])
+def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(
+    option: str, s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "connect", lambda **_: pytest.fail("no cluster is needed for it"))
+    (tmp_path / "file").write_text("")
+    command = ["--recipe", "tiny-mbd", "--storage", str(tmp_path / "runs")]
+    for target, sentence in (
+        ("s3://none-such/x", "cannot be written: The specified bucket does not exist"),
+        ("s4://bucket/x", "cannot be reached: unknown scheme 's4'; give a path, or a URL as s3://..."),
+        (f"{tmp_path}/file/x", f"cannot be written: {tmp_path}/file: Not a directory"),
+    ):
+        assert train_multitf.main([*command, option, target]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"train_multitf: {target}")
+        assert sentence in error
+        assert len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tmp_path):

@@ -19,20 +19,30 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes import TrainingRecipe, with_precision
 
 
-def new_run(recipe: TrainingRecipe, path: Path) -> TrainingRun:
+def new_run(recipe: TrainingRecipe, path: Path | str) -> TrainingRun:
     storage = Folder.at(path)
     return TrainingRun(recipe=recipe, name="mine", storage=storage, out=storage / "mine" / "model")
 
 
-def test_a_run_is_begun_once_and_resumed_as_itself(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
-    run = new_run(tiny_recipe, tmp_path)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "s3"])
+def test_a_run_is_begun_once_and_resumed_as_itself(
+    tiny_recipe: TrainingRecipe, tmp_path: Path, s3: str, remote: bool
+) -> None:
+    run = new_run(tiny_recipe, f"{s3}/{tmp_path.name}" if remote else tmp_path)
+    with pytest.raises(ValueError, match="--resume: there is no run in"):
+        begin(run, resume=True)
     begin(run, resume=False)
-    with pytest.raises(ValueError, match="--resume"):
+    with pytest.raises(ValueError, match=r"a run already lies in .*; go on with --resume"):
         begin(run, resume=False)
     begin(run, resume=True)
     other = replace(run, recipe=replace(tiny_recipe, max_length=300))
     with pytest.raises(ValueError, match=RECORD):
         begin(other, resume=True)
+
+
+def test_a_run_lies_where_its_workers_reach_it(tiny_recipe: TrainingRecipe) -> None:
+    with pytest.raises(ValueError, match=r"^memory://runs lies in the memory of one process"):
+        new_run(tiny_recipe, "memory://runs")
 
 
 def test_a_resumed_run_keeps_the_precision_it_began_in(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
@@ -85,3 +95,16 @@ def test_a_base_is_a_known_name_or_a_folder(
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["SDARForCausalLM"]}))
     with pytest.raises(ValueError, match=r"config\.json"):
         checked_base(str(tmp_path / "model"))
+
+
+def test_a_base_at_a_url_is_fetched_and_checked(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = f"memory://{tmp_path.name}/tiny"
+    system, path = Folder.at(url)._remote()
+    system.put(str(tiny_model_dir), path, recursive=True)
+    assert checked_base(url) == url
+    system.rm_file(f"{path}/config.json")
+    with pytest.raises(ValueError, match=r"is no model folder: it holds no config\.json"):
+        checked_base(url)
