@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -192,58 +191,53 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_mode
 
 
 class Client:
-    """Requests to the served model through the head's proxy, all of them the same: many choices of an answer."""
-
-    BODY: ClassVar[dict[str, Any]] = {
-        "model": "tiny-mbd",
-        "messages": [{"role": "user", "content": "Mia has 22 cups. Mia gives away 2 cups. How many does she have?"}],
-        "decoding": {"buffer_size": 1, "tau_m2t": 1.0},  # a forward a token: the longest way
-        "temperature": 1.0,
-        "seed": 5,
-        "n": 32,
-    }
+    """Requests to the served model through the head's proxy."""
 
     def __init__(self, cluster: HostCluster) -> None:
         self.url = f"http://{cluster.head.address}:8000"
 
-    def ready_engines(self) -> int:
+    def engines(self) -> dict[str, int]:
+        """The ids of the engines that are ready, each with the number of requests that it decodes."""
         with suppress(httpx.TransportError):
-            models = httpx.get(f"{self.url}/health", timeout=PATIENCE)
-            if models.status_code == 200:
-                return sum(replica["ready"] for replica in models.json()["models"][0]["replicas"])
-        return 0
+            health = httpx.get(f"{self.url}/health", timeout=PATIENCE)
+            if health.status_code == 200:
+                replicas = health.json()["models"][0]["replicas"]
+                return {replica["replica"]: replica["running"] for replica in replicas if replica["ready"]}
+        return {}
 
-    def whole(self) -> dict[int, str]:
-        """The choices' texts, of one reply."""
-        reply = httpx.post(f"{self.url}/v1/chat/completions", json=self.BODY, timeout=PATIENCE)
+    def whole(self, cups: int) -> str:
+        """The answer of one reply."""
+        reply = httpx.post(f"{self.url}/v1/chat/completions", json=question(cups), timeout=PATIENCE)
         assert reply.status_code == 200, reply.text
-        return {choice["index"]: choice["message"]["content"] for choice in reply.json()["choices"]}
+        return reply.json()["choices"][0]["message"]["content"]
 
-    def streamed(self, began: "threading.Barrier", pauses: list[float]) -> dict[int, str]:
-        """The choices' texts, of one stream; passes `began` with the first token and notes the longest pause."""
-        texts: dict[int, str] = defaultdict(str)
-        last, pause, ended = 0.0, 0.0, False
-        request = httpx.stream(
-            "POST", f"{self.url}/v1/chat/completions", json=self.BODY | {"stream": True}, timeout=PATIENCE
-        )
-        with request as reply:
+    def streamed(self, cups: int) -> "Streamed":
+        """The answer of one stream, which ends as a whole one does."""
+        text, times, ended = "", [], False
+        body = question(cups) | {"stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE) as reply:
             assert reply.status_code == 200, reply.read()
-            for line in reply.iter_lines():
-                if not line:
-                    continue
-                assert not ended, f"{line} came after the end"
-                event = line.removeprefix("data: ")
+            for event in (line.removeprefix("data: ") for line in reply.iter_lines() if line):
+                assert not ended, f"{event} came after the end"
                 ended = event == "[DONE]"
-                for choice in [] if ended else json.loads(event)["choices"]:
-                    texts[choice["index"]] += choice["delta"].get("content") or ""
-                now = time.monotonic()
-                pause, last = max(pause, now - (last or now)), now
-                if began is not None and any(texts.values()):
-                    began.wait(PATIENCE)
-                    began = None
-        assert ended, "the stream was cut"
-        pauses.append(pause)
-        return dict(texts)
+                content = "" if ended else json.loads(event)["choices"][0]["delta"].get("content")
+                if content:
+                    text += content
+                    times.append(time.monotonic())
+        assert ended, f"the stream was cut after {text!r}"
+        return Streamed(text, max((later - sooner for sooner, later in pairwise(times)), default=0.0))
+
+
+class Streamed(NamedTuple):
+    text: str
+    longest_pause: float
+
+
+def question(cups: int) -> dict[str, Any]:
+    """A greedy request that takes a forward a token. Decoded block by block, what goes on elsewhere stays the same."""
+    content = f"Mia has {cups} cups. Mia gives away 2 cups. How many cups does Mia have now?"
+    decoding = {"buffer_size": 1, "tau_m2t": 1.0}
+    return {"model": "tiny-mbd", "messages": [{"role": "user", "content": content}], "decoding": decoding}
 
 
 @pytest.fixture
@@ -261,7 +255,7 @@ def served(cluster: HostCluster) -> Iterator[Client]:
     started = time.monotonic()
     serve("deploy", str(ROOT / "k8s" / "base" / "serve.yaml"))
     try:
-        wait_for(lambda: client.ready_engines() == 2, "two engines")
+        wait_for(lambda: len(client.engines()) == 2, "two engines")
         say("two engines are ready", since=started)
         yield client
     finally:
@@ -270,31 +264,33 @@ def served(cluster: HostCluster) -> Iterator[Client]:
 
 
 def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostCluster, served: Client) -> None:
-    wanted = served.whole()
-    engines, gateways = cluster.actors(SERVED_ENGINE), cluster.actors(GATEWAY)
-    assert len({*engines.values(), *gateways.values()}) == 3
-    dying = next(host for host in cluster.workers if host.address in engines.values())
+    questions = range(10, 50)
+    with ThreadPoolExecutor(2 * len(questions)) as threads:
+        wanted = list(threads.map(served.whole, questions))
+        engines, gateways = cluster.actors(SERVED_ENGINE), cluster.actors(GATEWAY)
+        assert len({*engines.values(), *gateways.values()}) == 3
 
-    num_streams, pauses = 4, []
-    began = threading.Barrier(num_streams + 1)
-    with ThreadPoolExecutor(2 * num_streams) as threads:
-        streams = [threads.submit(served.streamed, began, pauses) for _ in range(num_streams)]
-        began.wait(PATIENCE)  # each stream has had tokens
-        replies = [threads.submit(served.whole) for _ in range(num_streams)]
-        time.sleep(0.2)
-        assert not any(answer.done() for answer in (*streams, *replies))
+        streams = [threads.submit(served.streamed, cups) for cups in questions]
+        replies = [threads.submit(served.whole, cups) for cups in questions]
+        busy = wait_for(lambda: [id for id, running in served.engines().items() if running >= 8], "a busy engine")
+        (address,) = (address for name, address in engines.items() if name.endswith(f"#{busy[0]}"))
+        (dying,) = (host for host in cluster.workers if host.address == address)
         fault = time.monotonic()
         dying.kill()
-        answers = [answer.result(PATIENCE) for answer in (*streams, *replies)]
-    say("all answers have ended whole", since=fault)
-    print(f"         longest pause of each stream: {', '.join(f'{pause:.1f} s' for pause in sorted(pauses))}")
-    assert answers == [wanted] * len(answers)
+        assert not all(answer.done() for answer in streams)
+        streamed = [stream.result(PATIENCE) for stream in streams]
+        say("all streams have ended", since=fault)
+        assert [reply.result(PATIENCE) for reply in replies] == wanted
+        assert [stream.text for stream in streamed] == wanted
+    pauses = sorted(stream.longest_pause for stream in streamed)
+    say("all replies have ended", since=fault)
+    print(f"         longest pauses of streams: {', '.join(f'{pause:.1f} s' for pause in pauses[-8:])}")
 
     cluster.start(dying)
-    wait_for(lambda: len(cluster.actors(SERVED_ENGINE).keys() - engines.keys()) == 1, "another engine")
-    wait_for(lambda: served.ready_engines() == 2, "two engines")
+    say("a host has joined in its place", since=fault)
+    wait_for(lambda: len(cluster.actors(SERVED_ENGINE)) == len(served.engines()) == 2, "two engines")
     say("two engines are ready again", since=fault)
-    assert served.whole() == wanted
+    assert served.whole(questions[0]) == wanted[0]
 
 
 KILLED_RUN = """
