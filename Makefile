@@ -1,5 +1,6 @@
 # demo   train, sweep, serve and ask a small MBD-LM on a local Ray cluster
-# test   the whole test suite
+# test   the test suite, without what is marked slow
+# test-slow  the rest: hosts that are killed, faults, soaks, the image's steps
 # check  formatting, lint, types and import contracts
 # serve  the shipped model behind an OpenAI-compatible endpoint on http://127.0.0.1:8000
 # Each makes .venv and installs what it needs.
@@ -9,13 +10,16 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test check serve
+.PHONY: demo test test-slow check serve
 
 demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.installed
 	$(BIN)/pre-commit run --all-files

@@ -13,10 +13,11 @@ FinishReason = Literal["stop", "length", "abort"]
 class Request:
     """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
-    logprobs   report the log-probability of every token in the forward that accepted it
-    committed  the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
-               `max_tokens`, stands in the output's tokens, and is not handed out again
-    adapter    the LoRA adapter to decode with, by the name under which the engine loaded it
+    logprobs       report the log-probability of every token in the forward that accepted it
+    committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
+                   `max_tokens`, stands in the output's tokens, and is not handed out again
+    first_forward  the forwards that it took part in there: the noise of drawn tokens goes on from that number
+    adapter        the LoRA adapter to decode with, by the name under which the engine loaded it
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     committed: tuple[int, ...] = ()
+    first_forward: int = 0
     adapter: str | None = None
 
 

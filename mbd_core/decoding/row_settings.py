@@ -98,7 +98,7 @@ class RowSettings:
             "softens": config.soft is not None,
             "top_k": sampling.top_k,
             "seed": sampling.seed,
-            "forward": 0,
+            "forward": request.first_forward,
         }
         real = {
             "tau_add": config.tau_add,

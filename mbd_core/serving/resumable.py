@@ -110,7 +110,8 @@ class ResumingStream:
         if request.decoding.canvas is not None:
             self._repeats = list(self._tokens)
             return request
-        return replace(request, committed=(*request.committed, *self._tokens))
+        num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
+        return replace(request, committed=(*request.committed, *self._tokens), first_forward=num_forwards)
 
     def _joined(self, step: StepOutput) -> StepOutput:
         """The step as a part of the whole answer."""

@@ -128,8 +128,11 @@ def test_a_drawn_answer_goes_on_with_its_seed_and_its_limits(engine: Engine, buf
     output = output_of(steps)
     assert len(output.tokens) == 40
     for again in replicas.requests[1:]:
-        assert again == replace(request, committed=again.committed)
+        assert again == replace(request, committed=again.committed, first_forward=again.first_forward)
         assert output.tokens[: len(again.committed)] == again.committed != ()
+        assert again.first_forward > 0
+    if buffer_size == 1:
+        assert output.tokens == engine.generate([request])[0].tokens, "the noise goes on too"
 
 
 def test_a_request_that_breaks_every_replica_ends(engine: Engine) -> None:
