@@ -159,9 +159,9 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
     """A model's replicas as a Serve deployment.
 
     A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
-    there is no replica, is bounded too. Replicas on
-    CPUs divide the machine's memory for keys and values, as they may be on one machine. A replica that Serve ends
-    alone, in a redeployment, has `drain_seconds` to finish its requests: it gets no more, and is killed after that.
+    there is no replica, is bounded too. Replicas on CPUs divide the machine's memory for keys and values, as they may
+    be on one machine. A replica that Serve ends alone, in a redeployment, has `drain_seconds` to finish its requests:
+    it gets no more, and is killed after that.
     """
     engine, topology = model.engine, args.topology(model)
     capacity = engine.max_rows + model.max_waiting

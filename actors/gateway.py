@@ -18,6 +18,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
@@ -34,11 +35,12 @@ from mbd_core.serving.openai_errors import ApiError, api_error, clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
 from mbd_core.serving.resumable import ResumingSource
-from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.served_model import EngineLimits, ServedModel
 from mbd_core.serving.text_stream import RequestTimedOut
 
 log = logging.getLogger("ray.serve")
 
+LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
 STOP_SECONDS = 10.0
 KEY_LENGTH = 16
@@ -117,7 +119,7 @@ class ModelRoute:
         """
         try:
             async with asyncio.timeout(seconds):
-                limits = await self.handle.limits.remote()
+                limits = await self._limits()
         except TimeoutError:
             raise RequestTimedOut(f"no replica of the model was ready within {seconds or 0:g} s") from None
         args = await asyncio.to_thread(self.model.checked)
@@ -130,6 +132,14 @@ class ModelRoute:
             num_engines=self.model.most_replicas,
             adapter=adapter,
         )
+
+    async def _limits(self) -> EngineLimits:
+        """The limits, from the first replica that lives long enough to tell them."""
+        while True:
+            try:
+                return await self.handle.limits.remote()
+            except RayActorError:
+                await asyncio.sleep(LIMITS_PAUSE)
 
     async def states(self) -> list[dict[str, Any]]:
         """`EngineReplica.state` of each replica; of one that does not answer, why."""
@@ -170,6 +180,9 @@ class Gateway:
         adapters: dict[str, list[str]] = content["adapters"]
         offered = {name: self._model(name, route, None) for name, route in self._routes.items()}
         for base, names in adapters.items():
+            if base not in self._routes:
+                log.error("user_config: adapters of '%s' are left out; served here: %s", base, ", ".join(self._routes))
+                continue
             offered |= {name: self._model(name, self._routes[base], name) for name in names}
         self.server.offer(offered)
 
