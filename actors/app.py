@@ -17,11 +17,12 @@ def build(args: ServingArgs) -> serve.Application:
     """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
     fixed = args.model_copy(update={"models": [model.without_content() for model in args.models]})
     engines = [engine_replicas(args, model) for model in args.models]
-    waiting = sum(model.max_waiting * model.most_replicas for model in args.models)
+    # A gateway holds what waits for its engines, which bound it: what stands before it waits only to be handed over.
+    most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
     return Gateway.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         num_replicas=args.gateways,
-        max_ongoing_requests=max(1000, 2 * waiting),
-        max_queued_requests=waiting,
+        max_ongoing_requests=most,
+        max_queued_requests=most,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         max_constructor_retry_count=2,
         health_check_period_s=1,

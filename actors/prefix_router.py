@@ -19,6 +19,9 @@ NUM_CHAINS = 64  # of requests between their choice and their acceptance; more a
 class PrefixRouter(RequestRouter):
     """`RequestRouterConfig(request_router_class=..., request_router_kwargs={"page_size": ..., "balance": ...})`."""
 
+    # Serve's 0.1 s is too short for an idle replica on a busy machine, and the busy replicas would get everything.
+    queue_len_response_deadline_s = 1.0
+
     def initialize_state(self, *, page_size: int, balance: int) -> None:
         """Called by Serve with the config's `request_router_kwargs`."""
         self._affinity = PrefixAffinity(balance=balance)

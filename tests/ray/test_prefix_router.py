@@ -106,6 +106,24 @@ def test_a_full_replica_and_one_that_does_not_answer_are_passed_over() -> None:
     assert second != first and third == second
 
 
+def test_an_idle_replica_on_a_busy_machine_has_time_to_say_so() -> None:
+    """The other one's load is known; this one takes three times what Serve waits for."""
+
+    @dataclass(eq=False)
+    class Late(Replica):
+        async def get_queue_len(self, *, deadline_s: float) -> int:
+            await asyncio.sleep(0.3)
+            return 0
+
+    async def run() -> str:
+        busy = Replica("busy")
+        routed = router(Late("idle"), busy)
+        routed.on_new_queue_len_info(busy.replica_id, 3)
+        return await route(routed, call(1, 2, 3, 4))
+
+    assert asyncio.run(run()) == "idle"
+
+
 def test_a_call_without_a_request_goes_to_any_replica() -> None:
     async def run() -> str:
         metadata = RequestMetadata(request_id="r", internal_request_id="r")
