@@ -36,7 +36,6 @@ from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
 from mbd_core.serving.resumable import ResumingSource
 from mbd_core.serving.served_model import EngineLimits, ServedModel
-from mbd_core.serving.text_stream import RequestTimedOut
 
 log = logging.getLogger("ray.serve")
 
@@ -111,17 +110,13 @@ class ModelRoute:
     handle: DeploymentHandle
 
     async def served_model(
-        self, adapter: str | None, *, seconds: float | None, retry_seconds: float, on_loss: Callable[[], None]
+        self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
     ) -> ServedModel:
         """The model as the API sees it, with an adapter or without.
 
         A replica is asked for its limits; where there is none, one is started, and waited for.
         """
-        try:
-            async with asyncio.timeout(seconds):
-                limits = await self._limits()
-        except TimeoutError:
-            raise RequestTimedOut(f"no replica of the model was ready within {seconds or 0:g} s") from None
+        limits = await self._limits()
         args = await asyncio.to_thread(self.model.checked)
         folder = await asyncio.to_thread(read_folder, Path(args.folder))
         return ServedModel(
@@ -190,8 +185,7 @@ class Gateway:
         def on_loss() -> None:
             self.server.measures.by_model[name].on_loss()
 
-        seconds, retry_seconds = self._args.request_seconds, self._args.retry_seconds
-        return lambda: route.served_model(adapter, seconds=seconds, retry_seconds=retry_seconds, on_loss=on_loss)
+        return lambda: route.served_model(adapter, retry_seconds=self._args.retry_seconds, on_loss=on_loss)
 
     async def __del__(self) -> None:
         """Awaited by Serve when it ends a replica in good order."""

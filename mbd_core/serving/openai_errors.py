@@ -3,7 +3,7 @@
 from typing import Any
 
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.serving.text_stream import RequestTimedOut
+from mbd_core.serving.time_limit import RequestTimedOut
 from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats

@@ -23,6 +23,7 @@ from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, Gen
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
+from mbd_core.serving.time_limit import TimeLimit
 
 
 class OpenAIServer:
@@ -39,8 +40,8 @@ class OpenAIServer:
         measures: ServerMeasures | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """`models` gives each model when it is first asked for; an answer may take `request_seconds`, its wait for a
-        batch row included. `measures` are told of every request."""
+        """`models` gives each model when it is first asked for; an answer may take `request_seconds` from the arrival
+        of its request on. `measures` are told of every request."""
         self._models, self._request_seconds = dict(models), request_seconds
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
@@ -114,19 +115,22 @@ class OpenAIServer:
     async def _submit(
         self, asked: CompletionRequest | ChatRequest, *, key: str, watch: RequestWatch, on_close: Callable[[], None]
     ) -> Answer:
-        route = await self._route(asked.model)
+        limit = TimeLimit(self._request_seconds)
+        self.model(asked.model)
         watch.on_model(asked.model)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
-        requests = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing, partial(route.requests, asked, seed=seed)
-        )
+        async with limit.watch():
+            route = await self._route(asked.model)
+            requests = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing, partial(route.requests, asked, seed=seed)
+            )
         stream = await TextStream.open(
             route.model.source,
             requests,
             decode=route.decode,
             stop=asked.stop_strings,
             key=key or asked.user or "",
-            seconds=self._request_seconds,
+            limit=limit,
         )
         chat = isinstance(asked, ChatRequest)
         reply = Reply(
@@ -150,8 +154,7 @@ class OpenAIServer:
         )
 
     async def _route(self, name: str) -> "_Route":
-        """The model's side of a request; `ApiError` (404) for an unknown name."""
-        self.model(name)
+        """The model's side of a request."""
         if name not in self._routes:
             self._routes[name] = _Route(await self._models[name](), self._log)
         return self._routes[name]

@@ -8,11 +8,8 @@ from typing import Self
 
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.serving.committed_text import CommittedText, Decode
+from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_stream import TokenSource, TokenStream
-
-
-class RequestTimedOut(RuntimeError):
-    """The time limit of a request is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class TextStep:
 class TextStream:
     """The steps of one or several requests in the order they come; iterate to the end, or `close()`.
 
-    Raises what the requests' token streams raise, and `RequestTimedOut` after `seconds`.
+    Raises what the requests' token streams raise, and `RequestTimedOut` at the end of `limit`.
     """
 
     def __init__(
@@ -44,13 +41,12 @@ class TextStream:
         *,
         decode: Decode,
         stop: Sequence[str] = (),
-        seconds: float | None = None,
+        limit: TimeLimit | None = None,
     ) -> None:
         """`streams` are those of `requests`; `decode` turns token ids into text (special tokens left out)."""
         self.requests = tuple(requests)
         self.unfinished = {r.request_id for r in requests}
-        self._streams, self._seconds = tuple(streams), seconds
-        self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self._streams, self._limit = tuple(streams), limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._tasks = [
             asyncio.create_task(self._read(_AnswerText(request, decode, stop), stream))
@@ -66,19 +62,18 @@ class TextStream:
         decode: Decode,
         stop: Sequence[str] = (),
         key: str = "",
-        seconds: float | None = None,
+        limit: TimeLimit | None = None,
     ) -> Self:
         """Submit `requests`, all or none; raises as `TokenSource.open` does, and `RequestTimedOut`."""
+        limit = limit or TimeLimit(None)
         opening = [asyncio.ensure_future(source.open(r, key=key)) for r in requests]
         try:
-            async with asyncio.timeout(seconds):
+            async with limit.watch():
                 streams = await asyncio.gather(*opening)
-        except BaseException as error:
+        except BaseException:
             await _close_opened(opening)
-            if isinstance(error, TimeoutError):
-                raise _timed_out(seconds) from None
             raise
-        return cls(requests, streams, decode=decode, stop=stop, seconds=seconds)
+        return cls(requests, streams, decode=decode, stop=stop, limit=limit)
 
     def __aiter__(self) -> AsyncIterator[TextStep]:
         return self
@@ -86,15 +81,14 @@ class TextStream:
     async def __anext__(self) -> TextStep:
         if not self.unfinished:
             raise StopAsyncIteration
-        step: TextStep | Exception
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._limit.watch():
                 step = await self._queue.get()
-        except TimeoutError:
-            step = _timed_out(self._seconds)
-        if isinstance(step, Exception):
+            if isinstance(step, Exception):
+                raise step
+        except Exception:
             self.close()
-            raise step
+            raise
         if step.output is not None:
             self.unfinished.discard(step.request_id)
         return step
@@ -168,7 +162,3 @@ async def _close_opened(opening: "Sequence[asyncio.Future[TokenStream]]") -> Non
         if not isinstance(done, BaseException):
             with suppress(Exception):
                 done.close()
-
-
-def _timed_out(seconds: float | None) -> RequestTimedOut:
-    return RequestTimedOut(f"the request was not answered within {seconds or 0:g} s")

@@ -21,7 +21,8 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.committed_text import BROKEN
 from mbd_core.serving.load import LoadedModel, load_engine
-from mbd_core.serving.text_stream import RequestTimedOut, TextStep, TextStream
+from mbd_core.serving.text_stream import TextStep, TextStream
+from mbd_core.serving.time_limit import RequestTimedOut, TimeLimit
 from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
@@ -318,7 +319,7 @@ def test_the_time_limit_ends_a_request_that_runs_and_one_that_waits(loaded: Load
         async with running(loaded) as engine:
             for _ in range(2):
                 long = [request(loaded, f"r{i}", max_tokens=400, tau_m2t=1.0, buffer_size=1) for i in range(4)]
-                stream = await submit(loaded, engine, *long, seconds=0.2)
+                stream = await submit(loaded, engine, *long, limit=TimeLimit(0.2))
                 with pytest.raises(RequestTimedOut, match=r"within 0\.2 s"):
                     async for _ in stream:
                         pass

@@ -15,6 +15,8 @@ from local_server import server_of
 
 from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.openai_server import OpenAIServer
+from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.time_limit import RequestTimedOut
 from mbd_core.serving.token_stream import EngineFailed
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
@@ -246,17 +248,35 @@ def test_an_answer_that_takes_too_long_is_a_504(tiny_model_dir: Path) -> None:
     server = server_of(tiny_model_dir, request_seconds=0.05)
     slow = {"prompt": "x", "max_tokens": 400, "decoding": {"buffer_size": 1, "tau_m2t": 1.0}}
 
-    async def scenario() -> None:
+    async def answered() -> None:
         answer = await server.complete(body(**slow))
         try:
             await answer.whole()
-        except Exception as error:
-            seen = api_error(error)
-            assert (seen.status, seen.code) == (504, "timeout")
-            assert "0.05 s" in seen.message
-        else:
-            raise AssertionError("400 tokens within 0.05 s")
         finally:
             answer.close()
+
+    check_timeout(server, answered)
+
+
+def test_the_wait_for_a_model_counts_too() -> None:
+    async def model() -> ServedModel:
+        await asyncio.sleep(LIMIT)
+        raise AssertionError("the request outlived its limit")
+
+    server = OpenAIServer({"tiny": model}, request_seconds=0.05)
+
+    async def answered() -> None:
+        await server.complete(body(prompt="x"))
+
+    check_timeout(server, answered)
+
+
+def check_timeout(server: OpenAIServer, answered: Callable[[], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RequestTimedOut) as caught:
+            await answered()
+        seen = api_error(caught.value)
+        assert (seen.status, seen.code) == (504, "timeout")
+        assert "0.05 s" in seen.message
 
     run(server, scenario)

@@ -10,7 +10,8 @@ from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.request_measures import NO_MODEL, RequestMeasures, RequestWatch, ServerMeasures
-from mbd_core.serving.text_stream import RequestTimedOut, TextStep
+from mbd_core.serving.text_stream import TextStep
+from mbd_core.serving.time_limit import RequestTimedOut
 from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 
