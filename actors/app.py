@@ -30,5 +30,5 @@ def build(args: ServingArgs) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
-        user_config={"adapters": args.adapters},
+        user_config=args.content.model_dump(),
     ).bind(fixed, engines)

@@ -20,7 +20,7 @@ from actors.autoscaling import KV_LOAD, REQUESTS, TokenPolicy
 from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import EngineExporter, ExportTimer
-from actors.serving_args import ModelArgs, ServingArgs
+from actors.serving_args import EngineContent, ModelArgs, ServingArgs
 from actors.tracing import annotate
 from cluster.storage import fetch_model
 from mbd_core.decoding.request import Output, Request, StepOutput
@@ -64,7 +64,7 @@ class EngineReplica:
         join_core_logs()
         keep_to_loopback()
         trace = None if args.trace is None else self._recorder(Path(args.trace))
-        self.service = EngineService(args, log=log, trace=trace)
+        self.service = EngineService(args, trace=trace)
         self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))
         self._ending = self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
@@ -81,15 +81,16 @@ class EngineReplica:
         return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
 
     async def reconfigure(self, content: dict[str, Any]) -> None:
-        """Take over weights and adapters; called by Serve at the start, and where `ModelArgs.content` has changed.
+        """Take over `EngineContent`; called by Serve at the start, and where it has changed.
 
         Content that cannot be taken over fails a start. Later the replica keeps what it has, and `/health` says why:
         Serve would otherwise end replicas that serve well.
         """
         try:
-            weights = content["weights"] and await asyncio.to_thread(fetch_model, content["weights"])
-            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in content["adapters"].items()}
-            await self.service.arrange(weights=Path(weights) if weights else None, adapters=adapters)
+            asked = EngineContent.read(content)
+            weights = None if asked.weights is None else Path(await asyncio.to_thread(fetch_model, asked.weights))
+            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in asked.adapters.items()}
+            await self.service.arrange(weights=weights, adapters=adapters)
         except ValueError as error:
             if not self._serves:
                 raise
@@ -104,7 +105,7 @@ class EngineReplica:
         Raises `RequestRefused`, `TooManyRequests`, and `ReplicaLost` once the engine has failed.
         """
         try:
-            stream = await self.service.open(request, key=key)
+            stream = await self.service.engine.open(request, key=key)
             try:
                 yield None
                 async for step in stream:
@@ -169,7 +170,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
         engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / model.most_replicas)
     return EngineReplica.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         name=model.served_name.replace("/", "-").replace("#", "-"),
-        user_config=model.content,
+        user_config=model.content.model_dump(),
         **_number(model),
         **_routing(model),
         max_ongoing_requests=2 * capacity,

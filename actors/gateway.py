@@ -28,7 +28,7 @@ from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
-from actors.serving_args import ModelArgs, ServingArgs
+from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.openai_errors import ApiError, api_error, clipped
@@ -167,19 +167,30 @@ class Gateway:
             for model, handle in zip(args.models, handles, strict=True)
         }
         self.server = OpenAIServer({}, request_seconds=args.request_seconds, log=log)
-        self.reconfigure({"adapters": {}})
+        self._serves = False
+        self._refused: str | None = None  # why the newest content was not taken over
         self._exports = ExportTimer(RequestExporter(self.server.measures))
 
     def reconfigure(self, content: dict[str, Any]) -> None:
-        """Serve the models, and their adapters by name; called by Serve where the adapters have changed."""
-        adapters: dict[str, list[str]] = content["adapters"]
+        """Serve the models and their adapters by name; called by Serve with `GatewayContent`.
+
+        Content that cannot be taken over fails a start. Later the gateway keeps what it has, and `/health` says why.
+        """
+        try:
+            adapters = GatewayContent.read(content).adapters
+            for base in adapters.keys() - self._routes.keys():
+                raise ValueError(f"user_config.adapters: '{base}' is no model; served here: {', '.join(self._routes)}")
+        except ValueError as error:
+            if not self._serves:
+                raise
+            log.error("adapters were not taken over", exc_info=error)
+            self._refused = str(error)
+            return
         offered = {name: self._model(name, route, None) for name, route in self._routes.items()}
         for base, names in adapters.items():
-            if base not in self._routes:
-                log.error("user_config: adapters of '%s' are left out; served here: %s", base, ", ".join(self._routes))
-                continue
             offered |= {name: self._model(name, self._routes[base], name) for name in names}
         self.server.offer(offered)
+        self._serves, self._refused = True, None
 
     def _model(self, name: str, route: ModelRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
         def on_loss() -> None:
@@ -223,6 +234,7 @@ class Gateway:
         body = {
             "ready": not self.server.draining and all(model["ready"] for model in models),
             "draining": self.server.draining,
+            "refused_content": self._refused,
             "running": sum(r["running"] for r in everybody),
             "waiting": sum(r["waiting"] for r in everybody),
             "models": models,

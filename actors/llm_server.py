@@ -94,7 +94,7 @@ class DiffusionServer:
         args = model.checked()
         torch.set_num_threads(args.num_threads)
         self._config = llm_config
-        self.service = EngineService(args, log=log)
+        self.service = EngineService(args)
         self.server = OpenAIServer({args.name: self._served_model}, log=log)
         log.info(self.service.describe())
 

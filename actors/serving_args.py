@@ -4,9 +4,9 @@ It is the `args` of the application in a Serve config file; unknown fields are r
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.storage import fetch_model
 from cluster.topology import Topology
@@ -51,6 +51,33 @@ class Autoscaling(Fields):
         if self.min > self.max:
             raise ValueError(f"min={self.min} exceeds max={self.max}")
         return self
+
+
+class Content(Fields):
+    """What a deployment that runs takes over: Serve's `user_config`."""
+
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """Raises `ValueError`, one sentence, for what is no such content."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in ("user_config", *first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}; the fields are {', '.join(cls.model_fields)}") from None
+
+
+class EngineContent(Content):
+    """`weights` and `adapters` as in `ModelArgs`."""
+
+    weights: str | None = None
+    adapters: dict[str, str] = {}
+
+
+class GatewayContent(Content):
+    """The names of the adapters, by model."""
+
+    adapters: dict[str, list[str]] = {}
 
 
 class ModelArgs(Fields):
@@ -102,9 +129,9 @@ class ModelArgs(Fields):
         return self.name or self.model.rstrip("/").rpartition("/")[2]
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What replicas that run take over: Serve's `user_config` of the engines."""
-        return {"weights": self.weights, "adapters": self.adapters}
+    def content(self) -> EngineContent:
+        """What replicas that run take over."""
+        return EngineContent(weights=self.weights, adapters=self.adapters)
 
     def without_content(self) -> "ModelArgs":
         """What replicas must be replaced for, where it changes."""
@@ -161,19 +188,14 @@ class ServingArgs(Fields):
         return self
 
     @property
-    def adapters(self) -> dict[str, list[str]]:
-        """The adapters' names by model: what gateways that run take over."""
-        return {model.served_name: list(model.adapters) for model in self.models}
+    def content(self) -> GatewayContent:
+        """What gateways that run take over."""
+        return GatewayContent(adapters={model.served_name: list(model.adapters) for model in self.models})
 
-    def topology(self, model: ModelArgs, *, replicas: int | None = None) -> Topology:
-        """What a model's replicas ask of the cluster; by default as many as there may be."""
+    def topology(self, model: ModelArgs) -> Topology:
+        """What a model's replicas ask of the cluster, as many as there may be."""
         return Topology(
-            processes=model.most_replicas if replicas is None else replicas,
+            processes=model.most_replicas,
             ranks=model.tensor_parallel,
             gpus_per_rank=int(self.device == "gpu"),
         )
-
-
-def serving_args(values: Any) -> ServingArgs:
-    """The application's arguments from a config file's; raises pydantic's `ValidationError`, a `ValueError`."""
-    return ServingArgs.model_validate(values)

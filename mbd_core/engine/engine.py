@@ -18,6 +18,7 @@ from mbd_core.engine.collector import Collector
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.engine.resident_adapters import AdapterInUse
 from mbd_core.engine.rows import StepRows, packed_rows
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
@@ -212,12 +213,12 @@ class Engine:
         self.adapters.place(name, self.adapters.read(name, folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Free an adapter's place; `ValueError` for one that is not loaded, or that requests use."""
+        """Free an adapter's place; `ValueError` for one that is not loaded, `AdapterInUse` where requests use it."""
         if self.adapters.get(name) is None:
             raise ValueError(f"adapter '{name}' is not loaded")
         known = (*self.scheduler.running.values(), *self.scheduler.waiting)
         if users := sum(sequence.request.adapter == name for sequence in known):
-            raise ValueError(f"adapter '{name}' cannot be unloaded while {users} requests use it")
+            raise AdapterInUse(f"adapter '{name}' cannot be unloaded while {users} requests use it")
         self.adapters.remove(name)
 
     def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt") -> None:

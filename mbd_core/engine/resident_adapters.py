@@ -13,6 +13,10 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard
 
 
+class AdapterInUse(ValueError):
+    """Requests use the adapter that was to be unloaded."""
+
+
 @dataclass(frozen=True)
 class ResidentAdapter:
     """An adapter in its slot. `serial` is its own among all that were ever loaded: what was stored with one adapter is

@@ -1,18 +1,17 @@
 """One engine that serves: loaded, stepped behind asyncio, and asked how it is. What a replica's process runs."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mbd_core.decoding.request import Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_measures import EngineMeasures
+from mbd_core.engine.resident_adapters import AdapterInUse
 from mbd_core.parallel.group import RankLost
-from mbd_core.serving.async_engine import AsyncEngine, EngineStream
+from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.load import load_engine
 from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT
@@ -27,11 +26,9 @@ UNLOAD_PAUSE = 0.2
 class EngineService:
     """A model's engine as a `TokenSource`. Its methods belong to one event loop; `stop()` ends what it started."""
 
-    def __init__(
-        self, args: EndpointArgs, *, log: logging.Logger | None = None, trace: TraceRecorder | None = None
-    ) -> None:
+    def __init__(self, args: EndpointArgs, *, trace: TraceRecorder | None = None) -> None:
         """Load the model and capture its graphs. Steps are recorded in `trace`; `stop()` closes it."""
-        self.args, self._trace, self._log = args, trace, log or logging.getLogger(__name__)
+        self.args, self._trace = args, trace
         self.loaded = load_engine(
             Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
         )
@@ -62,10 +59,6 @@ class EngineService:
             name=self.args.name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
         )
 
-    async def open(self, request: Request, *, key: str = "") -> EngineStream:
-        """The stream of a request that was taken; raises as `AsyncEngine.open` does."""
-        return await self.engine.open(request, key=key)
-
     async def arrange(self, *, weights: Path | None, adapters: Mapping[str, Path]) -> None:
         """Decode with a folder's weights (`None`: the model's own) and with these adapters, from the next step on.
 
@@ -84,16 +77,18 @@ class EngineService:
             self._weights = weights
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter as soon as no request uses it."""
-        async with asyncio.timeout(UNLOAD_SECONDS):
-            while True:
-                try:
-                    await self.engine.call(partial(Engine.unload_adapter, name=name))
-                except ValueError:  # requests use it
-                    await asyncio.sleep(UNLOAD_PAUSE)
-                else:
-                    del self._adapters[name]
-                    return
+        """Unload an adapter as soon as no request uses it; `ValueError` where one still does after a long time."""
+        end = asyncio.get_running_loop().time() + UNLOAD_SECONDS
+        while True:
+            try:
+                await self.engine.call(partial(Engine.unload_adapter, name=name))
+            except AdapterInUse:
+                if asyncio.get_running_loop().time() > end:
+                    raise
+                await asyncio.sleep(UNLOAD_PAUSE)
+            else:
+                del self._adapters[name]
+                return
 
     async def stop(self) -> None:
         """End the engine and its threads, and write the end of the trace."""

@@ -82,8 +82,15 @@ class ResumingStream:
     async def _go_on(self, loss: ReplicaLost) -> None:
         """Submit the rest of the request where a replica takes it; `EngineFailed` once the time is over."""
         self._num_losses += 1
-        if self._num_losses > MAX_LOSSES:
+        try:
+            self._stream = await self._elsewhere(loss)
+        except Exception:  # where the client leaves it is a cancellation, and no loss
             self._on_loss()
+            raise
+        self._on_loss()
+
+    async def _elsewhere(self, loss: ReplicaLost) -> TokenStream:
+        if self._num_losses > MAX_LOSSES:
             raise EngineFailed(f"{self._num_losses} replicas were lost under this request") from loss
         if self._last is not None:
             self._earlier, self._last = _sum(self._earlier, self._last), None
@@ -92,18 +99,12 @@ class ResumingStream:
             async with asyncio.timeout(self._retry_seconds):
                 while True:
                     try:
-                        self._stream = await self._replicas.open(rest, key=self._key)
-                        self._on_loss()
-                        return
+                        return await self._replicas.open(rest, key=self._key)
                     except (ReplicaLost, TooManyRequests):
                         await asyncio.sleep(pause)
                         pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
-            self._on_loss()
             raise EngineFailed(f"no replica took the request over within {self._retry_seconds:g} s") from loss
-        except Exception:
-            self._on_loss()
-            raise
 
     def _rest(self) -> Request:
         request = self._request

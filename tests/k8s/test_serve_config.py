@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from actors.app import GATEWAY_CPUS
-from actors.serving_args import ServingArgs, serving_args
+from actors.serving_args import ServingArgs
 from cluster.topology import ClusterTooSmall, Topology, check_room
 
 SERVING = ("cpu-kind", "gpu", "gpu-incremental")
@@ -38,7 +38,7 @@ def unknown_keys(given: Any, model: Any) -> Iterator[str]:
 
 def arguments(config: dict[str, Any]) -> ServingArgs:
     (application,) = config["applications"]
-    return serving_args(application["args"])
+    return ServingArgs.model_validate(application["args"])
 
 
 @each_file

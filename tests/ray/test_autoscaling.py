@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from actors.autoscaling import KV_LOAD, REQUESTS, TokenPolicy, replicas_wanted
 from actors.engine_replica import engine_replicas
 from actors.prefix_router import PrefixRouter
-from actors.serving_args import ServingArgs, serving_args
+from actors.serving_args import ServingArgs
 
 
 def context(*, running: int, reported: dict[str, list[float]], requests: float = 0, queued: float = 0) -> Any:
@@ -71,7 +71,7 @@ def test_those_who_only_ask_for_health_do_not_keep_the_last_replica() -> None:
 
 
 def args(**model: Any) -> ServingArgs:
-    return serving_args({"device": "cpu", "models": [{"model": "tiny-bd", **model}]})
+    return ServingArgs.model_validate({"device": "cpu", "models": [{"model": "tiny-bd", **model}]})
 
 
 def options(**model: Any) -> Any:

@@ -40,18 +40,20 @@ class Deployer:
         self._client, self._model = ServeSubmissionClient(dashboard_url), model
 
     def __call__(self, weights: Path | None = None, adapters: dict[str, str] | None = None) -> None:
+        content = {"weights": None if weights is None else str(weights), "adapters": adapters or {}}
+        self.contents(content, {"adapters": {MODEL: list(adapters or {})}})
+
+    def contents(self, engine_content: dict[str, Any], gateway_content: dict[str, Any]) -> None:
         engine = {"max_rows": 4, "num_pages": 200, "max_adapters": 1}
         model = {"model": str(self._model), "name": MODEL, "engine": engine}
-        names = list(adapters or {})
-        content = {"weights": None if weights is None else str(weights), "adapters": adapters or {}}
         application = {
             "name": MODEL,
             "route_prefix": "/swap",
             "import_path": "actors.app:build",
             "args": {"device": "cpu", "models": [model]},
             "deployments": [
-                {"name": MODEL, "user_config": content},
-                {"name": "Gateway", "user_config": {"adapters": {MODEL: names}}},
+                {"name": MODEL, "user_config": engine_content},
+                {"name": "Gateway", "user_config": gateway_content},
             ],
         }
         self._client.deploy_applications({"applications": [application]})
@@ -75,8 +77,13 @@ def url(serve_instance: str, deploy: Deployer) -> Iterator[str]:
     serve.delete(MODEL)
 
 
+def health(url: str) -> dict[str, Any]:
+    body: dict[str, Any] = httpx.get(f"{url}/health", timeout=LIMIT).json()
+    return body
+
+
 def replica(url: str) -> dict[str, Any]:
-    (model,) = httpx.get(f"{url}/health", timeout=LIMIT).json()["models"]
+    (model,) = health(url)["models"]
     (one, *_) = model["replicas"] or [{}]
     return dict(one)
 
@@ -142,6 +149,22 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(url: str, deplo
     assert complete(url).json()["choices"] == old
     deploy()
     wait_until_taken(url, "refused_content", None)
+
+
+def test_content_that_nothing_can_be_made_of_is_refused_by_both(url: str, deploy: Deployer) -> None:
+    """A misspelt field, and adapters of a model that is not served; both processes go on as before."""
+    old, pid = complete(url).json()["choices"], replica(url)["pid"]
+    deploy.contents({"weight": "elsewhere"}, {"adapters": {"unknown": ["tuned"]}})
+    deadline = time.monotonic() + LIMIT
+    while not ((own := replica(url).get("refused_content")) and (gateway := health(url)["refused_content"])):
+        assert time.monotonic() < deadline, health(url)
+        time.sleep(0.1)
+    assert own.startswith("user_config.weight: ") and "the fields are weights, adapters" in own
+    assert gateway == f"user_config.adapters: 'unknown' is no model; served here: {MODEL}"
+    assert complete(url).json()["choices"] == old
+    deploy()
+    wait_until_taken(url, "refused_content", None)
+    assert replica(url)["pid"] == pid
 
 
 def test_an_adapter_comes_and_goes_by_name(url: str, deploy: Deployer, tiny_model_dir: Path, tmp_path: Path) -> None:

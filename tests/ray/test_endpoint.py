@@ -34,7 +34,7 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
     from ray import serve
 
     from actors.app import build
-    from actors.serving_args import serving_args
+    from actors.serving_args import ServingArgs
     from mbd_core.trace.recorder import read_trace
 
     # batch_invariant: what one request's log-probabilities are must not depend on who else is there, not in a bit
@@ -45,7 +45,7 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
         "trace": str(traces),
         "engine": {"max_rows": 4, "num_pages": 200, "batch_invariant": True},
     }
-    args = serving_args({"device": "cpu", "models": [model]})
+    args = ServingArgs.model_validate({"device": "cpu", "models": [model]})
     serve.run(build(args), name="endpoint", route_prefix="/")
     yield serve_instance
     serve.delete("endpoint")

@@ -50,11 +50,13 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
     from actors.app import build
-    from actors.serving_args import serving_args
+    from actors.serving_args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200, "batch_invariant": True}
     model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": REPLICAS, "engine": engine}
-    args = serving_args({"device": "cpu", "gateways": GATEWAYS, "retry_seconds": LIMIT, "models": [model]})
+    args = ServingArgs.model_validate(
+        {"device": "cpu", "gateways": GATEWAYS, "retry_seconds": LIMIT, "models": [model]}
+    )
     serve.run(build(args), name=MODEL, route_prefix="/faults")
     yield f"{serve_instance}/faults"
     serve.delete(MODEL)

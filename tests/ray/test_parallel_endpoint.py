@@ -27,11 +27,11 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
     from actors.app import build
-    from actors.serving_args import serving_args
+    from actors.serving_args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200}
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": engine, "tensor_parallel": 2}
-    args = serving_args({"device": "cpu", "retry_seconds": LIMIT, "models": [model]})
+    args = ServingArgs.model_validate({"device": "cpu", "retry_seconds": LIMIT, "models": [model]})
     serve.run(build(args), name=MODEL, route_prefix="/two")
     yield f"{serve_instance}/two"
     last = follower_pids()

@@ -19,12 +19,14 @@ def test_a_model_goes_to_no_replica_and_back_though_its_health_is_asked_for_all_
     from ray import serve
 
     from actors.app import build
-    from actors.serving_args import serving_args
+    from actors.serving_args import ServingArgs
 
     url = f"{serve_instance}/{APP}"
     scaling = {"min": 0, "max": 2, "window_seconds": 11, "up_seconds": 0, "down_seconds": 1}
     model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": scaling, "engine": {"num_pages": 100}}
-    serve.run(build(serving_args({"device": "cpu", "models": [model]})), name=APP, route_prefix=f"/{APP}")
+    serve.run(
+        build(ServingArgs.model_validate({"device": "cpu", "models": [model]})), name=APP, route_prefix=f"/{APP}"
+    )
     try:
         ended = threading.Event()
         watch = threading.Thread(target=probe, args=(url, ended, seen := []))
