@@ -56,8 +56,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.
+ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
+
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] in ONE_BY_ONE:
+            item.add_marker(pytest.mark.xdist_group("one by one"))
 
     if not torch.cuda.is_available():
         for item in items:
