@@ -24,14 +24,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from actors.data_rows import ROWS_KEY, answer_row
-from actors.logs import join_core_logs
+from actors.logs import join_core_logs, logged
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
 from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.answer import Answer
-from mbd_core.serving.openai_errors import ApiError, api_error, clipped
+from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
 from mbd_core.serving.resumable import ResumingSource
@@ -58,14 +58,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
-
-
-def logged(error: Exception) -> ApiError:
-    """The error that the client sees; a failure of ours goes to the log with its traceback."""
-    seen = api_error(error)
-    if seen.status >= 500:
-        log.error("request failed", exc_info=error)
-    return seen
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 
 from actors.data_rows import ADDED_FIELDS, answer_row
+from actors.logs import logged
 from actors.serving_args import ModelArgs
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_service import EngineService
-from mbd_core.serving.openai_errors import ApiError, api_error
+from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.served_model import ServedModel
 
@@ -194,14 +195,6 @@ class DiffusionServer:
 
     async def stop_profile(self) -> None:
         refuse("stop_profile")
-
-
-def logged(error: Exception) -> ApiError:
-    """The error that the client sees; a failure of ours goes to the log with its traceback."""
-    seen = api_error(error)
-    if seen.status >= 500:
-        log.error("request failed", exc_info=error)
-    return seen
 
 
 def ray_error(error: ApiError) -> Any:

@@ -8,6 +8,8 @@ import logging
 
 from ray.serve.schema import LoggingConfig
 
+from mbd_core.serving.openai_errors import ApiError, api_error
+
 SERVE_LOG, CORE_LOG = "ray.serve", "mbd_core"
 LOGGING = LoggingConfig(encoding="JSON")
 
@@ -26,3 +28,11 @@ def join_core_logs() -> None:
     core = logging.getLogger(CORE_LOG)
     core.handlers, core.propagate = [ServeHandler()], False
     core.setLevel(logging.INFO)
+
+
+def logged(error: Exception) -> ApiError:
+    """The error that the client sees; a failure of ours goes to the log with its traceback."""
+    seen = api_error(error)
+    if seen.status >= 500:
+        logging.getLogger(SERVE_LOG).error("request failed", exc_info=error)
+    return seen

@@ -28,8 +28,8 @@ from jobs.command_line import (
     json_object,
     numbers,
 )
-from jobs.load_sides import ALONE, Asking, measure, own_sides, url_sides
-from jobs.stream_client import Route
+from jobs.load.sides import ALONE, Asking, measure, own_sides, url_sides
+from jobs.load.stream_client import Route
 from mbd_core.bench.load_generator import Concurrency, Load, LoadRun, Poisson
 from mbd_core.bench.load_plot import draw_load
 from mbd_core.bench.load_rows import (

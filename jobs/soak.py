@@ -115,7 +115,7 @@ def run(
 
 def soak(options: SoakOptions) -> dict[str, Any]:
     """Serve, load, and report; `failures` are sentences, none where all is well."""
-    from jobs.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
+    from jobs.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
 
     serve = ["--model", options.model, "--replicas", str(options.replicas), "--max-rows", str(options.max_rows)]
     serve += ["--num-pages", str(options.num_pages), "--batch-invariant"]
@@ -127,9 +127,9 @@ def soak(options: SoakOptions) -> dict[str, Any]:
 
 
 async def _load(options: SoakOptions, endpoint: Any) -> dict[str, Any]:
-    from jobs.soak_requests import SoakClient
-    from jobs.soak_watch import SoakWatch, memory_rows
-    from jobs.stream_client import Target, open_session, served_models
+    from jobs.load.soak_requests import SoakClient
+    from jobs.load.soak_watch import SoakWatch, memory_rows
+    from jobs.load.stream_client import Target, open_session, served_models
 
     problems = load_problems(find_task("gsm-mini"), seed=options.seed, limit=NUM_PROMPTS).problems
     rng, seconds = random.Random(options.seed), 60 * options.minutes

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from jobs.load.soak_requests import Ended, SoakClient
+from jobs.load.soak_watch import Sample, memory_rows
+from jobs.load.stream_client import Target, open_session
 from jobs.soak import end_rows, failures, held_pages
-from jobs.soak_requests import Ended, SoakClient
-from jobs.soak_watch import Sample, memory_rows
-from jobs.stream_client import Target, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}

@@ -13,7 +13,7 @@ import psutil
 
 from cluster.local import SUPERVISOR, free_ports
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from jobs.stream_client import StreamError, Target, failure_kind, stream_chunks
+from jobs.load.stream_client import StreamError, Target, failure_kind, stream_chunks
 
 Kind = Literal["stream", "whole answer", "hang-up", "bad request"]
 End = Literal["whole", "error", "refused", "hung up", "lost", "wrong"]

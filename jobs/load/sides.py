@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from jobs.stream_client import Route, Target, open_session, record_stream, served_models
+from jobs.load.stream_client import Route, Target, open_session, record_stream, served_models
 from mbd_core.bench.load_generator import Concurrency, Load, LoadRun, load_engine_alone, send_load
 from mbd_core.bench.load_records import RequestRecord
 from mbd_core.bench.random_folder import write_random_folder
@@ -115,7 +115,7 @@ def own_sides(
         torch.set_num_threads(threads)
         loaded = started.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
         sides = {ALONE: engine_side(loaded, asking)}
-        from jobs.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
+        from jobs.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
 
         for count in replicas:
             options = _serve_options(args, count)

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from jobs.own_endpoint import OwnEndpoint
+from jobs.load.own_endpoint import OwnEndpoint
 
 ROLES = {  # role: how its processes' titles begin; the first that fits
     "gateway": "ray::ServeReplica:mbd:Gateway",
