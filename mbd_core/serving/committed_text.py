@@ -1,6 +1,8 @@
 """Committed tokens to text as they come: characters split over tokens, and stop strings across any border."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from mbd_core.serving.stop_strings import StopStrings
 
 Decode = Callable[[list[int]], str]
 
@@ -13,18 +15,14 @@ class CommittedText:
     What `push` and `finish` return, joined, is the request's whole text; it does not depend on how the tokens were
     grouped into steps. A character whose bytes are still incomplete is held back (and dropped if generation ends
     inside it), and so is an ending that may yet grow into a stop string. The text ends before the stop string that is
-    complete first; of two complete at the same character, before the longer. Raises `ValueError` on an empty stop
-    string.
+    complete first; of two complete at the same character, before the longer.
 
     The window holds the last tokens whose text is out, then those whose text is not: some tokenizers decode a token
     by the tokens before it.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise ValueError("stop='' would end every text before its first character; leave it out")
-        self._decode = decode
-        self._stop = tuple(stop)
+    def __init__(self, decode: Decode, stops: StopStrings | None = None) -> None:
+        self._decode, self._matcher = decode, (stops or StopStrings()).matcher()
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text is out
         self._context = ""  # their text
@@ -56,12 +54,12 @@ class CommittedText:
         return text
 
     def _release(self, delta: str) -> str:
-        self._ending += delta
-        matches = [(at + len(s), at) for s in self._stop if (at := self._ending.find(s)) >= 0]
-        if matches:
+        match = self._matcher.push(delta)
+        text = self._ending + delta
+        if match is not None:
             self.stopped = True
-            return self._ending[: min(matches)[1]]
-        keep = max((k for s in self._stop for k in range(1, len(s)) if self._ending.endswith(s[:k])), default=0)
-        cut = len(self._ending) - keep
-        text, self._ending = self._ending[:cut], self._ending[cut:]
-        return text
+            end, length = match
+            return text[: len(self._ending) + end - length]
+        cut = len(text) - self._matcher.open_length
+        self._ending = text[cut:]
+        return text[:cut]

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.openai_errors import ApiError, clipped
 
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
 SEEDS = 2**64  # a seed has 64 bits, with sign
@@ -86,6 +86,9 @@ class GenerationRequest(Strict):
     def _check(self) -> "GenerationRequest":
         if len(self.stop_strings) > MAX_STOPS:
             raise ValueError(f"stop: {len(self.stop_strings)} strings given, at most {MAX_STOPS} are taken")
+        longest = max(map(len, self.stop_strings), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise ValueError(f"stop: a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
         if "" in self.stop_strings:
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
         if self.stream_options is not None and not self.stream:

@@ -8,6 +8,7 @@ from typing import Self
 
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.serving.committed_text import CommittedText, Decode
+from mbd_core.serving.stop_strings import StopStrings
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_stream import TokenSource, TokenStream
 
@@ -48,8 +49,9 @@ class TextStream:
         self.unfinished = {r.request_id for r in requests}
         self._streams, self._limit = tuple(streams), limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
+        stops = StopStrings(stop)
         self._tasks = [
-            asyncio.create_task(self._read(_AnswerText(request, decode, stop), stream))
+            asyncio.create_task(self._read(_AnswerText(request, decode, stops), stream))
             for request, stream in zip(self.requests, self._streams, strict=True)
         ]
 
@@ -117,8 +119,8 @@ class TextStream:
 class _AnswerText:
     """One request's answer so far, as tokens and as text."""
 
-    def __init__(self, request: Request, decode: Decode, stop: Sequence[str]) -> None:
-        self._request, self._text = request, CommittedText(decode, stop)
+    def __init__(self, request: Request, decode: Decode, stops: StopStrings) -> None:
+        self._request, self._text = request, CommittedText(decode, stops)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
 

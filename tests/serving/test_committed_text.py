@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.serving.committed_text import BROKEN, CommittedText
+from mbd_core.serving.stop_strings import StopStrings
 
 
 @dataclass
@@ -25,7 +26,7 @@ def cut_up(data: bytes, borders: list[int]) -> list[bytes]:
 
 
 def grow(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], CommittedText]:
-    text = CommittedText(ByteTokens(pieces).decode, stop)
+    text = CommittedText(ByteTokens(pieces).decode, StopStrings(stop))
     deltas = []
     for token in range(len(pieces)):
         deltas.append(text.push(token))
@@ -78,7 +79,7 @@ def test_stop_strings_match_across_any_border(text: str, borders: list[int], sto
 
 
 def test_an_ending_is_held_back_only_while_it_may_become_a_stop_string() -> None:
-    text = CommittedText(ByteTokens([b"x", b"#", b"a", b"#", b"#"]).decode, ("##",))
+    text = CommittedText(ByteTokens([b"x", b"#", b"a", b"#", b"#"]).decode, StopStrings(("##",)))
     assert [text.push(t) for t in range(5)] == ["x", "", "#a", "", ""]
     assert text.stopped
     assert text.finish() == ""
