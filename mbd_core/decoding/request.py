@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -14,6 +15,7 @@ class Request:
     """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
     logprobs       report the log-probability of every token in the forward that accepted it
+    rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`)
     committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
                    `max_tokens`, stands in the output's tokens, and is not handed out again
     first_forward  the forwards that it took part in there: the noise of drawn tokens goes on from that number
@@ -27,9 +29,15 @@ class Request:
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
     logprobs: bool = False
+    rollout: bool = False
     committed: tuple[int, ...] = ()
     first_forward: int = 0
     adapter: str | None = None
+
+    def rest_of_block(self, position: int) -> int:
+        """Positions from `position`, counted from the prompt's first, to the end of its block."""
+        size, origin = self.decoding.block_size, self.decoding.grid_origin(len(self.prompt))
+        return size - (position - origin) % size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +74,7 @@ class Output:
 
     logprobs  if requested, the natural log-probability of each token in the forward that accepted it; not of the
               request's `committed` tokens, which an earlier engine accepted
+    rollout   if requested, when each token was accepted, and the rest of the last block; not of `committed` tokens
     """
 
     request_id: str
@@ -73,6 +82,7 @@ class Output:
     finish_reason: FinishReason
     counts: Counts
     logprobs: tuple[float, ...] | None = None
+    rollout: Rollout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +97,7 @@ class StepOutput:
     output: Output | None
     counts: Counts
     logprobs: tuple[float, ...] | None = None
+    rollout: Rollout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

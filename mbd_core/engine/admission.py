@@ -11,7 +11,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
-Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id", "adapter"]
+Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id", "adapter", "rollout"]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
 
@@ -91,6 +91,7 @@ class Admission:
         self._check_prompt(request)
         self.check_adapter(request)
         self._check_method(request)
+        _check_rollout(request)
         needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
         if needed > self._num_pages:
             raise RequestRefused(
@@ -172,3 +173,15 @@ class Admission:
             )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
+
+
+def _check_rollout(request: Request) -> None:
+    """A step map tells what forwards have seen only where a filled token stays."""
+    decoding = request.decoding
+    changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+    if request.rollout and changes is not None:
+        raise RequestRefused(
+            "rollout",
+            f"a step map cannot be given with {changes}: its forwards see more than masks and final tokens; decode "
+            "without it",
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.request import FinishReason, StepOutput, StepTrace
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import log_probability
 from mbd_core.engine.ahead import LaunchedStep, StepPlan
 from mbd_core.engine.canvas_rows import CanvasRun
@@ -75,6 +76,11 @@ class Collector:
         self.counts.sequence_forwards += len(decoding)
         if plan.kind.work.revises:
             self.counts.edited_tokens += int(report.edited_RN[list(decoding)].sum())
+        for row, sequence in decoding.items():
+            if sequence.step_map is not None:
+                masked_NB = report.masked_RNB[row, : sequence.request.decoding.buffer_size] > 0
+                forward = sequence.request.first_forward + ledger.counts(sequence).num_forwards
+                sequence.step_map.update(masked_NB, forward)
         outputs = []
         for row in report.num_blocks_R.nonzero()[0].tolist():
             if row in decoding:
@@ -100,11 +106,24 @@ class Collector:
         useful = slice(max(0, known - start), max(0, sequence.end - start))
         self._seating.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
-        logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist() if request.logprobs else None
-        return self._emit(sequence, committed[useful], logprobs, ended=ended)
+        logprobs = rollout = None
+        if request.logprobs or request.rollout:
+            logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist()
+        if sequence.step_map is not None:
+            steps = sequence.step_map.take(len(committed) // sequence.block_size)
+            rollout = Rollout(steps=tuple(steps[useful]), logprobs=tuple(logprobs or ()))
+        return self._emit(
+            sequence, committed[useful], logprobs if request.logprobs else None, ended=ended, rollout=rollout
+        )
 
     def _emit(
-        self, sequence: SequenceState, tokens: list[int], logprobs: list[float] | None, *, ended: bool
+        self,
+        sequence: SequenceState,
+        tokens: list[int],
+        logprobs: list[float] | None,
+        *,
+        ended: bool,
+        rollout: Rollout | None = None,
     ) -> StepOutput:
         """Give out new tokens, up to an EOS among them; with that, or when `ended`, the request is done."""
         request = sequence.request
@@ -112,7 +131,12 @@ class Collector:
         cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
         reason: FinishReason | None = "length" if ended else None
         if cut is not None:
+            if rollout is not None:
+                end = len(request.prompt) + len(sequence.emitted) + cut
+                rollout = rollout.cut(tuple(tokens), cut, room=request.rest_of_block(end))
             tokens, reason = tokens[:cut], "stop"
+        if rollout is not None and sequence.rollout is not None:
+            sequence.rollout = sequence.rollout.then(rollout)
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
             sequence.logprobs += logprobs
@@ -127,6 +151,7 @@ class Collector:
             output=sequence.output(reason) if reason is not None else None,
             counts=self._seating.ledger.counts(sequence),
             logprobs=None if logprobs is None else tuple(logprobs),
+            rollout=rollout,
         )
 
     def _collect_canvases(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:

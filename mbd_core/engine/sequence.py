@@ -8,7 +8,9 @@ from torch import Tensor
 
 from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.resident_adapters import ResidentAdapter
+from mbd_core.engine.step_map import StepMap
 
 
 @dataclass(eq=False)
@@ -40,6 +42,8 @@ class SequenceState:
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
+    step_map           where a rollout is asked for: the forwards that filled the positions of its slots
+    rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
@@ -57,6 +61,7 @@ class SequenceState:
     committed: int = 0
     emitted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    rollout: Rollout | None = None
     saved: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
@@ -79,6 +84,7 @@ class SequenceState:
     window: int = field(init=False)
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
+    step_map: StepMap | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -89,6 +95,8 @@ class SequenceState:
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
+        self.rollout = Rollout() if request.rollout else None
+        self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
 
     @property
     def first_window(self) -> int:
@@ -161,6 +169,7 @@ class SequenceState:
             finish_reason=reason,
             counts=self.counts(),
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
+            rollout=self.rollout,
         )
 
 

@@ -10,6 +10,7 @@ from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
 from mbd_core.serving.text_stream import TextStream
+from mbd_core.serving.token_details import TokenDetails
 
 DONE = "data: [DONE]\n\n"
 
@@ -24,6 +25,7 @@ class Answer:
 
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
+    details        what is said of tokens beside their text
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -35,11 +37,13 @@ class Answer:
         *,
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
+        details: TokenDetails | None = None,
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
+        self._details = details or TokenDetails()
 
     def close(self) -> None:
         """Abort what the engine has not finished."""
@@ -60,8 +64,12 @@ class Answer:
                 text=text,
                 reason=output.finish_reason,
                 logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
+                details=self._details.of_prompt(request.prompt)
+                | self._details.of(output.tokens, output.rollout, ends=True),
             )
-            for index, (text, output) in enumerate(zip(texts.values(), ordered, strict=True))
+            for index, (request, text, output) in enumerate(
+                zip(self._stream.requests, texts.values(), ordered, strict=True)
+            )
         ]
         return self._reply.full(choices, [o.counts for o in ordered])
 
@@ -83,14 +91,16 @@ class Answer:
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        if reply.chat:
-            for i in index.values():
-                yield reply.chunk(i, first=True) | no_usage
+        for i, request in enumerate(self._stream.requests):
+            prompt = self._details.of_prompt(request.prompt)
+            if reply.chat or prompt:
+                yield reply.chunk(i, first=True, details=prompt) | no_usage
         async for step in self._stream:
             i = index[step.request_id]
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
-            if step.text or logprobs:
-                yield reply.chunk(i, text=step.text, logprobs=logprobs) | no_usage
+            details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
+            if step.text or logprobs or (details and (step.new_tokens or step.output is not None)):
+                yield reply.chunk(i, text=step.text, logprobs=logprobs, details=details) | no_usage
             if step.output is None:
                 continue
             counts[i] = step.output.counts

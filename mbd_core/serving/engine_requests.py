@@ -38,6 +38,7 @@ def engine_requests(
             decoding=decoding,
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
+            rollout=bool(asked.return_step_map),
             adapter=adapter,
         )
         if asked.budget is None:
@@ -64,7 +65,12 @@ def _api_error(
     refused: RequestRefused, asked: GenerationRequest, prompt_length: int, admission: Admission, *, prompt_field: str
 ) -> ApiError:
     """The engine's refusal in the words of the API: the field as the client named it."""
-    fields = {"prompt": prompt_field, "max_tokens": asked.budget_field, "decoding": "decoding"}
+    fields = {
+        "prompt": prompt_field,
+        "max_tokens": asked.budget_field,
+        "decoding": "decoding",
+        "rollout": "return_step_map",
+    }
     param, message = fields.get(refused.field), str(refused)
     if asked.budget is None and refused.code == "context_length_exceeded":
         param, message = prompt_field, f"{prompt_length} tokens leave no room to generate; "

@@ -1,7 +1,7 @@
 """OpenAI's reply shapes: the whole answer, its streamed chunks, usage, and the `mbd` field."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mbd_core.decoding.request import Counts
@@ -9,11 +9,13 @@ from mbd_core.decoding.request import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyChoice:
-    """One finished answer; `logprobs` in the shape of its route, where asked for."""
+    """One finished answer; `logprobs` in the shape of its route, where asked for, and `details`, fields of its tokens
+    and its prompt."""
 
     text: str
     reason: str
     logprobs: dict[str, Any] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Reply:
     def full(self, choices: Sequence[ReplyChoice], counts: Sequence[Counts]) -> dict[str, Any]:
         """The whole answer in one object."""
         objects = [
-            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason}
+            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason, **c.details}
             for index, c in enumerate(choices)
         ]
         kind = "chat.completion" if self.chat else "text_completion"
@@ -54,6 +56,7 @@ class Reply:
         first: bool = False,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
+        details: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One streamed chunk of choice `index`: its beginning, some text, or its end."""
         if self.chat:
@@ -61,7 +64,7 @@ class Reply:
             choice: dict[str, Any] = {"index": index, "delta": delta}
         else:
             choice = {"index": index, "text": text}
-        choice |= {"logprobs": logprobs, "finish_reason": reason}
+        choice |= {"logprobs": logprobs, "finish_reason": reason, **(details or {})}
         return self._frame(self._chunk_kind, choices=[choice])
 
     def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:

@@ -58,8 +58,10 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """What the two generating routes have in common.
 
-    decoding  `DecodingConfig` fields of this request, parts as objects
-    top_k     beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
+    decoding          `DecodingConfig` fields of this request, parts as objects
+    top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
+    return_token_ids  the ids of the prompt's and the answer's tokens in the reply
+    return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
     """
 
     model: str
@@ -73,6 +75,8 @@ class GenerationRequest(Strict):
     top_k: TopK | None = None
     seed: Seed | None = None
     n: NumChoices | None = None
+    return_token_ids: bool | None = None
+    return_step_map: bool | None = None
     # Nothing depends on these.
     user: str | None = None
     metadata: dict[str, Any] | None = None

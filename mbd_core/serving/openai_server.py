@@ -24,6 +24,7 @@ from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.time_limit import TimeLimit
+from mbd_core.serving.token_details import token_details
 
 
 class OpenAIServer:
@@ -149,6 +150,7 @@ class OpenAIServer:
             watch.measured(stream),
             streamed=bool(asked.stream),
             logprobs=logprobs,
+            details=token_details(asked),
             include_usage=asked.usage_in_stream,
             on_close=on_close,
         )

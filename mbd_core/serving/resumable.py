@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Self
 
 from mbd_core.decoding.request import Counts, Request, StepOutput
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
 
 MAX_LOSSES = 3  # of one request: one that itself breaks every engine must not break them all for ever
@@ -48,6 +49,7 @@ class ResumingStream:
         self._stream: TokenStream | None = None
         self._tokens: list[int] = []  # handed out
         self._logprobs: list[float] = []
+        self._rollout = Rollout() if request.rollout else None
         self._repeats: list[int] = []  # handed out, and to come again from a canvas that began anew
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
@@ -119,6 +121,8 @@ class ResumingStream:
         new_tokens, logprobs = self._without_repeats(step)
         self._tokens += new_tokens
         self._logprobs += logprobs or ()
+        if step.rollout is not None and self._rollout is not None:
+            self._rollout = self._rollout.then(step.rollout)
         self._last = step.counts
         counts = _sum(self._earlier, step.counts)
         output = step.output
@@ -128,6 +132,7 @@ class ResumingStream:
                 tokens=(*self._request.committed, *self._tokens),
                 counts=counts,
                 logprobs=None if output.logprobs is None else tuple(self._logprobs),
+                rollout=self._rollout,
             )
         return replace(step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output)
 

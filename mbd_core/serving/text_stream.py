@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.serving.committed_text import CommittedText, Decode
 from mbd_core.serving.stop_strings import StopStrings
 from mbd_core.serving.time_limit import TimeLimit
@@ -18,8 +19,8 @@ class TextStep:
     """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
-    include the token that completed the stop string and none after it. `logprobs` goes with `new_tokens`, where the
-    request asked for it.
+    include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
+    where the request asked for them.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class TextStep:
     new_tokens: tuple[int, ...]
     output: Output | None
     logprobs: tuple[float, ...] | None = None
+    rollout: Rollout | None = None
 
 
 class TextStream:
@@ -123,6 +125,7 @@ class _AnswerText:
         self._request, self._text = request, CommittedText(decode, stops)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._rollout = Rollout() if request.rollout else None
 
     def add(self, step: StepOutput) -> TextStep:
         """The step's text; the request ends with it where a stop string is complete."""
@@ -137,6 +140,12 @@ class _AnswerText:
             pieces.append(self._text.finish())
         num_new = self._text.num_tokens - num_earlier
         logprobs = None if step.logprobs is None else step.logprobs[:num_new]
+        rollout = step.rollout
+        if rollout is not None and num_new < len(step.new_tokens):
+            end = len(self._request.prompt) + len(self._tokens) + num_new
+            rollout = rollout.cut(step.new_tokens, num_new, room=self._request.rest_of_block(end))
+        if rollout is not None and self._rollout is not None:
+            self._rollout = self._rollout.then(rollout)
         self._tokens += step.new_tokens[:num_new]
         self._logprobs += logprobs or ()
         if self._text.stopped:
@@ -146,6 +155,7 @@ class _AnswerText:
                 finish_reason="stop",
                 counts=replace(step.counts, num_tokens=len(self._tokens)),
                 logprobs=tuple(self._logprobs) if self._request.logprobs else None,
+                rollout=self._rollout,
             )
         return TextStep(
             request_id=self._request.request_id,
@@ -153,6 +163,7 @@ class _AnswerText:
             new_tokens=step.new_tokens[:num_new],
             output=output,
             logprobs=logprobs,
+            rollout=rollout,
         )
 
 

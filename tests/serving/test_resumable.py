@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from full_attention_folder import make_folder
+from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Canvas
@@ -133,6 +134,14 @@ def test_a_drawn_answer_goes_on_with_its_seed_and_its_limits(engine: Engine, buf
         assert again.first_forward > 0
     if buffer_size == 1:
         assert output.tokens == engine.generate([request])[0].tokens, "the noise goes on too"
+
+
+@pytest.mark.parametrize("buffer_size", [1, 4])
+def test_a_step_map_over_lost_replicas_replays(engine: Engine, buffer_size: int) -> None:
+    request = asked(sampling=Sampling(temperature=1.0, seed=7), buffer_size=buffer_size, rollout=True)
+    output = output_of(steps_of(engine, request, [2, 1])[0])
+    assert output.rollout is not None and len(output.rollout.steps) == 40
+    check_replay(engine.model, request, output)
 
 
 def test_a_request_that_breaks_every_replica_ends(engine: Engine) -> None:

@@ -1,0 +1,153 @@
+"""A rollout's step map and log-probabilities, run again with the definition, give the same tokens and numbers."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from step_replay import check_replay
+
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.step_map import OPEN, StepMap
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.model_config import ModelConfig
+
+B, MASK, EOS, VOCAB = 4, 0, 1, 40
+METHODS: dict[str, dict[str, Any]] = {
+    "single": {"buffer_size": 1, "tau_m2t": 0.3},
+    "multi": {"buffer_size": 3, "tau_m2t": 0.3, "tau_add": 0.1, "tau_semi": 0.5},
+    "quota": {"buffer_size": 2, "tokens_per_step": 2, "fallback": "leftmost", "tau_m2t": 0.6},
+    "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
+}
+
+
+def tiny(architecture: str = "SDARForCausalLM", **changes: Any) -> Decoder:
+    config = ModelConfig(
+        architecture=architecture, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256,
+        tie_word_embeddings=False, mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B, **changes,
+    )  # fmt: skip
+    model = Decoder(config)
+    init_weights(model, seed=3, std=0.35)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Decoder]:
+    return {
+        "blocks": tiny(),
+        "shifted": tiny("DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
+    }
+
+
+def asked(seed: int, method: str, **changes: Any) -> Request:
+    rng = random.Random(seed)
+    fields: dict[str, Any] = {
+        "prompt": tuple(rng.choices(range(2, VOCAB), k=rng.randint(1, 21))),
+        "max_tokens": rng.randint(1, 30),
+        "sampling": Sampling(temperature=(0.0, 0.9)[seed % 2], top_k=(0, 12)[seed % 3 == 0], seed=seed),
+        "ignore_eos": seed % 4 == 0,
+        "rollout": True,
+        "logprobs": seed % 5 == 0,
+    }
+    decoding = DecodingConfig(block_size=B, **METHODS[method])
+    return Request(request_id=f"{method} {seed}", decoding=decoding, **fields | changes)
+
+
+def engine_of(model: Decoder, **changes: Any) -> Engine:
+    sizes = {"max_rows": 4, "num_pages": 200, "page_size": 8, "max_prefill_tokens": 12}
+    return Engine(model, EngineConfig(**(sizes | changes)))
+
+
+def check(model: Decoder, request: Request, output: Output) -> None:
+    rollout = output.rollout
+    assert rollout is not None
+    if output.finish_reason == "stop":
+        assert rollout.tail_tokens[0] == EOS
+        end = len(request.prompt) + len(output.tokens) + len(rollout.tail_tokens)
+        last = len(request.prompt) + request.max_tokens
+        assert end == last or (end - request.decoding.grid_origin(len(request.prompt))) % B == 0
+    else:
+        assert not rollout.tail_tokens
+    assert check_replay(model, request, output) <= output.counts.num_forwards - output.counts.num_store_forwards
+    if request.logprobs:
+        assert output.logprobs == rollout.logprobs
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_replay_of_the_step_map_gives_tokens_and_log_probabilities(models: dict[str, Decoder], static: bool) -> None:
+    requests = [asked(s, m) for s, m in enumerate(("single", "multi", "quota") * 4)]
+    engine = engine_of(models["blocks"], static_shapes=static, overlap=static)
+    outputs = engine.generate(requests)
+    for request, output in zip(requests, outputs, strict=True):
+        check(models["blocks"], request, output)
+    assert {o.finish_reason for o in outputs} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("method", ["d2f", "multi"])
+def test_shifted_logits_and_prompts_under_full_attention_replay(models: dict[str, Decoder], method: str) -> None:
+    requests = [asked(s, method) for s in range(6)]
+    for request, output in zip(requests, engine_of(models["shifted"]).generate(requests), strict=True):
+        check(models["shifted"], request, output)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_preemption_leaves_the_step_map_as_it_is(models: dict[str, Decoder], static: bool) -> None:
+    engine, rng = engine_of(models["blocks"], static_shapes=static), random.Random(5)
+    requests = [asked(s, m) for s, m in enumerate(("multi", "single") * 3)]
+    alone = [engine.generate([r])[0] for r in requests]
+    for r in requests:
+        engine.add(r)
+    outputs: dict[str, Output] = {}
+    while engine.has_work:
+        if rng.random() < 0.3:
+            engine.preempt()
+        outputs |= {s.request_id: s.output for s in engine.step() if s.output is not None}
+    assert sum(o.counts.num_preemptions for o in outputs.values()) > 3
+    for request, before in zip(requests, alone, strict=True):
+        output = outputs[request.request_id]
+        assert output.rollout is not None and before.rollout is not None
+        assert output.rollout.steps == before.rollout.steps
+        check(models["blocks"], request, output)
+
+
+def test_steps_join_to_the_output_and_a_resumed_request_goes_on_counting(models: dict[str, Decoder]) -> None:
+    engine = engine_of(models["blocks"])
+    request = asked(8, "multi", max_tokens=25, ignore_eos=True, prompt=tuple(range(5, 18)))
+    engine.add(request)
+    steps = []
+    while engine.has_work:
+        steps += engine.step()
+    whole = steps[-1].output
+    assert whole is not None and whole.rollout is not None
+    assert tuple(n for s in steps if s.rollout for n in s.rollout.steps) == whole.rollout.steps
+    assert all(len(s.rollout.steps) == len(s.new_tokens) for s in steps if s.rollout)
+    for cut in range(1, len(steps)):
+        committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+        forwards = steps[cut - 1].counts.num_forwards
+        rest = engine.generate([replace(request, committed=committed, first_forward=forwards)])[0]
+        assert rest.rollout is not None and len(rest.rollout.steps) == 25 - len(committed)
+        assert min(rest.rollout.steps) == forwards + 1
+        check_replay(models["blocks"], replace(request, committed=committed), rest)
+
+
+@pytest.mark.parametrize("part", [{"t2t": T2T()}, {"soft": Soft()}])
+def test_where_tokens_change_a_step_map_is_refused(models: dict[str, Decoder], part: dict[str, Any]) -> None:
+    decoding = DecodingConfig(block_size=B, **part)
+    with pytest.raises(RequestRefused, match="a step map cannot be given with") as caught:
+        engine_of(models["blocks"]).add(replace(asked(1, "single"), decoding=decoding))
+    assert caught.value.field == "rollout"
+
+
+def test_a_step_map_moves_with_its_slots() -> None:
+    step_map = StepMap(2, 3)
+    step_map.update(np.array([[False, True, False], [True, True, True]]), 4)
+    step_map.update(np.array([[False, False, False], [True, False, True]]), 5)
+    assert step_map.take(1) == [4, 5, 4]
+    assert step_map.take(2) == [OPEN, 5, OPEN, OPEN, OPEN, OPEN]
