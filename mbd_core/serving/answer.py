@@ -26,6 +26,7 @@ class Answer:
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
+    echoes         the text before each choice's own, if any
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -38,12 +39,14 @@ class Answer:
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         details: TokenDetails | None = None,
+        echoes: Sequence[str] = (),
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
         self._details = details or TokenDetails()
+        self._echoes = list(echoes) or [""] * len(stream.requests)
 
     def close(self) -> None:
         """Abort what the engine has not finished."""
@@ -52,7 +55,7 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer in one object, its choices in the order of the requests."""
-        texts = {r.request_id: "" for r in self._stream.requests}
+        texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
         async for step in self._stream:
             texts[step.request_id] += step.text
@@ -91,10 +94,10 @@ class Answer:
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        for i, request in enumerate(self._stream.requests):
+        for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
-            if reply.chat or prompt:
-                yield reply.chunk(i, first=True, details=prompt) | no_usage
+            if reply.chat or prompt or echo:
+                yield reply.chunk(i, text=echo, first=True, details=prompt) | no_usage
         async for step in self._stream:
             i = index[step.request_id]
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None

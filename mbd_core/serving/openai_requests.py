@@ -8,7 +8,18 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.openai_errors import ApiError, clipped
@@ -19,23 +30,24 @@ MAX_CHOICES = 128
 SEEDS = 2**64  # a seed has 64 bits, with sign
 
 
-def _only(*values: Any) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
+class Only:
+    """Mark of a field that would change the result: it takes the values that change nothing, or null."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self._values, None]}
+
+    def _check(self, value: Any) -> Any:
+        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
             return value
-        accepted = " or ".join(json.dumps(v) for v in values) or "null"
+        accepted = " or ".join(json.dumps(v) for v in self._values) or "null"
         raise ValueError(f"{clipped(json.dumps(value))} is not supported; leave it out or give {accepted}")
 
-    return check
-
-
-# Fields that would change the result: only their neutral value (or null) is taken.
-NotSupported = Annotated[Any, AfterValidator(_only()), WithJsonSchema({"type": "null"})]
-OnlyFalse = Annotated[Any, AfterValidator(_only(False)), WithJsonSchema({"enum": [False, None]})]
-OnlyZero = Annotated[Any, AfterValidator(_only(0)), WithJsonSchema({"enum": [0, None]})]
-OnlyPlainText = Annotated[
-    Any, AfterValidator(_only({"type": "text"})), WithJsonSchema({"enum": [{"type": "text"}, None]})
-]
 
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -52,7 +64,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: OnlyFalse = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
 class GenerationRequest(Strict):
@@ -81,10 +93,23 @@ class GenerationRequest(Strict):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    # Taken with their neutral value only.
-    presence_penalty: OnlyZero = None
-    frequency_penalty: OnlyZero = None
-    logit_bias: NotSupported = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Taken with the values that change nothing; the last ones are other servers' own.
+    presence_penalty: Annotated[Any, Only(0)] = None
+    frequency_penalty: Annotated[Any, Only(0)] = None
+    logit_bias: Annotated[Any, Only({})] = None
+    min_p: Annotated[Any, Only(0)] = None
+    min_tokens: Annotated[Any, Only(0)] = None
+    repetition_penalty: Annotated[Any, Only(1)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    ignore_eos: Annotated[Any, Only(False)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    stop_token_ids: Annotated[Any, Only([])] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
@@ -153,9 +178,9 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: OnlyZero = None
-    suffix: NotSupported = None
-    echo: OnlyFalse = None
+    echo: bool | None = None
+    logprobs: Annotated[Any, Only(0)] = None
+    suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -166,9 +191,26 @@ class CompletionRequest(GenerationRequest):
             )
         return self
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _not_of_the_prompt(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("echo"):
+            raise ValueError(
+                "with echo it asks for log-probabilities of the prompt's tokens, which are not defined for a model "
+                "that fills a block's positions together; leave one of both out"
+            )
+        return value
+
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
+        """The text before each choice's own: its prompt, where the client asked for that."""
+        if not self.echo:
+            return []
+        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in self.prompts]
+        return [text for text in texts for _ in range(self.num_choices)]
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -186,34 +228,52 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. `developer` is OpenAI's newer word for `system`."""
+    """One turn. `developer` is OpenAI's newer word for `system`.
+
+    An answer of this server, or of OpenAI's client, can be sent back as it is: its fields without content are taken.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None
+    name: str | None = None  # changes nothing: chat templates have no place for it
+    refusal: Annotated[Any, Only()] = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only()] = None
+    tool_calls: Annotated[Any, Only([])] = None
+    reasoning_content: Annotated[Any, Only("")] = None
+
+    @field_validator("content")
+    @classmethod
+    def _of_assistants_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise ValueError("null is for assistants alone; give a string or a list of text parts")
+        return value
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or ())
 
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
-    response_format: OnlyPlainText = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
     logprobs: bool | None = None
-    top_logprobs: OnlyZero = None
-    tools: NotSupported = None
-    tool_choice: NotSupported = None
-    parallel_tool_calls: NotSupported = None
-    functions: NotSupported = None
-    function_call: NotSupported = None
-    reasoning_effort: NotSupported = None
-    verbosity: NotSupported = None
-    modalities: NotSupported = None
-    audio: NotSupported = None
-    prediction: NotSupported = None
-    web_search_options: NotSupported = None
-    service_tier: NotSupported = None
+    top_logprobs: Annotated[Any, Only(0)] = None
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
 
     @property
     def turns(self) -> list[dict[str, str]]:

@@ -151,6 +151,7 @@ class OpenAIServer:
             streamed=bool(asked.stream),
             logprobs=logprobs,
             details=token_details(asked),
+            echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
             include_usage=asked.usage_in_stream,
             on_close=on_close,
         )
