@@ -8,30 +8,29 @@ ones, so `from __future__ import annotations` must not be added.
 """
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from actors.data_rows import ROWS_KEY, answer_row
-from actors.logs import join_core_logs, logged
+from actors.http_exchange import HANDLERS, client_key, read_body, reply, respond
+from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
 from actors.replica_source import ReplicaSource
 from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
-from mbd_core.serving.answer import Answer
-from mbd_core.serving.openai_errors import ApiError, clipped
+from mbd_core.serving.api_keys import ApiKeys
+from mbd_core.serving.openai_errors import clipped
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
 from mbd_core.serving.resumable import ResumingSource
@@ -42,56 +41,6 @@ log = logging.getLogger("ray.serve")
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
 STOP_SECONDS = 10.0
-KEY_LENGTH = 16
-
-
-class EventStream(StreamingResponse):
-    """An answer as server-sent events; however the response ends, the engine drops what is unfinished."""
-
-    def __init__(self, answer: Answer) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(answer.events(logged), media_type="text/event-stream", headers=headers)
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.close()
-
-
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-
-api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: _on_http_error})
-
-
-async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
-    """The response to a generating request; every error becomes one in OpenAI's shape."""
-    try:
-        result = await answer()
-        if result.streamed:
-            return EventStream(result)
-        try:
-            return JSONResponse(await result.whole())
-        finally:
-            result.close()
-    except Exception as error:  # the last line of defence: the client must not get a traceback
-        return error_response(logged(error))
-
-
-def client_key(request: Request) -> str:
-    """What tells a client from others where requests wait: a hash of its API key; "" without one."""
-    given = request.headers.get("authorization", "")
-    return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +92,9 @@ def _unreachable(error: Exception) -> dict[str, Any]:
     return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
 
 
+api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDLERS)
+
+
 # `serve.ingress` copies the class while this module is being imported: what its methods use must stand above it.
 @serve.deployment
 @serve.ingress(api)
@@ -158,7 +110,10 @@ class Gateway:
             model.served_name: ModelRoute(model=model, handle=handle)
             for model, handle in zip(args.models, handles, strict=True)
         }
-        self.server = OpenAIServer({}, request_seconds=args.request_seconds, log=log)
+        self._keys = None if args.api_keys is None else ApiKeys(Path(args.api_keys))
+        self.server = OpenAIServer(
+            {}, request_seconds=args.request_seconds, client_requests=args.client_requests, log=log
+        )
         self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
         self._exports = ExportTimer(RequestExporter(self.server.measures))
@@ -233,27 +188,60 @@ class Gateway:
         }
         return JSONResponse(body, status_code=200 if body["ready"] else 503)
 
+    @api.get("/ready")
+    async def ready(self) -> Response:
+        whole = await self.health()
+        return JSONResponse({"ready": whole.status_code == 200}, status_code=whole.status_code)
+
+    @api.get("/version")
+    async def version(self) -> Response:
+        return JSONResponse({"version": version("mbd-cluster")})
+
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
         return JSONResponse(openapi_document())
 
+    # What follows needs an API key, where keys are set.
+
+    def _client(self, request: Request) -> str:
+        """Who asks; `ApiError` (401) for one whom no key lets in."""
+        if self._keys is None:
+            return client_key(request)
+        return self._keys.client(request.headers.get("authorization", ""))
+
     @api.get("/v1/models")
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        self._client(request)
         return JSONResponse(self.server.models())
 
     @api.get("/v1/models/{name:path}")
-    async def model(self, name: str) -> Response:
-        try:
-            return JSONResponse(self.server.model(name))
-        except ApiError as error:
-            return error_response(error)
+    async def model(self, name: str, request: Request) -> Response:
+        self._client(request)
+        return JSONResponse(self.server.model(name))
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        body = await request.body()
-        return await respond(lambda: self.server.complete(body, key=client_key(request)))
+        key, body = self._client(request), await read_body(request, self._args.body_bytes)
+        return await respond(lambda: self.server.complete(body, key=key))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
-        body = await request.body()
-        return await respond(lambda: self.server.chat(body, key=client_key(request)))
+        key, body = self._client(request), await read_body(request, self._args.body_bytes)
+        return await respond(lambda: self.server.chat(body, key=key))
+
+    @api.post("/tokenize")
+    async def tokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = await read_body(request, self._args.body_bytes)
+        return await reply(self.server.tokenize(body))
+
+    @api.post("/detokenize")
+    async def detokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = await read_body(request, self._args.body_bytes)
+        return await reply(self.server.detokenize(body))
+
+    @api.get("/tokenizer_info")
+    async def tokenizer_info(self, request: Request) -> Response:
+        self._client(request)
+        return await reply(self.server.tokenizer_info(request.query_params.get("model")))

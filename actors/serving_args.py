@@ -16,6 +16,7 @@ from mbd_core.serving.open_requests import DRAIN_SECONDS
 
 REQUEST_SECONDS = 600.0
 RETRY_SECONDS = 120.0
+BODY_BYTES = 4 * 2**20
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -170,6 +171,10 @@ class ServingArgs(Fields):
     request_seconds  time limit of a request, its wait and its stream included; `null`: none
     retry_seconds    how long a request looks for another replica after its own has died
     drain_seconds    how long requests under way may go on when their process is to end
+    body_bytes       the largest body of a request; a larger one is refused before it is read
+    api_keys         a file of clients' names and keys, on every machine with a gateway; it is read again when it
+                     changes. `null`: everybody is served
+    client_requests  requests that each client may have under way at a gateway; `null`: any number
     """
 
     models: Annotated[list[ModelArgs], Field(min_length=1)]
@@ -178,6 +183,9 @@ class ServingArgs(Fields):
     request_seconds: Annotated[float, Field(gt=0)] | None = REQUEST_SECONDS
     retry_seconds: Seconds = RETRY_SECONDS
     drain_seconds: Seconds = DRAIN_SECONDS
+    body_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES
+    api_keys: str | None = None
+    client_requests: Count | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "ServingArgs":

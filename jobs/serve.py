@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from actors.serving_args import REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
+from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
 from jobs.command_line import (
     CLUSTER,
     ENGINE,
@@ -23,6 +23,7 @@ from jobs.command_line import (
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
+from mbd_core.serving.api_keys import read_keys
 from mbd_core.serving.open_requests import DRAIN_SECONDS
 
 MODEL_DEFAULTS = ModelArgs(model="")
@@ -33,7 +34,9 @@ Name = Annotated[
 Fp8 = Annotated[
     Parts | None, typer.Option(help="Round weights to FP8: the experts', or all layers'.", rich_help_panel=MODEL)
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on. There is no authentication.", rich_help_panel=CLUSTER)]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; others than loopback want --api-keys.", rich_help_panel=CLUSTER)
+]
 Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535, rich_help_panel=CLUSTER)]
 Replicas = Annotated[
     int, typer.Option(help="Engines in parallel, each with its own copy of the model.", min=1, rich_help_panel=CLUSTER)
@@ -58,6 +61,23 @@ RetrySeconds = Annotated[
     typer.Option(
         help="How long a request looks for another replica after its own has died.", min=0, rich_help_panel=CLUSTER
     ),
+]
+ApiKeys = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Serve only clients with a key of this file: lines of a client's name and its key; read when it changes.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+ClientRequests = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests that the client of a key may have under way at each gateway.", min=1, rich_help_panel=CLUSTER
+    ),
+]
+BodyBytes = Annotated[
+    int, typer.Option(help="The largest body of a request; more is 413.", min=1024, rich_help_panel=CLUSTER)
 ]
 BufferSize = Annotated[
     int, typer.Option(help="Slots a sequence, the most that a request may ask for.", min=1, rich_help_panel=ENGINE)
@@ -114,6 +134,9 @@ def run(
     request_seconds: RequestSeconds = REQUEST_SECONDS,
     retry_seconds: RetrySeconds = RETRY_SECONDS,
     drain_seconds: DrainSeconds = DRAIN_SECONDS,
+    api_keys: ApiKeys = None,
+    client_requests: ClientRequests = None,
+    body_bytes: BodyBytes = BODY_BYTES,
     tensor_parallel: TensorParallel = 1,
     max_rows: MaxRows = EngineConfig.max_rows,
     buffer_size: BufferSize = EngineConfig.buffer_size,
@@ -157,11 +180,20 @@ def run(
         fp8=fp8,
     )
     args.checked()
+    if api_keys is not None:
+        read_keys(api_keys)
 
     from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
-    limits = {"request_seconds": request_seconds, "retry_seconds": retry_seconds, "drain_seconds": drain_seconds}
+    limits = {
+        "request_seconds": request_seconds,
+        "retry_seconds": retry_seconds,
+        "drain_seconds": drain_seconds,
+        "api_keys": None if api_keys is None else str(api_keys.resolve()),
+        "client_requests": client_requests,
+        "body_bytes": body_bytes,
+    }
     serve_until_stopped(args, host=host, port=port, gateways=gateways, **limits)
 
 

@@ -19,16 +19,14 @@ def engine_requests(
     decoding: DecodingConfig,
     seed: int,
     admission: Admission,
-    capacity: int,
     adapter: str | None = None,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
-    `prompt_field` is the field that the prompts came in, `capacity` how many requests are taken at once. Raises
-    `ApiError` (400) naming the field that cannot be honoured.
+    `prompt_field` is the field that the prompts came in. Raises `ApiError` (400) naming the field that cannot be
+    honoured.
     """
     samplings = asked.samplings(seed)
-    _check_number(len(prompts), len(samplings), capacity, prompt_field=prompt_field)
     requests = []
     for prompt in prompts:
         request = Request(
@@ -52,7 +50,11 @@ def engine_requests(
     return requests
 
 
-def _check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
+def check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
+    """Raise `ApiError` (400) where there is no prompt, or where there are more choices than the server takes at once.
+
+    It is asked before anything is tokenised.
+    """
     if not num_prompts:
         raise ApiError(400, f"{prompt_field}: no prompt was given", param=prompt_field, code="invalid_value")
     if num_prompts * num_choices > capacity:

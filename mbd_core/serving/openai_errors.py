@@ -38,7 +38,13 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+        kinds = {
+            401: "authentication_error",
+            429: "rate_limit_error",
+            500: "server_error",
+            503: "server_error",
+            504: "server_error",
+        }
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

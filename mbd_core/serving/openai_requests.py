@@ -149,6 +149,11 @@ class GenerationRequest(Strict):
         """Whether each token's log-probability is asked for."""
         raise NotImplementedError
 
+    @property
+    def num_characters(self) -> int:
+        """Characters to tokenise."""
+        raise NotImplementedError
+
     def samplings(self, seed: int) -> list[Sampling]:
         """How each answer to a prompt is drawn: the i-th with `seed + i`, which wraps around at 64 bits."""
         return [
@@ -204,6 +209,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
         """The text before each choice's own: its prompt, where the client asked for that."""
@@ -276,6 +285,10 @@ class ChatRequest(GenerationRequest):
     web_search_options: Annotated[Any, Only()] = None
 
     @property
+    def num_characters(self) -> int:
+        return sum(len(message.text) for message in self.messages)
+
+    @property
     def turns(self) -> list[dict[str, str]]:
         """The messages as a chat template takes them."""
         roles = {"developer": "system"}
@@ -301,7 +314,7 @@ class ChatRequest(GenerationRequest):
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=Strict)
 
 
 def parse(kind: type[R], body: bytes) -> R:

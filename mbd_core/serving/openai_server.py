@@ -6,25 +6,32 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from mbd_core.checkpoint.chat import chat_prompt, decode_text
+from mbd_core.checkpoint.chat import chat_text, decode_text
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.serving.answer import Answer
-from mbd_core.serving.engine_requests import engine_requests
+from mbd_core.serving.engine_requests import check_number, engine_requests
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.prompt_text import Encode, TextTooLong, TokenizerThreads, bounded_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_details import token_details
+from mbd_core.serving.tokenizer_requests import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    token_ids,
+    token_text,
+    tokenizer_info,
+)
 
 
 class OpenAIServer:
@@ -38,19 +45,19 @@ class OpenAIServer:
         models: Mapping[str, Callable[[], Awaitable[ServedModel]]],
         *,
         request_seconds: float | None = None,
+        client_requests: int | None = None,
         measures: ServerMeasures | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`models` gives each model when it is first asked for; an answer may take `request_seconds` from the arrival
-        of its request on. `measures` are told of every request."""
+        of its request on, and a client may have `client_requests` under way. `measures` are told of every request."""
         self._models, self._request_seconds = dict(models), request_seconds
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
         self._routes: dict[str, _Route] = {}
-        self._open_requests = OpenRequests()
+        self._open_requests = OpenRequests(most_each=client_requests)
         self._created = int(time.time())
-        # A fast tokenizer's first call switches padding and truncation off, and its settings are not thread-safe.
-        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._tokenizing = TokenizerThreads()
 
     def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
         """Serve these models from now on; requests under way go on."""
@@ -73,7 +80,7 @@ class OpenAIServer:
         return await self._open_requests.drained(seconds)
 
     async def stop(self) -> None:
-        """End its thread; no request may follow."""
+        """End its threads; no request may follow."""
         await asyncio.to_thread(self._tokenizing.shutdown)
 
     # -- what is served -----------------------------------------------------------------------------------------
@@ -88,6 +95,35 @@ class OpenAIServer:
             message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
+
+    # -- the tokenizer ------------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: bytes) -> dict[str, Any]:
+        """The token ids of a text or a chat; raises as `complete` does."""
+        asked = parse(TokenizeRequest, body)
+        async with TimeLimit(self._request_seconds).watch():
+            model = (await self._route(self._name(asked.model))).model
+            return await self._tokenizing.run(partial(token_ids, asked, model), characters=asked.num_characters)
+
+    async def detokenize(self, body: bytes) -> dict[str, Any]:
+        """The text of token ids; raises as `complete` does."""
+        asked = parse(DetokenizeRequest, body)
+        async with TimeLimit(self._request_seconds).watch():
+            return token_text(asked, (await self._route(self._name(asked.model))).model.tokenizer)
+
+    async def tokenizer_info(self, name: str | None) -> dict[str, Any]:
+        """The special tokens and the chat template; raises as `complete` does."""
+        async with TimeLimit(self._request_seconds).watch():
+            return tokenizer_info((await self._route(self._name(name))).model.tokenizer)
+
+    def _name(self, name: str | None) -> str:
+        """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
+        if name is None and len(self._models) > 1:
+            message = f"model: several are served here; name one of {', '.join(self._models)}"
+            raise ApiError(400, message, param="model", code="missing_field")
+        known = next(iter(self._models)) if name is None else name
+        self.model(known)
+        return known
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -106,7 +142,7 @@ class OpenAIServer:
         """The answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
-            end_request = self._open_requests.begin()
+            end_request = self._open_requests.begin(key)
             try:
                 return await self._submit(parse(kind, body), key=key, watch=watch, on_close=end_request)
             except BaseException:
@@ -122,9 +158,8 @@ class OpenAIServer:
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
         async with limit.watch():
             route = await self._route(asked.model)
-            requests = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizing, partial(route.requests, asked, seed=seed)
-            )
+            call = partial(route.requests, asked, seed=seed)
+            requests = await self._tokenizing.run(call, characters=asked.num_characters)
         stream = await TextStream.open(
             route.model.source,
             requests,
@@ -159,7 +194,8 @@ class OpenAIServer:
     async def _route(self, name: str) -> "_Route":
         """The model's side of a request."""
         if name not in self._routes:
-            self._routes[name] = _Route(await self._models[name](), self._log)
+            served = await self._models[name]()
+            self._routes[name] = await self._tokenizing.run(partial(_Route, served, self._log), characters=0)
         return self._routes[name]
 
 
@@ -167,33 +203,46 @@ class _Route:
     """From a parsed request to the requests of one model's engine, and back from tokens to text."""
 
     def __init__(self, model: ServedModel, log: logging.Logger) -> None:
+        """Called in the tokenizer's thread."""
         self.model, self._log = model, log
+        model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
         self.decode = partial(decode_text, model.tokenizer)
         self.token_texts = TokenTexts(model.tokenizer)
         self._edit_noted = False
 
     def requests(self, asked: CompletionRequest | ChatRequest, *, seed: int) -> list[Request]:
         """In the tokenizer's thread: prompts to ids, and one request for each prompt and choice."""
+        if isinstance(asked, ChatRequest):
+            field, number, read = "messages", 1, partial(self._chat_prompts, asked)
+        else:
+            field, number, read = "prompt", len(asked.prompts), partial(self._plain_prompts, asked)
+        check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
         return engine_requests(
             asked,
-            self._chat_prompts(asked) if isinstance(asked, ChatRequest) else self._plain_prompts(asked),
-            prompt_field="messages" if isinstance(asked, ChatRequest) else "prompt",
+            read(),
+            prompt_field=field,
             decoding=self._decoding(asked),
             seed=seed,
             admission=self.model.limits.admission,
-            capacity=self.model.capacity,
             adapter=self.model.adapter,
         )
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
         encode = self.model.tokenizer.encode
-        return [list(encode(prompt)) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        return [self._ids(encode, p, field="prompt") if isinstance(p, str) else p for p in asked.prompts]
 
     def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
         try:
-            return [chat_prompt(self.model.tokenizer, asked.turns)]
+            text = chat_text(self.model.tokenizer, asked.turns)
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+        return [self._ids(partial(self.model.tokenizer.encode, add_special_tokens=False), text, field="messages")]
+
+    def _ids(self, encode: Encode, text: str, *, field: str) -> list[int]:
+        try:
+            return bounded_ids(encode, text, limit=self.model.limits.admission.max_length)
+        except TextTooLong as error:
+            raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
 
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
         try:

@@ -5,12 +5,16 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
+from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 TITLE, VERSION = "mbd-cluster", "1"
 COMPONENTS = "#/components/schemas/{model}"
 RESPONSES = {  # status: what it means
     400: "A request that cannot be honoured; the error names the field.",
+    401: "An API key of this server is needed.",
     404: "No such model.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
     429: "Too many requests wait; `Retry-After` says when to try again.",
     500: "The engine failed.",
     503: "The server shuts down or has no engine, for now.",
@@ -87,6 +91,24 @@ SHAPES: dict[str, dict[str, Any]] = {
             "waiting": {"type": "integer"},
         },
     },
+    "Ready": {"type": "object", "required": ["ready"], "properties": {"ready": {"type": "boolean"}}},
+    "Version": {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}},
+    "TokenIds": {
+        "type": "object",
+        "required": ["count", "max_model_len", "tokens", "token_strs"],
+        "properties": {
+            "count": {"type": "integer"},
+            "max_model_len": {"type": "integer"},
+            "tokens": {"type": "array", "items": {"type": "integer"}},
+            "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+        },
+    },
+    "TokenText": {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+    "TokenizerInfo": {
+        "type": "object",
+        "required": ["tokenizer_class", "vocab_size", "eos_token", "chat_template"],
+        "properties": {"tokenizer_class": {"type": "string"}, "vocab_size": {"type": "integer"}},
+    },
 }
 
 
@@ -97,7 +119,8 @@ def openapi_document() -> dict[str, Any]:
     a request that breaks one is answered with 400 or 404.
     """
     _, requests = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")], ref_template=COMPONENTS
+        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        ref_template=COMPONENTS,
     )
     return {
         "openapi": "3.1.0",
@@ -105,16 +128,26 @@ def openapi_document() -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generating("chat", "ChatRequest")},
             "/v1/completions": {"post": _generating("complete", "CompletionRequest")},
-            "/v1/models": {"get": _reading("list_models", "Models")},
+            "/v1/models": {"get": _reading("list_models", "Models", 401)},
             "/v1/models/{name}": {
                 "get": {
-                    **_reading("get_model", "Model", 404),
+                    **_reading("get_model", "Model", 401, 404),
                     "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+                }
+            },
+            "/tokenize": {"post": _posting("tokenize", "TokenizeRequest", _json("TokenIds"))},
+            "/detokenize": {"post": _posting("detokenize", "DetokenizeRequest", _json("TokenText"))},
+            "/tokenizer_info": {
+                "get": {
+                    **_reading("tokenizer_info", "TokenizerInfo", 400, 401, 404),
+                    "parameters": [{"name": "model", "in": "query", "schema": {"type": "string"}}],
                 }
             },
             "/health": {
                 "get": {"operationId": "health", "responses": {"200": _json("Health"), "503": _json("Health")}}
             },
+            "/ready": {"get": {"operationId": "ready", "responses": {"200": _json("Ready"), "503": _json("Ready")}}},
+            "/version": {"get": _reading("version", "Version")},
         },
         "components": {"schemas": {**SHAPES, **requests["$defs"]}},
     }
@@ -123,6 +156,10 @@ def openapi_document() -> dict[str, Any]:
 def _generating(operation: str, request: str) -> dict[str, Any]:
     answer = _json("Answer", "The whole answer, or with `stream` its events.")
     answer["content"]["text/event-stream"] = {"schema": {"$ref": COMPONENTS.format(model="Event")}}
+    return _posting(operation, request, answer)
+
+
+def _posting(operation: str, request: str, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "operationId": operation,
         "requestBody": {"required": True, **_content(request)},

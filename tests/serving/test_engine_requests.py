@@ -11,7 +11,7 @@ from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.engine.admission import Admission
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.serving.engine_requests import engine_requests
+from mbd_core.serving.engine_requests import check_number, engine_requests
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, ChatRequest, CompletionRequest, GenerationRequest
 
@@ -36,7 +36,9 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def build(asked: GenerationRequest, prompts: list[list[int]], limits: Admission, **changes: Any) -> list[Request]:
-    options: dict[str, Any] = {"prompt_field": "prompt", "decoding": DECODING, "seed": 0, "capacity": 10}
+    options: dict[str, Any] = {"prompt_field": "prompt", "decoding": DECODING, "seed": 0}
+    field = (options | changes)["prompt_field"]
+    check_number(len(prompts), asked.num_choices, 10, prompt_field=field)  # as before they are tokenised
     return engine_requests(asked, prompts, admission=limits, **(options | changes))
 
 

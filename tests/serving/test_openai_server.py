@@ -17,7 +17,7 @@ from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.time_limit import RequestTimedOut
-from mbd_core.serving.token_stream import EngineFailed
+from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 
@@ -278,5 +278,108 @@ def check_timeout(server: OpenAIServer, answered: Callable[[], Awaitable[None]])
         seen = api_error(caught.value)
         assert (seen.status, seen.code) == (504, "timeout")
         assert "0.05 s" in seen.message
+
+    run(server, scenario)
+
+
+def test_a_client_has_no_more_requests_under_way_than_it_may(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, client_requests=1)
+
+    async def scenario() -> None:
+        first = await server.complete(body(prompt="x"), key="ann")
+        with pytest.raises(TooManyRequests, match="1 requests of this API key are under way"):
+            await server.complete(body(prompt="x"), key="ann")
+        for key in ("ben", "", ""):
+            (await server.complete(body(prompt="x"), key=key)).close()
+        first.close()
+        (await server.complete(body(prompt="x"), key="ann")).close()
+
+    run(server, scenario)
+
+
+def test_a_prompt_far_too_long_is_refused_for_a_part_of_its_cost(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_of(tiny_model_dir)
+    text, encode, lengths = "a " * 1_000_000, server.served.tokenizer.encode, []
+
+    def counting(text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        ids: list[int] = encode(text, **options)
+        return ids
+
+    monkeypatch.setattr(server.served.tokenizer, "encode", counting)
+
+    async def scenario() -> None:
+        for asked, field in (
+            (server.complete(body(prompt=text)), "prompt"),
+            (server.chat(body(messages=[{"role": "user", "content": text}])), "messages"),
+            (server.tokenize(json.dumps({"prompt": text}).encode()), "prompt"),
+        ):
+            error = await refusal(asked)
+            assert (error.status, error.param, error.code) == (400, field, "context_length_exceeded")
+            assert "512 tokens, which is the limit" in error.message
+
+    run(server, scenario)
+    assert max(lengths) < 10_000
+
+
+def test_more_prompts_than_are_taken_are_refused_before_they_are_read(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, max_waiting=6)
+
+    async def scenario() -> None:
+        server.served.tokenizer.encode("")
+        error = await refusal(server.complete(body(prompt=["a"] * 100_000)))
+        assert error.param == "prompt" and "at most 8" in error.message
+
+    run(server, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_each_prompt_before_its_choices(tiny_model_dir: Path, stream: bool) -> None:
+    server = server_of(tiny_model_dir)
+
+    async def texts(**fields: Any) -> list[str]:
+        answer = await server.complete(body(max_tokens=6, n=2, temperature=1, seed=3, **fields))
+        if not stream:
+            return [choice["text"] for choice in (await answer.whole())["choices"]]
+        joined = [""] * 4
+        async for event in answer.events(no_failure):
+            if event.startswith("data: {"):
+                for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                    joined[choice["index"]] += choice["text"]
+        return joined
+
+    async def scenario() -> None:
+        prompts = ["Tom has 3 pens.", "2 + 2"]
+        alone = await texts(prompt=prompts)
+        assert await texts(prompt=prompts, echo=True) == [
+            prompt + text for prompt, text in zip([prompts[0]] * 2 + [prompts[1]] * 2, alone, strict=True)
+        ]
+        error = await refusal(server.complete(body(prompt="x", echo=True, logprobs=1, max_tokens=1)))
+        assert error.param == "logprobs" and "a model that fills a block's positions together" in error.message
+
+    run(server, scenario)
+
+
+def test_the_tokenizer_s_routes_agree_with_the_prompts(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    chat = [{"role": "user", "content": "Tom has 3 pens."}]
+
+    async def scenario() -> None:
+        text = await server.tokenize(json.dumps({"prompt": "Tom has 3 pens.", "return_token_strs": True}).encode())
+        assert text["count"] == len(text["tokens"]) == len(text["token_strs"]) and text["max_model_len"] == 512
+        back = await server.detokenize(json.dumps({"tokens": text["tokens"]}).encode())
+        assert back == {"prompt": "Tom has 3 pens."}
+        template = await server.tokenize(json.dumps({"model": "tiny", "messages": chat}).encode())
+        answer = await server.chat(body(messages=chat, return_token_ids=True))
+        assert (await answer.whole())["choices"][0]["prompt_token_ids"] == template["tokens"]
+        info = await server.tokenizer_info(None)
+        assert info["chat_template"] == server.served.tokenizer.chat_template and info["eos_token"]
+        for wrong, param in (({"tokens": [10**9]}, "tokens"), ({"tokens": "x"}, "tokens"), ({}, "tokens")):
+            assert (await refusal(server.detokenize(json.dumps(wrong).encode()))).param == param
+        for wrong, param in (({}, "prompt"), ({"prompt": "a", "messages": chat}, "prompt"), ({"prompt": 3}, "prompt")):
+            assert (await refusal(server.tokenize(json.dumps(wrong).encode()))).param == param
+        assert (await refusal(server.tokenizer_info("other"))).status == 404
 
     run(server, scenario)

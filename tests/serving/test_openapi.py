@@ -10,19 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, Strict, parse
 from mbd_core.serving.openapi import RESPONSES, openapi_document
+from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = openapi_document()
-REQUESTS: dict[type[GenerationRequest], dict[str, Any]] = {
+REQUESTS: dict[type[Strict], dict[str, Any]] = {
     ChatRequest: {"model": "tiny", "messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"model": "tiny", "prompt": "a"},
+    TokenizeRequest: {"prompt": "a"},
+    DetokenizeRequest: {"tokens": [1]},
 }
 NUMBERS = [0, 1, -1, 2, 0.5, 2.5, 128, 129, 2**31, -(2**63), 2**63, 1e-7]
 VALUES = [None, True, False, *NUMBERS, "", "a", [], ["a"], [[1]], [-1], {}, {"type": "text"}, {"include_usage": True}]
 
 
-def validator(kind: type[GenerationRequest]) -> jsonschema.Draft202012Validator:
+def validator(kind: type[Strict]) -> jsonschema.Draft202012Validator:
     reference = f"#/components/schemas/{kind.__name__}"
     return jsonschema.Draft202012Validator({**DOCUMENT, "$ref": reference})
 
@@ -37,11 +40,16 @@ def test_the_document_is_valid_openapi() -> None:
         "GET /v1/models",
         "GET /v1/models/{name}",
         "GET /health",
+        "GET /ready",
+        "GET /version",
+        "POST /tokenize",
+        "POST /detokenize",
+        "GET /tokenizer_info",
     }
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_every_field_stands_in_it(kind: type[GenerationRequest]) -> None:
+def test_every_field_stands_in_it(kind: type[Strict]) -> None:
     described = DOCUMENT["components"]["schemas"][kind.__name__]
     assert set(described["properties"]) == set(kind.model_fields)
     assert described["additionalProperties"] is False
@@ -50,7 +58,7 @@ def test_every_field_stands_in_it(kind: type[GenerationRequest]) -> None:
 
 @pytest.mark.parametrize("kind", REQUESTS)
 @given(data=st.data())
-def test_what_the_parser_takes_the_document_allows(kind: type[GenerationRequest], data: st.DataObject) -> None:
+def test_what_the_parser_takes_the_document_allows(kind: type[Strict], data: st.DataObject) -> None:
     fields = st.dictionaries(st.sampled_from([*kind.model_fields, "unknown"]), st.sampled_from(VALUES), max_size=3)
     body = REQUESTS[kind] | data.draw(fields)
     try:
@@ -63,7 +71,7 @@ def test_what_the_parser_takes_the_document_allows(kind: type[GenerationRequest]
 
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_what_the_document_forbids_the_parser_refuses(kind: type[GenerationRequest], value: Any) -> None:
+def test_what_the_document_forbids_the_parser_refuses(kind: type[Strict], value: Any) -> None:
     for name in [*kind.model_fields, "unknown"]:
         body = REQUESTS[kind] | {name: value}
         if not validator(kind).is_valid(body):

@@ -17,10 +17,17 @@ class LocalServer(OpenAIServer):
     """`service` is the engine behind it, which `stop()` ends too."""
 
     def __init__(
-        self, service: EngineService, *, request_seconds: float | None = None, log: logging.Logger | None = None
+        self,
+        service: EngineService,
+        *,
+        request_seconds: float | None = None,
+        client_requests: int | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
         self.service, self.served = service, service.served_model()
-        super().__init__({service.args.name: self._model}, request_seconds=request_seconds, log=log)
+        super().__init__(
+            {service.args.name: self._model}, request_seconds=request_seconds, client_requests=client_requests, log=log
+        )
 
     async def _model(self) -> ServedModel:
         return self.served
@@ -30,8 +37,10 @@ class LocalServer(OpenAIServer):
         await self.service.stop()
 
 
-def server_of(folder: Path, *, request_seconds: float | None = None, **settings: Any) -> LocalServer:
+def server_of(
+    folder: Path, *, request_seconds: float | None = None, client_requests: int | None = None, **settings: Any
+) -> LocalServer:
     """A server of two batch rows."""
     engine = EngineConfig(max_rows=2, num_pages=64)
     service = EngineService(EndpointArgs(folder=str(folder), name=MODEL, engine=engine, **settings))
-    return LocalServer(service, request_seconds=request_seconds)
+    return LocalServer(service, request_seconds=request_seconds, client_requests=client_requests)

@@ -1,0 +1,105 @@
+"""HTTP around the API's answers: bodies read within bounds, errors and answers as responses."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from actors.logs import logged
+from mbd_core.serving.answer import Answer
+from mbd_core.serving.openai_errors import ApiError, clipped
+
+BODY_SECONDS = 60.0  # for a request's body to arrive
+KEY_LENGTH = 16
+
+
+class EventStream(StreamingResponse):
+    """An answer as server-sent events; however the response ends, the engine drops what is unfinished."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(answer.events(logged), media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ApiError: _on_api_error,
+    HTTPException: _on_http_error,
+}
+
+
+async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
+    """The response to a generating request; every error becomes one in OpenAI's shape."""
+    try:
+        result = await answer()
+        if result.streamed:
+            return EventStream(result)
+        try:
+            return JSONResponse(await result.whole())
+        finally:
+            result.close()
+    except Exception as error:  # the last line of defence: the client must not get a traceback
+        return error_response(logged(error))
+
+
+async def reply(found: Awaitable[dict[str, Any]]) -> Response:
+    """The response of a route that generates nothing."""
+    try:
+        return JSONResponse(await found)
+    except Exception as error:
+        return error_response(logged(error))
+
+
+def client_key(request: Request) -> str:
+    """What tells a client from others where no keys are checked: a hash of the one it sends; "" without one."""
+    given = request.headers.get("authorization", "")
+    return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body; `ApiError` for one of more than `most` bytes, and for one that does not come."""
+    declared = request.headers.get("content-length", "")
+    if len(declared) > len(str(most)) or (declared.isdecimal() and int(declared) > most):
+        raise _too_large(most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body has more than {most} bytes, the most that is read here; send less at once"
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,87 @@
+"""API keys from a file that may change while the server runs."""
+
+import hashlib
+import hmac
+import logging
+import os
+from pathlib import Path
+
+from mbd_core.serving.openai_errors import ApiError
+
+SCHEME = "Bearer "
+SHORTEST = 16  # characters of a key
+
+log = logging.getLogger(__name__)
+
+
+def read_keys(path: Path) -> dict[str, bytes]:
+    """The SHA-256 of each client's key, from lines of a client's name and its key; `#` begins a comment.
+
+    Raises `ValueError` naming the line, never a key.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"API keys: {path} cannot be read: {error}") from None
+    digests: dict[str, bytes] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        place = f"API keys: {path}, line {number}"
+        if len(words) != 2:
+            raise ValueError(f"{place}: {len(words)} words; it must be a client's name and its key")
+        name, key = words
+        if name in digests:
+            raise ValueError(f"{place}: client '{name}' stands there twice; give one of them another name")
+        if len(key) < SHORTEST:
+            raise ValueError(f"{place}: the key has {len(key)} characters; it needs at least {SHORTEST}")
+        digests[name] = hashlib.sha256(key.encode()).digest()
+    if not digests:
+        raise ValueError(f"API keys: {path} holds no key; nobody could be served")
+    return digests
+
+
+class ApiKeys:
+    """The clients that may ask. The file is read again when it has changed; while it is wrong, the last keys hold."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ValueError` as `read_keys` does."""
+        self._path, self._state = path, _state(path)
+        self._digests = read_keys(path)
+
+    def client(self, authorization: str) -> str:
+        """The client whose key an `Authorization` header holds; `ApiError` (401) for any other header.
+
+        All keys are compared, each in constant time.
+        """
+        self._refresh()
+        given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
+        names = [name for name, digest in self._digests.items() if hmac.compare_digest(digest, given)]
+        if not names or not authorization.startswith(SCHEME):
+            raise ApiError(
+                401,
+                "an API key of this server is needed; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return names[0]
+
+    def _refresh(self) -> None:
+        state = _state(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._digests = read_keys(self._path)
+        except ValueError as error:
+            log.error("%s; the keys that were read before go on to hold", error)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file, and with a link to it; `None` while there is none."""
+    try:
+        now = os.stat(path)
+    except OSError:
+        return None
+    return now.st_ino, now.st_mtime_ns, now.st_size

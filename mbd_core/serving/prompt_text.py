@@ -1,0 +1,65 @@
+"""Prompts' texts to token ids at a bounded cost, off the event loop.
+
+Tokenising takes about a second for each few hundred thousand characters. So a text that cannot fit is refused after
+its first part, and long texts have a thread of their own, where no short one waits behind them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from mbd_core.serving.token_stream import TooManyRequests
+
+LONG = 20_000  # characters of a request from which on it is long
+MOST_LONG = 16  # long requests that may wait for their thread
+PART = 8  # characters for each token of the limit: where a text has fewer tokens, the next part is looked at
+GROWTH = 4  # of the parts
+MARGIN = 256  # tokens that a part may have beyond the limit, because it ends within a word
+
+Encode = Callable[[str], list[int]]
+T = TypeVar("T")
+
+
+class TextTooLong(ValueError):
+    """A text has more tokens than fit."""
+
+
+def bounded_ids(encode: Encode, text: str, *, limit: int) -> list[int]:
+    """The ids of `text`; `TextTooLong` for one of more than about `limit` tokens, once a part of it shows that."""
+    end = PART * limit + MARGIN
+    while end < len(text):
+        if len(encode(text[:end])) > limit + MARGIN:
+            raise TextTooLong(f"{len(text)} characters are more than {limit} tokens, which is the limit in all")
+        end *= GROWTH
+    return encode(text)
+
+
+class TokenizerThreads:
+    """Two threads that tokenise: one for short texts, one for long ones.
+
+    A fast tokenizer can be used in both at once after its first call, which sets it up.
+    """
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._num_long = 0
+
+    async def run(self, call: Callable[[], T], *, characters: int) -> T:
+        """The result of `call`, which tokenises so many characters; `TooManyRequests` where many long ones wait."""
+        loop = asyncio.get_running_loop()
+        if characters <= LONG:
+            return await loop.run_in_executor(self._short, call)
+        if self._num_long >= MOST_LONG:
+            raise TooManyRequests(f"{MOST_LONG} requests with long prompts are being read; try again later")
+        self._num_long += 1
+        try:
+            return await loop.run_in_executor(self._long, call)
+        finally:
+            self._num_long -= 1
+
+    def shutdown(self) -> None:
+        """End the threads; a call that runs is waited for."""
+        self._short.shutdown()
+        self._long.shutdown(cancel_futures=True)

@@ -1,0 +1,82 @@
+"""The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for."""
+
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import chat_text
+from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_requests import ChatMessage, Strict, TokenId
+from mbd_core.serving.prompt_text import TextTooLong, bounded_ids
+from mbd_core.serving.served_model import ServedModel
+
+
+class TokenizeRequest(Strict):
+    """A text, or a chat in the model's template; `model` may be left out where one model is served."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+    @property
+    def num_characters(self) -> int:
+        if self.prompt is not None:
+            return len(self.prompt)
+        return sum(len(message.text) for message in self.messages or ())
+
+
+class DetokenizeRequest(Strict):
+    """Token ids; `model` may be left out where one model is served."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def token_ids(asked: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
+    """The ids that a prompt of this text has. Raises `ApiError` (400) for a text that has far too many."""
+    tokenizer, limit = model.tokenizer, model.limits.admission.max_length
+    special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+    field = "messages" if asked.prompt is None else "prompt"
+    try:
+        text = asked.prompt
+        if text is None:
+            text = chat_text(tokenizer, [{"role": m.role, "content": m.text} for m in asked.messages or ()])
+        ids = bounded_ids(partial(tokenizer.encode, add_special_tokens=special), text, limit=limit)
+    except TextTooLong as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
+    names = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+
+
+def token_text(asked: DetokenizeRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The text of token ids, special tokens included. Raises `ApiError` (400) for an id that is none."""
+    unknown = next((t for t in asked.tokens if t >= len(tokenizer)), None)
+    if unknown is not None:
+        message = f"tokens: {unknown} is no token; the vocabulary has {len(tokenizer)}"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
+    return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)}
+
+
+def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a client needs to build prompts: the special tokens and the chat template."""
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "chat_template": tokenizer.chat_template,
+    }
