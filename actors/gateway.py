@@ -110,7 +110,7 @@ class Gateway:
             model.served_name: ModelRoute(model=model, handle=handle)
             for model, handle in zip(args.models, handles, strict=True)
         }
-        self._keys = None if args.api_keys is None else ApiKeys(Path(args.api_keys))
+        self._keys = None if args.api_keys is None else ApiKeys(args.api_keys)
         self.server = OpenAIServer(
             {}, request_seconds=args.request_seconds, client_requests=args.client_requests, log=log
         )

@@ -184,7 +184,7 @@ class ServingArgs(Fields):
     retry_seconds: Seconds = RETRY_SECONDS
     drain_seconds: Seconds = DRAIN_SECONDS
     body_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES
-    api_keys: str | None = None
+    api_keys: Path | None = None
     client_requests: Count | None = None
 
     @model_validator(mode="after")

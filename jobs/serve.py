@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from mbd_core.serving.api_keys import read_keys
 from mbd_core.serving.open_requests import DRAIN_SECONDS
 
 MODEL_DEFAULTS = ModelArgs(model="")
+LIMITS = ("gateways", "request_seconds", "retry_seconds", "drain_seconds", "client_requests", "body_bytes")
 
 Name = Annotated[
     str | None, typer.Option(help="What clients call it (default: the folder's name).", rich_help_panel=MODEL)
@@ -179,22 +180,21 @@ def run(
         trace=None if trace is None else str(trace),
         fp8=fp8,
     )
+    limits = (gateways, request_seconds, retry_seconds, drain_seconds, client_requests, body_bytes)
+    serve_model(args, host, port, api_keys, dict(zip(LIMITS, limits, strict=True)))
+
+
+def serve_model(args: ModelArgs, host: str, port: int, api_keys: Path | None, limits: dict[str, Any]) -> None:
+    """Serve until a signal, once what can be checked has been."""
     args.checked()
     if api_keys is not None:
         read_keys(api_keys)
+        limits["api_keys"] = api_keys.resolve()  # gateways have other working folders
 
     from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
-    limits = {
-        "request_seconds": request_seconds,
-        "retry_seconds": retry_seconds,
-        "drain_seconds": drain_seconds,
-        "api_keys": None if api_keys is None else str(api_keys.resolve()),
-        "client_requests": client_requests,
-        "body_bytes": body_bytes,
-    }
-    serve_until_stopped(args, host=host, port=port, gateways=gateways, **limits)
+    serve_until_stopped(args, host=host, port=port, **limits)
 
 
 main = command(run)
