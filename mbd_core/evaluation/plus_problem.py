@@ -18,13 +18,15 @@ from mbd_core.evaluation.evalplus_rules import (
     conversion,
     typed_inputs,
 )
-from mbd_core.evaluation.plain_data import Value, encode
+from mbd_core.evaluation.plain_data import Digest, Value, encode
 from mbd_core.evaluation.program_runs import Call, Verdict, run_calls
 from mbd_core.evaluation.sandbox import Limits
 
 SPARE_BYTES = 1 << 16
 LONGEST_CANONICAL = 1 << 28
 SECONDS_PER_BYTE = 1e-6  # for sending a result, which EvalPlus does not do
+SECONDS_PER_DIGESTED_BYTE = 5e-8
+MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +102,15 @@ def find_oracle(packed: str) -> Oracle:
         return True
 
     calls = [Call(arguments=given, seconds=LONGEST_SECONDS, longest=LONGEST_CANONICAL) for given in inputs]
-    limits = Limits(wall_seconds=2 * LONGEST_SECONDS, cpu_seconds=int(2 * LONGEST_SECONDS))
+    limits = Limits(wall_seconds=2 * LONGEST_SECONDS, cpu_seconds=int(2 * LONGEST_SECONDS), memory_bytes=MEMORY_BYTES)
     program = problem.prompt + problem.canonical_solution
     verdict = run_calls(program, problem.entry_point, calls, keep, limits=limits)
     if verdict.reason != "passed":
         raise OracleFailure(f"the canonical solution of {problem.task_id} fails: {verdict.reason} ({verdict.detail})")
-    lengths = [len(encode(out.value)) for out in expected]
+    lengths = [100 if isinstance(out.value, Digest) else len(encode(out.value)) for out in expected]
     seconds = [
-        call_seconds(out.seconds) + SECONDS_PER_BYTE * length for out, length in zip(expected, lengths, strict=True)
+        call_seconds(out.seconds) + _sending_seconds(out, length)
+        for out, length in zip(expected, lengths, strict=True)
     ]
     total = all_seconds(seconds[: len(base)]) + all_seconds(seconds[len(base) :])
     return Oracle(
@@ -119,8 +122,14 @@ def find_oracle(packed: str) -> Oracle:
             for given, limit, length in zip(inputs, seconds, lengths, strict=True)
         ),
         num_base=len(base),
-        limits=Limits(wall_seconds=total, cpu_seconds=int(total) + 1),
+        limits=Limits(wall_seconds=total, cpu_seconds=int(total) + 1, memory_bytes=MEMORY_BYTES),
     )
+
+
+def _sending_seconds(out: Value, length: int) -> float:
+    if isinstance(out.value, Digest):
+        return SECONDS_PER_DIGESTED_BYTE * out.value.length
+    return SECONDS_PER_BYTE * length
 
 
 @dataclass(frozen=True, kw_only=True)
