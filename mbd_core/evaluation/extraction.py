@@ -1,14 +1,17 @@
-"""The number in a worked answer, by two rules, and its exact value.
+"""The answer in a worked solution by its mark, and the exact value of a number.
 
-The rules are those of lm-eval's `gsm8k`: strict takes the number after the first `#### `, flexible takes the last
-number of the text. Each takes at most one number, so further guesses in the text do not count.
+`strict_number` is the strict rule of lm-eval's `gsm8k`: the number after the first `#### `. `flexible_number`, the
+last number of a text, is for the project's own tasks, whose answers are plain numbers; the answers of GSM8K and MATH
+are found by math-verify (`math_answers.py`). Each rule takes one answer: further guesses in the text do not count.
 """
 
 import re
 from fractions import Fraction
 
+_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
 _STRICT = re.compile(r"#### *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _FLEXIBLE = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+LONGEST_NUMBER = 1000  # characters; Python itself refuses to convert more than 4,300 digits
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
@@ -25,8 +28,9 @@ def flexible_number(text: str) -> str | None:
 
 
 def parse_number(text: str | None) -> Fraction | None:
-    """The exact value of a decimal number, without `,`, `$` and a trailing `.`; `None` if the text is no decimal."""
-    if text is None:
+    """The exact value of a decimal number, without `,`, `$` and a trailing `.`; `None` if the text is no decimal, or
+    one of more than `LONGEST_NUMBER` characters."""
+    if text is None or len(text) > LONGEST_NUMBER:
         return None
     plain = text.replace(",", "").replace("$", "").removesuffix(".")
     return Fraction(plain) if _NUMBER.fullmatch(plain) else None
@@ -36,3 +40,14 @@ def same_number(answer: str | None, reference: str) -> bool:
     """Whether both are numbers with the same exact value, like `1,000.` and `$1000`, or `0.30` and `.3`."""
     value = parse_number(answer)
     return value is not None and value == parse_number(reference)
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` (or `\\fbox`), braces matched; `None` without one that is closed."""
+    for start in reversed([match.end() for match in _BOXED.finditer(text)]):
+        depth = 1
+        for position in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0) if text[position - 1] != "\\" else 0
+            if depth == 0:
+                return text[start:position]
+    return None

@@ -1,16 +1,31 @@
-"""Grading one generated text: exact numbers for math, executed tests for code."""
+"""Grading one generated text: math by its value, code by the results of its calls.
 
+A grade never raises for what a text holds: a text that breaks a grader is a wrong answer with the reason `ungradable`.
+"""
+
+import json
 from dataclasses import dataclass
+from typing import Literal
 
-from mbd_core.evaluation.extraction import flexible_number, same_number, strict_number
-from mbd_core.evaluation.sandbox import Limits, Reason, run_tests
+from mbd_core.evaluation.extraction import boxed, flexible_number, same_number, strict_number
+from mbd_core.evaluation.math_answers import judge_answer
+from mbd_core.evaluation.plus_problem import OracleFailure, judge_program
+from mbd_core.evaluation.program_runs import Reason as RunReason
+from mbd_core.evaluation.program_runs import run_tests
+from mbd_core.evaluation.program_text import extract_program
+from mbd_core.evaluation.sandbox import Limits
 from mbd_core.evaluation.tasks import Problem, Task
+
+Reason = RunReason | Literal["ungradable"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grade:
-    """Whether the text is right, and the reason. For math also both extractions, as written, and which are right;
-    `correct` follows the task's rule."""
+    """Whether the text is right, and the reason; `correct` follows the task's rule.
+
+    strict, flexible   math: both answers as found, and which are right
+    base, plus         EvalPlus's tasks: whether the base inputs pass, and whether these and the plus inputs do
+    """
 
     correct: bool
     reason: Reason
@@ -19,23 +34,78 @@ class Grade:
     flexible: str | None = None
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
+    base_correct: bool | None = None
+    plus_correct: bool | None = None
 
 
 def grade(task: Task, problem: Problem, text: str, *, limits: Limits | None = None) -> Grade:
-    """Grade `text` as the answer to `problem`. Code is the prompt's stub with `text` after it, run in a process of
-    its own; a math answer with no number in it is `wrong`."""
-    if task.rule == "code":
-        verdict = run_tests(
-            problem.prompt + text, test=problem.reference, entry_point=problem.entry_point, limits=limits or Limits()
+    """Grade `text` as the answer to `problem`. A math answer with no number in it is `wrong`."""
+    try:
+        if task.rule in ("code", "plus"):
+            return grade_program(task, problem, program_of(problem, text), limits=limits)
+        return _grade_math(task, problem, text)
+    except Exception as error:  # one text must not end a sweep, whatever it does to a parser
+        return Grade(correct=False, reason="ungradable", detail=f"{type(error).__name__}: {error}"[:500])
+
+
+def program_of(problem: Problem, text: str) -> str:
+    """The program in a text, as it is run and as EvalPlus's sample files hold it."""
+    return extract_program(problem.prompt, problem.entry_point, text)
+
+
+def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits | None = None) -> Grade:
+    """Grade a whole program, as it stands. `limits` are those of tests; EvalPlus's inputs bring their own."""
+    if "\0" in program or not _is_utf8(program):
+        return Grade(correct=False, reason="error", detail="the program is no text")
+    if task.rule == "plus":
+        try:
+            judged = judge_program(problem.reference, program)
+        except OracleFailure as error:
+            return Grade(correct=False, reason="ungradable", detail=str(error))
+        return Grade(
+            correct=judged.plus,
+            reason=judged.verdict.reason,
+            detail=judged.verdict.detail,
+            base_correct=judged.base,
+            plus_correct=judged.plus,
         )
-        return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
-    strict, flexible = strict_number(text), flexible_number(text)
-    strict_correct = same_number(strict, problem.reference)
-    flexible_correct = same_number(flexible, problem.reference)
+    tests = json.loads(problem.reference)
+    verdict = run_tests(program, entry_point=problem.entry_point, limits=limits or Limits(), **tests)
+    return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
+    """Strict: the number after `####`, or for expressions what the last `\\boxed` holds. Flexible: what math-verify
+    finds in the whole text; for the project's own tasks the last number."""
+    failure = ""
+    if task.rule == "math":
+        strict, answer = boxed(text), None
+        if strict is not None:
+            answer = judge_answer(problem.reference, f"\\boxed{{{strict}}}")
+            failure = answer.failure
+        strict_correct = answer is not None and answer.correct
+    else:
+        strict = strict_number(text)
+        strict_correct = same_number(strict, problem.reference)
+    if task.rule == "strict":
+        flexible = flexible_number(text)
+        flexible_correct = same_number(flexible, problem.reference)
+    else:
+        found = judge_answer(problem.reference, text)
+        flexible, flexible_correct, failure = found.found, found.correct, failure or found.failure
     correct = strict_correct if task.rule == "strict" else flexible_correct
     return Grade(
         correct=correct,
-        reason="passed" if correct else "wrong",
+        reason="passed" if correct else "ungradable" if failure else "wrong",
+        detail=failure,
         strict=strict,
         flexible=flexible,
         strict_correct=strict_correct,

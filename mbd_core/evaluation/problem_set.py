@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,16 +91,21 @@ def _numbered_lines(path: str) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
 
 
-def _checked_row(line: str, *, columns: tuple[str, ...]) -> dict[str, str]:
+def _checked_row(line: str, *, columns: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """The row, whose columns are there and of their types; it may have others."""
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not a JSON object")
-    for column in columns:
+    for column, kind in columns.items():
         if column not in row:
             raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")
-        if not isinstance(row[column], str):
-            raise ValueError(f"column '{column}' must be text, not {type(row[column]).__name__}")
-    return {column: row[column] for column in columns}
+        if not isinstance(row[column], kind):
+            wanted = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ValueError(f"column '{column}' must be {wanted}, not {type(row[column]).__name__}")
+    return row
+
+
+_KINDS: dict[type, str] = {str: "text", list: "a list", int: "a whole number", float: "a number"}

@@ -21,5 +21,5 @@ DECODED_COLUMNS = pa.schema(
 GRADED_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]
     + [pa.field(name, pa.string()) for name in ("reason", "detail", "strict", "flexible")]
-    + [pa.field("strict_correct", pa.bool_()), pa.field("flexible_correct", pa.bool_())]
+    + [pa.field(f"{name}_correct", pa.bool_()) for name in ("strict", "flexible", "base", "plus")]
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mbd_core.evaluation.extraction import flexible_number, parse_number, same_number, strict_number
+from mbd_core.evaluation.extraction import boxed, flexible_number, parse_number, same_number, strict_number
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,23 @@ def test_a_number_is_the_same_however_it_is_written(value: int, zeros: int) -> N
         assert not same_number(written, f"{value}.0000000000000000001")
 
 
-@pytest.mark.parametrize("written", [None, "", ".", "-", "1e3", "1/2", "1.2.3", "٣", "1_0"])
+@pytest.mark.parametrize("written", [None, "", ".", "-", "1e3", "1/2", "1.2.3", "٣", "1_0", "7" * 5000])
 def test_what_is_no_number_equals_nothing(written: str | None) -> None:
     assert parse_number(written) is None
     assert not same_number(written, written or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{7}.", "7"),
+        (r"\boxed{1} or \boxed{\frac{1}{2}} at last", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} and \boxed{cut", "1"),
+        (r"\boxed{cut", None),
+        ("none", None),
+    ],
+)
+def test_the_last_box_that_is_closed(text: str, content: str | None) -> None:
+    assert boxed(text) == content
