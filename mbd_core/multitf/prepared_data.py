@@ -19,7 +19,7 @@ from mbd_core.files import write_json
 from mbd_core.multitf.chat_encoding import EncodedChat
 from mbd_core.multitf.example import Example, encode_example
 
-DATA_KIND = "training data"  # the kind in its manifest
+DATA_KIND = "training set"  # the kind in its manifest
 SAMPLES, RECORD = "samples.arrow", "data.json"
 SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
 BATCH = 1024
