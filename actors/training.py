@@ -17,15 +17,15 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from actors.training_run import LOSSES, TrainingRun, record_recipe, recorded_precision
-from cluster.storage import Folder, fetch_model
+from actors.training_run import LOSSES, TrainingRun, fetched, record_recipe, recorded_precision
+from cluster.storage import Folder
 from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.export import export
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import start_line, with_precision
 from mbd_core.multitf.trainer import StepMetrics, Trainer
+from mbd_core.multitf.training_recipe import start_line, with_precision
 
 STATE = "trainer.pt"
 PROGRESS_SECONDS = 3.0
@@ -84,10 +84,10 @@ def train_worker(config: dict[str, Any]) -> int:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
         say(start_line(recipe, num_workers=world_size))
-    base = recipe.base and fetch_model(recipe.base)
-    model, tokenizer, examples = prepare(replace(recipe, base=base))
+    model, tokenizer, examples = prepare(fetched(recipe))
     model.to(get_device())
-    trainer = Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size)
+    mean = mean_tensor if world_size > 1 else None
+    trainer = Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size, mean=mean)
     trainer.objective = prepare_model(trainer.objective)
     curve = restore(trainer)
     resumed_after = trainer.step_number
@@ -152,6 +152,13 @@ def say(line: str) -> None:
     """A line for the job's log. Ray Train gives `print` a second way there, and every line would stand twice."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def mean_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's mean over the workers, on each of them."""
+    total = tensor.clone()
+    distributed.all_reduce(total)
+    return total / distributed.get_world_size()
 
 
 def mean_over_workers(metrics: StepMetrics, *, world_size: int) -> StepMetrics:

@@ -1,7 +1,7 @@
 """A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.saving import MODEL_KIND
-from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.checkpoint.shipped import model_folder, named_model
 from mbd_core.multitf.precision import Precision
-from mbd_core.multitf.recipes import TrainingRecipe
+from mbd_core.multitf.prepared_data import PreparedData, named_data
+from mbd_core.multitf.training_recipe import TrainingRecipe
 
 RECORD, LOSSES = "run.json", "losses.jsonl"
 
@@ -47,7 +48,7 @@ class TrainingRun:
             raise ValueError(
                 f"batch_size={batch_size} of recipe {self.recipe.name} does not divide over {self.num_workers} workers"
             )
-        if not self.name or Path(self.name).name != self.name:
+        if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
             raise ValueError(f"run name {self.name!r} must be one folder name")
         for folder in (self.storage, self.out):
             if not folder.is_shared:
@@ -68,11 +69,23 @@ def checked_base(model: str) -> str:
     Raises `ValueError` for a name that is not known, and for a folder whose files are incomplete or disagree.
     """
     here = fetch_model(model)
-    folder = model_folder(here)
-    read_folder(folder)
-    if here != model:
-        return model
-    return model if folder == SHIPPED / model else str(folder.resolve())
+    read_folder(model_folder(here))
+    return model if here != model else named_model(model)
+
+
+def checked_data(data: str) -> PreparedData:
+    """Prepared data as recipes name them, by an absolute path or a URL; `ValueError` for a folder that holds none."""
+    folder = Folder.at(data)
+    here = Path(fetch_model(folder.location))
+    return named_data(here, folder.location)
+
+
+def fetched(recipe: TrainingRecipe) -> TrainingRecipe:
+    """The recipe with its model and its prepared data where they lie on this machine, downloaded if need be."""
+    data = recipe.data
+    if isinstance(data, PreparedData):
+        data = replace(data, path=fetch_model(data.path))
+    return replace(recipe, base=recipe.base and fetch_model(recipe.base), data=data)
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:

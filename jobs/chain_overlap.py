@@ -8,6 +8,7 @@ import typer
 
 from jobs.command_line import DATA, command
 from mbd_core.evaluation.chain_overlap import overlap_table, training_chains
+from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.recipes import RECIPES
 
 
@@ -20,9 +21,10 @@ def run(
     """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy without them.
 
     A chain is all of an answer's equations in order, whatever the words around them. The sweeps' problems and the
-    training problems of every recipe are drawn again.
+    training problems of every recipe that has them are drawn again.
     """
-    streams = {(recipe.data.seed, recipe.data.per_task) for recipe in RECIPES.values()}
+    generated = [recipe.data for recipe in RECIPES.values() if isinstance(recipe.data, TinyData)]
+    streams = {(data.seed, data.per_task) for data in generated}
     print(overlap_table(folders, training_chains(streams)))
 
 

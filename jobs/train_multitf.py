@@ -17,12 +17,14 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 
 import typer
 
-from actors.training_run import TrainingRun, begin, check_run, checked_base
+from actors.training_run import TrainingRun, begin, check_run, checked_base, checked_data, fetched
 from cluster.storage import Folder
 from cluster.topology import Device
-from jobs.command_line import CLUSTER, MODEL, OUTPUT, Overwrite, command
+from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
-from mbd_core.multitf.recipes import RECIPES, recipe_named, shortened, with_precision
+from mbd_core.multitf.fit import check_fit
+from mbd_core.multitf.recipes import RECIPES, recipe_named
+from mbd_core.multitf.training_recipe import shortened, with_precision
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -34,6 +36,14 @@ Base = Annotated[
         metavar="MODEL",
         help="Start from this model instead of the recipe's: a shipped model's name, a model folder, or its URL.",
         rich_help_panel=MODEL,
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|URL",
+        help="Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
+        rich_help_panel=DATA,
     ),
 ]
 Steps = Annotated[
@@ -82,6 +92,7 @@ def run(
     *,
     recipe: Recipe = "tiny-mbd",
     base: Base = None,
+    data: Data = None,
     steps: Steps = None,
     precision: Precision = "auto",
     workers: Workers = 2,
@@ -99,6 +110,8 @@ def run(
     start = base or chosen.base
     if start is not None:
         chosen = replace(chosen, base=checked_base(start))
+    if data is not None:
+        chosen = replace(chosen, data=checked_data(data))
     if steps is not None:
         chosen = shortened(chosen, steps)
     runs, name = Folder.at(os.path.expanduser(storage)), run_name or chosen.name
@@ -114,6 +127,7 @@ def run(
         max_failures=max_failures,
     )
     check_run(training, resume=resume)
+    check_fit(fetched(chosen))
     print(f"model: {train_on_cluster(training, resume=resume)}")
 
 

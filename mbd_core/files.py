@@ -24,6 +24,7 @@ PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial(\.[^.]+)?")
 
 def check_new_file(path: Path) -> None:
     """Raise `ValueError` if `path` is there already, or if a file cannot be written there."""
+    check_name(path)
     if path.exists() or path.is_symlink():
         raise ValueError(f"{path} exists already; give a file that is yet to be written")
     check_writable(path.parent, path)
@@ -36,6 +37,7 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
     replaced, unless it holds a file that the manifest does not name. `in_place`: it will be filled by `claim_folder`;
     otherwise it is replaced whole by `folder_beside`, which a mount point or the current folder cannot be.
     """
+    check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{folder} exists already and is not a folder; give a folder that is yet to be made")
     exists = folder.exists()
@@ -158,13 +160,22 @@ def _files(folder: Path) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
 
 
+def check_name(target: Path) -> None:
+    """Raise `ValueError` for a path that no file system takes: where even to look whether it exists is an error."""
+    if len(target.name.encode()) > 200:
+        raise ValueError(f"{target} cannot be written: its name is longer than 200 bytes")
+    if any(len(name.encode()) > 255 for name in target.parts) or len(bytes(target.absolute())) > 3000:
+        raise ValueError(f"{target} cannot be written: its path is longer than 3000 bytes, or a name in it than 255")
+    if not str(target).isprintable():
+        raise ValueError(f"{str(target)!r} cannot be written: it holds characters that are not printable")
+
+
 def check_writable(folder: Path, target: Path) -> None:
     """Raise `ValueError` if no file can be made in `folder`, or in the nearest of its parents that exists."""
+    check_name(target)
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {there}: {error.strerror}") from None
-    if len(target.name.encode()) > 200:
-        raise ValueError(f"{target} cannot be written: its name is longer than 200 bytes")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mbd_core.multitf.recipes import TrainingRecipe
+    from mbd_core.multitf.training_recipe import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -113,9 +113,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
     """A training run of seconds from `tiny_model_dir`: 12 updates of 8 samples, in float32."""
     from mbd_core.multitf.data import TinyData
-    from mbd_core.multitf.recipes import TrainingRecipe
-    from mbd_core.multitf.sample import StateConfig
+    from mbd_core.multitf.states import StateConfig
     from mbd_core.multitf.trainer import TrainConfig
+    from mbd_core.multitf.training_recipe import TrainingRecipe
 
     return TrainingRecipe(
         name="tiny-random",

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_prompts, question
-from mbd_core.multitf.sample import Example, encode_example
+from mbd_core.checkpoint.chat import question
+from mbd_core.multitf.chat_encoding import encode_chats
+from mbd_core.multitf.example import Example, encode_example
 from mbd_core.tasks import code_mini, gsm_mini
 
 TOKENIZER_PAIRS = 8000
@@ -36,14 +37,19 @@ def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], *, block_size: int, max_length: int
 ) -> list[Example]:
     """Tokenise the pairs; one longer than `max_length` tokens is a `ValueError`, since nothing is cut silently."""
-    prompts = chat_prompts(tokenizer, [question(user) for user, _ in pairs])
-    answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
+    chats = [
+        (f"training sample {number}", [*question(user), {"role": "assistant", "content": answer}])
+        for number, (user, answer) in enumerate(pairs)
+    ]
+    eos, mask = tokenizer.eos_token_id, tokenizer.mask_token_id
     examples = []
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for (name, _), chat in zip(
+        chats, encode_chats(tokenizer, chats, eos_token_id=eos, mask_token_id=mask), strict=True
+    ):
         example = encode_example(
-            prompt, answer, eos_token_id=tokenizer.eos_token_id, block_size=block_size, max_length=max_length
+            chat.prompt, chat.response, eos_token_id=eos, block_size=block_size, max_length=max_length
         )
         if example is None:
-            raise ValueError(f"training sample {number} is longer than max_length={max_length} tokens")
+            raise ValueError(f"{name} is longer than max_length={max_length} tokens")
         examples.append(example)
     return examples

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.saving import MODEL_KIND, save_model
 from mbd_core.files import check_target_folder
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.recipes import TrainingRecipe
+from mbd_core.multitf.training_recipe import TrainingRecipe
 
 
 def check_export(folder: Path, *, overwrite: bool = False) -> None:
@@ -28,7 +28,7 @@ def export(
 ) -> None:
     """Write the trained model, in bfloat16 as these families are published, with the recipe that trained it.
 
-    Raises `ValueError` as `check_export` does.
+    An adapter is merged into the model first. Raises `ValueError` as `check_export` does.
     """
     save_model(
         folder,

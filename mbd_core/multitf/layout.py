@@ -3,6 +3,10 @@
 import random
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
+
+Layouts = Literal["systematic", "random", "one_group", "d2f"]
+RandomSizes = Literal["paper", "released"]
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,56 @@ def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupL
     return GroupLayout(tuple(sizes))
 
 
+def released_random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
+    """A random layout as the released code draws it: a last group of one block is repaired, then sizes are shuffled.
+
+    The repair (for `max_group` >= 3) grows the first group that has room by one block; without one it takes a block
+    from a group of at least 3, so that two are left over. The paper has neither step.
+    """
+    sizes = list(random_layout(num_blocks, max_group, rng).sizes)
+    if max_group >= 3 and sizes[-1] == 1:
+        growing = next((i for i, size in enumerate(sizes[:-1]) if size < max_group), None)
+        shrinking = next((i for i, size in enumerate(sizes[:-1]) if size >= 3), None)
+        if growing is not None:
+            sizes[growing] += 1
+            sizes.pop()
+        elif shrinking is not None:
+            sizes[shrinking] -= 1
+            sizes[-1] = 2
+    rng.shuffle(sizes)
+    return GroupLayout(tuple(sizes))
+
+
+def one_group_layout(num_blocks: int) -> GroupLayout:
+    """All blocks in one noise-group: with layouts over the response, D2F's fully block-causal variant (App. C.5)."""
+    return GroupLayout((num_blocks,))
+
+
 def single_block_layout(num_blocks: int) -> GroupLayout:
     """Teacher forcing as a layout: every block is noisy alone behind a clean prefix (Eq. 2.7)."""
     return GroupLayout((1,) * num_blocks)
 
 
-def layout_set(num_blocks: int, *, max_group: int, num_random: int, rng: random.Random) -> list[GroupLayout]:
-    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2); `max_group=1` is plain teacher forcing, one layout."""
+def layout_set(
+    num_blocks: int,
+    *,
+    max_group: int,
+    num_random: int,
+    rng: random.Random,
+    kind: Layouts = "systematic",
+    random_sizes: RandomSizes = "paper",
+) -> list[GroupLayout]:
+    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or the random ones alone; `max_group=1` is plain teacher forcing.
+
+    `one_group` and `d2f` are one layout, of one noise-group over all blocks.
+    """
+    if kind in ("one_group", "d2f"):
+        return [one_group_layout(num_blocks)]
     if max_group == 1:
         return [single_block_layout(num_blocks)]
-    drawn = [random_layout(num_blocks, max_group, rng) for _ in range(num_random)]
-    return systematic_layouts(num_blocks, max_group) + drawn
+    draw = random_layout if random_sizes == "paper" else released_random_layout
+    drawn = [draw(num_blocks, max_group, rng) for _ in range(num_random)]
+    return drawn if kind == "random" else systematic_layouts(num_blocks, max_group) + drawn
 
 
 def _check(num_blocks: int, max_group: int) -> None:

@@ -1,27 +1,155 @@
-"""The masked cross-entropy of MultiTF (paper Eqs. B.11, B.13): one weighted sum, its weights come with the batch."""
+"""The losses of MultiTF: one weighted sum over labels, whose weights come with the batch (paper Eqs. B.11, B.13).
+
+DMax's self-denoising (Alg. 2) and D2F's distillation (Eq. 3) are the same sum after another forward without gradients.
+
+Shape legend: N labels, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.mask import dual_stream_mask
-from mbd_core.multitf.sample import IGNORE, MultiTFBatch
+from mbd_core.multitf.example import IGNORE
+from mbd_core.multitf.mask import dual_stream_mask, whole_sequence_mask
+from mbd_core.multitf.sample import MultiTFBatch
+from mbd_core.multitf.states import Weighting
 from mbd_core.ops.attention_dense import DenseAttention
 
+LOGIT_BYTES = 2**28
+"""Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
 
-def multitf_loss(model: Decoder, batch: MultiTFBatch) -> tuple[Tensor, Tensor]:
-    """Mean over samples of the weighted masked CE (a scalar with gradient), and the accuracy on masked tokens.
+Distillation = Literal["student_teacher", "teacher_student"]
+"""Whose KL divergence from whom: Eq. 3's KL(student || teacher), or the released code's KL(teacher || student)."""
 
-    The LM head runs on masked positions only; a batch without any gives a zero loss.
+Scored = tuple[Tensor, Tensor]
+"""For each label the loss, and whether the model's likeliest token is the label (N)."""
+
+
+def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
+    """What the weighted sum of losses is divided by: samples, or what all labels of the batch have together.
+
+    Over several workers it is to be summed, and divided by their number, since gradients are averaged. Never 0.
     """
-    mask = dual_stream_mask(batch.stream, batch.block, batch.first)[:, None]
-    hidden = model(batch.input_ids, batch.positions, DenseAttention(mask))
+    if weighting == "self_normalised":
+        total = batch.weights.sum()
+    elif weighting == "ratio_mean":
+        total = (batch.labels != IGNORE).sum()
+    else:
+        total = torch.tensor(batch.num_samples)
+    return total
+
+
+def multitf_loss(model: Decoder, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+    """The weighted CE over `divisor`, by default the number of samples, and the accuracy on the labels.
+
+    A scalar with gradient. The LM head runs on labelled positions only, in pieces where their logits are large; a
+    batch without any label gives a zero loss.
+    """
+    if bool(batch.rollout.any()):
+        batch = roll_out(model, batch)
+    hidden, labels, weights = _labelled(batch, _hidden(model, batch))
+
+    def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
+        logits_NV = _wide(model.logits(hidden_ND))
+        return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
+
+    return _weighted(_in_pieces(score, model, hidden, labels), weights, batch, divisor)
+
+
+@torch.no_grad()
+def roll_out(model: Decoder, batch: MultiTFBatch) -> MultiTFBatch:
+    """The batch with the model's likeliest tokens in place of the masks of `batch.rollout` (Alg. 2)."""
+    rows, places = batch.rollout.nonzero(as_tuple=True)
+    hidden = _hidden(model, batch)[rows, batch.source[rows, places]]
+    tokens = batch.input_ids.clone()
+    for part in torch.arange(len(rows), device=tokens.device).split(_piece(model)):
+        logits = model.logits(hidden[part]).float()
+        logits[:, model.config.mask_token_id] = -torch.inf
+        tokens[rows[part], places[part]] = logits.argmax(-1)
+    return replace(batch, input_ids=tokens, rollout=torch.zeros_like(batch.rollout))
+
+
+def distillation_loss(
+    model: Decoder,
+    batch: MultiTFBatch,
+    direction: Distillation,
+    *,
+    as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
+    divisor: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
+
+    The teacher is the network within `as_teacher` (its adapter off), without gradients: it sees the same noisy
+    sequence whole, the student under the batch's mask.
+    """
+    with torch.no_grad(), as_teacher():
+        taught, _, _ = _labelled(batch, _hidden(model, batch, whole=True))
+    hidden, labels, weights = _labelled(batch, _hidden(model, batch))
+
+    def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
+        with torch.no_grad():
+            teacher = _wide(model.logits(taught_ND))  # the head has no adapter
+        student = _wide(model.logits(hidden_ND))
+        return divergence(student, teacher, direction), student.argmax(-1) == labels_N
+
+    return _weighted(_in_pieces(score, model, hidden, taught, labels), weights, batch, divisor)
+
+
+def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Tensor:
+    """The KL divergence of two distributions given as logits (N, V), for each position (N)."""
+    logs, target = student.log_softmax(-1), teacher.log_softmax(-1)
+    if direction == "student_teacher":
+        logs, target = target, logs
+    return F.kl_div(logs, target, reduction="none", log_target=True).sum(-1)
+
+
+def _hidden(model: Decoder, batch: MultiTFBatch, *, whole: bool = False) -> Tensor:
+    mask = (whole_sequence_mask(batch.stream) if whole else dual_stream_mask(batch.stream, batch.block, batch.first))[
+        :, None
+    ]
+    return model(batch.input_ids, batch.positions, DenseAttention(mask))
+
+
+def _labelled(batch: MultiTFBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each label the hidden state that predicts it (N, D), the label and its weight (N)."""
     chosen = batch.labels != IGNORE
-    logits = model.logits(hidden[chosen]).float()
-    labels = batch.labels[chosen]
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    loss = (losses * batch.weights[chosen]).sum() / batch.num_samples
-    with torch.no_grad():
-        accuracy = (logits.argmax(-1) == labels).float().sum() / max(1, labels.numel())
-    return loss, accuracy
+    rows, places = chosen.nonzero(as_tuple=True)
+    return hidden[rows, batch.source[rows, places]], batch.labels[chosen], batch.weights[chosen]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: bfloat16 logits are no ground for a loss."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _piece(model: Decoder) -> int:
+    """Labels whose float32 logits may exist at once."""
+    return max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
+
+
+def _in_pieces(score: Callable[..., Scored], model: Decoder, *columns: Tensor) -> Scored:
+    """`score` of the columns' rows, and in the backward pass again where they are too many for one piece."""
+    size = _piece(model)
+    if len(columns[0]) <= size:
+        return score(*columns)
+    parts = [
+        checkpoint(score, *part, use_reentrant=False)
+        for part in zip(*(column.split(size) for column in columns), strict=True)
+    ]
+    losses, hits = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(hits)
+
+
+def _weighted(
+    scored: Scored, weights: Tensor, batch: MultiTFBatch, divisor: Tensor | float | None
+) -> tuple[Tensor, Tensor]:
+    losses, hits = scored
+    loss = (losses * weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
+    return loss, hits.detach().float().sum() / max(1, hits.numel())

@@ -10,6 +10,8 @@ carries three numbers, and who sees whom follows from them alone:
     i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
               or   i, j share a noisy stream and a group (alpha(i) = alpha(j)) and beta(j) <= beta(i)           (B.7)
 
+Native D2F is one noisy stream in one group: block 0 is the prompt, the response's blocks follow.
+
 With one layout of two groups of two blocks (columns are keys):
 
              noisy 1 2 3 4   clean 1 2 3 4
@@ -43,3 +45,9 @@ def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor) -> Tensor:
 def block_causal_mask(block: Tensor) -> Tensor:
     """The clean half alone: (..., L) block indices -> (..., L, L), own and earlier blocks are seen (Eq. B.9)."""
     return block[..., None, :] <= block[..., :, None]
+
+
+def whole_sequence_mask(stream: Tensor) -> Tensor:
+    """Every token sees every other: (..., L) -> (..., L, L); padding as in `dual_stream_mask`."""
+    here = stream >= 0
+    return here[..., None, :] & here[..., :, None] | (~here).diag_embed()

@@ -12,17 +12,28 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseBounds:
-    """The mask-ratio range of Table 5 and its margin; `t_eff` is Eq. B.3."""
+    """The mask-ratio range of Table 5 and its margin; `t_eff` is Eq. B.3.
+
+    `gamma` is the bias of `power_law`. `slots` are the ranges of `slot_ranges`, one for each place in a noise-group;
+    groups with more blocks use the last one again.
+    """
 
     t_low: float = 0.001
     t_high: float = 1.0
     margin: float = 0.01
+    gamma: float = 2.0
+    slots: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.t_low < self.t_high <= 1.0:
             raise ValueError(f"noise bounds need 0 <= t_low < t_high <= 1, not {self.t_low} and {self.t_high}")
         if not 0.0 <= self.margin < 1.0:
             raise ValueError(f"margin={self.margin} must lie in [0, 1)")
+        if self.gamma <= 0.0:
+            raise ValueError(f"gamma={self.gamma} must be greater than 0")
+        for low, high in self.slots:
+            if not 0.0 <= low <= high <= 1.0:
+                raise ValueError(f"slots={self.slots}: a range needs 0 <= low <= high <= 1")
 
     @property
     def t_eff(self) -> float:
@@ -34,7 +45,15 @@ Schedule = Callable[[int, NoiseBounds, random.Random], list[float]]
 
 def chain_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
     """Each block uniform between its predecessor's ratio and `t_eff`, from a random floor (Eq. B.4)."""
-    floor = rng.uniform(bounds.t_low, bounds.t_eff)
+    return _chain(size, rng.uniform(bounds.t_low, bounds.t_eff), bounds, rng)
+
+
+def chain_from_low(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """The chain from `t_low` instead of a random floor; the released code's `chain_uniform_opt`."""
+    return _chain(size, bounds.t_low, bounds, rng)
+
+
+def _chain(size: int, floor: float, bounds: NoiseBounds, rng: random.Random) -> list[float]:
     ratios = []
     for _ in range(size):
         floor = rng.uniform(floor, bounds.t_eff)
@@ -52,13 +71,77 @@ def independent_uniform(size: int, bounds: NoiseBounds, rng: random.Random) -> l
     return [rng.uniform(bounds.t_low, bounds.t_high) for _ in range(size)]
 
 
-SCHEDULES: dict[str, Schedule] = {
+def power_law(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """The paper's random scheduler (Table 2b): each block takes `1 - (1 - u)^gamma` of what is left up to `t_eff`."""
+    ratio, ratios = bounds.t_low, []
+    for _ in range(size):
+        ratio += (bounds.t_eff - ratio) * (1.0 - (1.0 - rng.random()) ** bounds.gamma)
+        ratios.append(ratio)
+    return ratios
+
+
+def linear(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """Even steps from `t_low` to `t_eff`, nothing drawn: Table 2b's D2F-style noise. One block alone is uniform."""
+    if size == 1:
+        return [rng.uniform(bounds.t_low, bounds.t_eff)]
+    return [bounds.t_low + (bounds.t_eff - bounds.t_low) * i / (size - 1) for i in range(size)]
+
+
+def stratified(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """One uniform ratio in each of `size` equal parts of the range; the released code's `linear_random`."""
+    return [bounds.t_low + (bounds.t_eff - bounds.t_low) * (i + rng.random()) / size for i in range(size)]
+
+
+def ascending(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """Even steps from a uniform start towards 1, which no block reaches; the released code's `linear_ascend`."""
+    start = rng.uniform(bounds.t_low, bounds.t_eff)
+    return [start + (1.0 - start) * i / size for i in range(size)]
+
+
+def d2f_monotonic(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """D2F's noise over a response: a uniform first ratio, then uniform increments that cannot pass `t_high`.
+
+    D2F trains with `t_low` = 0.2 and `t_high` = 0.7.
+    """
+    ratio = rng.uniform(bounds.t_low, bounds.t_high)
+    step = (bounds.t_high - ratio) / max(1, size - 1)
+    ratios = [ratio]
+    for _ in range(size - 1):
+        ratios.append(min(bounds.t_high, ratios[-1] + step * rng.random()))
+    return ratios
+
+
+def slot_ranges(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """Each place in the group uniform in a range of its own (`bounds.slots`), independent of the others."""
+    last = len(bounds.slots) - 1
+    return [rng.uniform(*bounds.slots[min(i, last)]) for i in range(size)]
+
+
+ScheduleName = Literal[
+    "chain_uniform",
+    "chain_from_low",
+    "sorted_uniform",
+    "independent_uniform",
+    "power_law",
+    "linear",
+    "stratified",
+    "ascending",
+    "d2f_monotonic",
+    "slot_ranges",
+]
+SCHEDULES: dict[ScheduleName, Schedule] = {
     "chain_uniform": chain_uniform,
+    "chain_from_low": chain_from_low,
     "sorted_uniform": sorted_uniform,
     "independent_uniform": independent_uniform,
+    "power_law": power_law,
+    "linear": linear,
+    "stratified": stratified,
+    "ascending": ascending,
+    "d2f_monotonic": d2f_monotonic,
+    "slot_ranges": slot_ranges,
 }
-ScheduleName = Literal["chain_uniform", "sorted_uniform", "independent_uniform"]
-Rounding = Literal["floor", "ceil"]
+Rounding = Literal["floor", "ceil", "bernoulli"]
 
 
 def num_masked(ratio: float, num_maskable: int, rounding: Rounding) -> int:
@@ -69,3 +152,10 @@ def num_masked(ratio: float, num_maskable: int, rounding: Rounding) -> int:
     """
     exact = ratio * num_maskable
     return min(num_maskable, math.floor(exact) if rounding == "floor" else math.ceil(exact))
+
+
+def choose_masked(maskable: range, ratio: float, rounding: Rounding, rng: random.Random) -> list[int]:
+    """The positions of a block to mask: `num_masked` of them, or each by itself with probability `ratio`."""
+    if rounding == "bernoulli":
+        return [i for i in maskable if rng.random() < ratio]
+    return rng.sample(maskable, num_masked(ratio, len(maskable), rounding))

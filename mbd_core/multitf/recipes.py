@@ -1,34 +1,15 @@
-"""Training runs by name: the recipes of the tiny models, and what a command changes in one."""
+"""Training runs by name: the recipes of the tiny models, and those of the papers."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
-from mbd_core.multitf.precision import Precision
-from mbd_core.multitf.sample import StateConfig
+from mbd_core.multitf.data import TinyData
+from mbd_core.multitf.paper_recipes import PAPER_RECIPES
+from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.training_recipe import TrainingRecipe
 
 TINY_VOCAB = 640
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingRecipe:
-    """What is trained, on what, and how.
-
-    The run starts from the model `base` (a shipped model's name or an absolute path), or, without one, from random
-    weights of the configuration `model`. `states.block_size` is the trained model's block size, whatever the base had.
-    `generation` is what the trained model recommends for decoding.
-    """
-
-    name: str
-    base: str | None
-    model: ModelConfig | None
-    data: TinyData
-    states: StateConfig
-    train: TrainConfig
-    max_length: int
-    generation: dict[str, Any]
 
 
 TINY_MODEL = ModelConfig(
@@ -108,7 +89,7 @@ TINY_TF = replace(
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
 )
 
-RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD_B8, TINY_BD, TINY_MBD, TINY_TF)}
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (TINY_BD_B8, TINY_BD, TINY_MBD, TINY_TF, *PAPER_RECIPES)}
 
 
 def recipe_named(name: str) -> TrainingRecipe:
@@ -116,30 +97,3 @@ def recipe_named(name: str) -> TrainingRecipe:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe '{name}'; known: {', '.join(sorted(RECIPES))}")
     return RECIPES[name]
-
-
-def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
-    """The recipe with `steps` updates: the schedule in proportion, and no more samples than the updates consume.
-
-    A recipe that also trains its tokenizer keeps the samples that the tokenizer is learned from.
-    """
-    warmup = max(1, round(recipe.train.warmup * steps / recipe.train.steps))
-    train = replace(recipe.train, steps=steps, warmup=warmup)
-    consumed = steps * train.batch_size
-    pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
-    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // 2)))
-    return replace(recipe, train=train, data=data)
-
-
-def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingRecipe:
-    """The recipe computed in `precision`."""
-    return replace(recipe, train=replace(recipe.train, precision=precision))
-
-
-def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
-    """What a run says when it starts: the recipe's size and the precision it computes in."""
-    train, data = recipe.train, recipe.data
-    return (
-        f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
-        f"{num_workers} worker{'s' * (num_workers > 1)}, {data.per_task} problems of each task"
-    )

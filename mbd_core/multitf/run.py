@@ -3,8 +3,10 @@
 `jobs/train_multitf.py` trains the same recipes on a Ray cluster. Exit codes: 0 done, 2 bad input.
 """
 
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +16,17 @@ from tqdm import tqdm
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from mbd_core.checkpoint.shipped import named_model
+from mbd_core.files import check_writable
 from mbd_core.multitf.export import check_export, export
+from mbd_core.multitf.fit import check_fit
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import RECIPES, TrainingRecipe, recipe_named, shortened, start_line, with_precision
+from mbd_core.multitf.prepared_data import named_data
+from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.trainer import StepMetrics, Trainer
 from mbd_core.multitf.trainer_state import read_state, save_state
+from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, start_line, with_precision
 
 SHOWN_STEPS = 50
 """The progress bar shows means over the last so many steps."""
@@ -27,6 +34,13 @@ SHOWN_STEPS = 50
 
 def run(
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Start from this shipped model or model folder, instead of the recipe's."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.")
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Updates, instead of the recipe's; the schedule shrinks with them.")
     ] = None,
@@ -44,10 +58,16 @@ def run(
 ) -> None:
     """Train a recipe in this process, without Ray."""
     chosen = with_precision(recipe_named(recipe), precision)
+    if base is not None:
+        chosen = replace(chosen, base=named_model(base))
+    if data is not None:
+        chosen = replace(chosen, data=named_data(data))
     if steps is not None:
         chosen = shortened(chosen, steps)
     folder = out or Path("out") / chosen.name
+    check_local(folder, checkpoint)
     check_export(folder, overwrite=overwrite)
+    check_fit(chosen)
     state = read_state(checkpoint, recipe=recipe) if checkpoint is not None and checkpoint.exists() else None
     if state is not None:
         chosen = with_precision(chosen, state["precision"])
@@ -61,6 +81,17 @@ def run(
     train(trainer, chosen, checkpoint, every=every)
     export(folder, chosen, model, tokenizer, overwrite=overwrite)
     print(f"wrote {folder}")
+
+
+def check_local(folder: Path, checkpoint: Path | None) -> None:
+    """Raise `ValueError` for targets that are URLs, and for a checkpoint file that cannot be written."""
+    for target in filter(None, (folder, checkpoint)):
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(target)):
+            raise ValueError(f"{target} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
+    if checkpoint is not None:
+        check_writable(checkpoint.parent, checkpoint)
+        if checkpoint.is_dir():
+            raise ValueError(f"{checkpoint} is a folder; give a file for the trainer's state")
 
 
 def train(trainer: Trainer, recipe: TrainingRecipe, checkpoint: Path | None, *, every: int) -> None:

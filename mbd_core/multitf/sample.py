@@ -2,81 +2,39 @@
 
 The paper batches every layout as its own `[x_t; x_0]` (Eq. B.5). Here the n layouts of a sample share its clean
 half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once
-(tests/multitf/test_multitf.py).
+(tests/multitf/test_multitf.py). Native D2F has one noisy stream alone (`lay_out_d2f`).
 
 Shape legend: S samples, L tokens of the longest training sequence.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mbd_core.multitf.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.layout import GroupLayout, layout_set
-from mbd_core.multitf.noise import SCHEDULES, NoiseBounds, Rounding, ScheduleName, num_masked
+from mbd_core.multitf.noise import SCHEDULES, choose_masked
+from mbd_core.multitf.states import StateConfig
 
-IGNORE = -100
-Weighting = Literal["masked_mean", "block_ratio"]
-
-
-@dataclass(frozen=True)
-class Example:
-    """One tokenised sample, its response padded with EOS to a whole block; `prompt_length` tokens are never masked."""
-
-    tokens: tuple[int, ...]
-    prompt_length: int
-
-
-def encode_example(
-    prompt: Sequence[int], response: Sequence[int], *, eos_token_id: int, block_size: int, max_length: int
-) -> Example | None:
-    """Prompt + response + EOS, filled with EOS to a block boundary; `None` if that exceeds `max_length` tokens."""
-    tokens = [*prompt, *response, eos_token_id]
-    tokens += [eos_token_id] * (-len(tokens) % block_size)
-    return Example(tuple(tokens), len(prompt)) if len(tokens) <= max_length else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateConfig:
-    """How training states are drawn: layouts, noise and the weight of each masked token.
-
-    `max_group=1` is teacher forcing. `num_layouts` draws that many of the layout set anew for each sample, an unbiased
-    estimate of Alg. 1's mean over all of it; `None` takes them all. `span` says whether layouts partition the whole
-    content (the paper's App. B.1) or begin at the first block with a response token, where decoding begins.
-    `weighting` is Eq. B.11 (`masked_mean`) or Eq. B.13 (`block_ratio`).
-    """
-
-    block_size: int
-    max_group: int
-    num_random: int = 0
-    num_layouts: int | None = None
-    span: Literal["content", "response"] = "content"
-    schedule: ScheduleName = "chain_uniform"
-    bounds: NoiseBounds = NoiseBounds()
-    rounding: Rounding = "floor"
-    weighting: Weighting = "masked_mean"
-
-    def __post_init__(self) -> None:
-        if self.max_group < 1 or self.block_size < 1 or self.num_random < 0:
-            raise ValueError(
-                f"max_group={self.max_group}, block_size={self.block_size} must be >= 1 and "
-                f"num_random={self.num_random} >= 0"
-            )
-        if self.num_layouts is not None and self.num_layouts < 1:
-            raise ValueError(f"num_layouts={self.num_layouts} must be at least 1, or None for the whole layout set")
+EPSILON = 1e-6
+"""The least mask ratio that a label's weight is divided by (Eq. B.13)."""
 
 
 @dataclass(frozen=True)
 class NoisyStream:
-    """One layout's corrupted blocks: `tokens`, `masked` and the sampled `ratio` of each token's block."""
+    """One layout's corrupted blocks: `tokens`, `masked` and the sampled `ratio` of each token's block.
+
+    With `rollout` the model's own predictions take the place of the masks before it trains on the stream (Alg. 2).
+    """
 
     tokens: list[int]
     masked: list[bool]
     ratio: list[float]
+    rollout: bool = False
 
 
 Columns = dict[str, list]
@@ -85,9 +43,12 @@ Columns = dict[str, list]
 
 @dataclass(frozen=True)
 class MultiTFBatch:
-    """Padded training sequences, all (S, L): ids and positions in, the mask's three numbers, labels and weights out.
+    """Padded training sequences, all (S, L).
 
-    `weights` sum to 1 per sample under `masked_mean`, so the batch loss is `sum(weights * CE) / S`.
+    `input_ids`, `positions` and the mask's three numbers (`stream`, `block`, `first`) go into the model. `source` is
+    where in its sequence a label's logits come from: the label's own place, or with shifted logits the place of the
+    token before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum
+    to 1 per sample under `masked_mean`.
     """
 
     input_ids: Tensor
@@ -97,10 +58,17 @@ class MultiTFBatch:
     first: Tensor
     labels: Tensor
     weights: Tensor
+    source: Tensor
+    rollout: Tensor
 
     @property
     def num_samples(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int((self.stream >= 0).sum())
 
     def to(self, device: torch.device) -> "MultiTFBatch":
         return MultiTFBatch(*(t.to(device) for t in vars(self).values()))
@@ -108,7 +76,14 @@ class MultiTFBatch:
 
 def choose_layouts(num_blocks: int, config: StateConfig, rng: random.Random) -> list[GroupLayout]:
     """The layouts of one sample: all of `Lambda`, or `num_layouts` of it (teacher forcing repeats its only one)."""
-    layouts = layout_set(num_blocks, max_group=config.max_group, num_random=config.num_random, rng=rng)
+    layouts = layout_set(
+        num_blocks,
+        max_group=config.max_group,
+        num_random=config.num_random,
+        rng=rng,
+        kind=config.layouts,
+        random_sizes=config.random_sizes,
+    )
     if config.num_layouts is None:
         return layouts
     if config.num_layouts <= len(layouts):
@@ -127,72 +102,195 @@ def corrupt(
     masked = [False] * len(tokens)
     for block, ratio in enumerate(ratios):
         low = max(start + block * size, example.prompt_length) - start
-        maskable = range(low, (block + 1) * size)
+        maskable = range(low, min((block + 1) * size, len(tokens)))
         if maskable:
-            for i in rng.sample(maskable, num_masked(ratio, len(maskable), config.rounding)):
+            for i in choose_masked(maskable, ratio, config.rounding, rng):
                 tokens[i] = mask_token_id
                 masked[i] = True
-    return NoisyStream(tokens, masked, [t for t in ratios for _ in range(size)])
+    return NoisyStream(tokens, masked, [t for t in ratios for _ in range(size)][: len(tokens)])
 
 
 def build_batch(
-    examples: Sequence[Example], config: StateConfig, *, mask_token_id: int, rngs: Sequence[random.Random]
+    examples: Sequence[Example],
+    config: StateConfig,
+    *,
+    mask_token_id: int,
+    rngs: Sequence[random.Random],
+    shift: bool = False,
 ) -> MultiTFBatch:
     """Draw layouts and noise for each example and lay out its noisy streams before its clean one.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
+    `shift`: the model's logits at a position predict the next one's token. Raises `ValueError` for an example that
+    cannot be laid out.
     """
-    size = config.block_size
     rows = []
     for example, rng in zip(examples, rngs, strict=True):
-        first_block = example.prompt_length // size if config.span == "response" else 0
-        draw = partial(corrupt, example, start=first_block * size, config=config, mask_token_id=mask_token_id, rng=rng)
-        layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
-        rows.append(lay_out(example, [(layout, draw(layout)) for layout in layouts], config, first_block=first_block))
+        _check_example(example, config, shift=shift)
+        draw = partial(corrupt, example, config=config, mask_token_id=mask_token_id, rng=rng)
+        drawn = _draw_d2f if config.layouts == "d2f" else _draw_streams
+        rows.append(drawn(example, config, draw, rng, shift))
     return collate(rows)
 
 
-def lay_out(
-    example: Example, streams: Sequence[tuple[GroupLayout, NoisyStream]], config: StateConfig, *, first_block: int
+def _draw_streams(
+    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
 ) -> Columns:
-    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one."""
+    size = config.block_size
+    first_block = example.prompt_length // size if config.span == "response" else 0
+    layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
+    drawn = [(layout, draw(layout, start=first_block * size)) for layout in layouts]
+    return lay_out(example, self_denoised(drawn, config, rng), config, first_block=first_block, shift=shift)
+
+
+def _draw_d2f(
+    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
+) -> Columns:
+    num_blocks = -(-(len(example.tokens) - example.prompt_length) // config.block_size)
+    (layout,) = choose_layouts(num_blocks, config, rng)
+    return lay_out_d2f(example, draw(layout, start=example.prompt_length), config, shift=shift)
+
+
+def self_denoised(
+    streams: Sequence[tuple[GroupLayout, NoisyStream]], config: StateConfig, rng: random.Random
+) -> list[tuple[GroupLayout, NoisyStream]]:
+    """The streams in the branches of Alg. 2 that `config.self_denoising` asks for."""
+    if config.self_denoising == "both":
+        return [(lay, replace(noisy, rollout=rollout)) for lay, noisy in streams for rollout in (False, True)]
+    if config.self_denoising == "half":
+        return [(layout, replace(noisy, rollout=rng.random() < 0.5)) for layout, noisy in streams]
+    return list(streams)
+
+
+def lay_out(
+    example: Example,
+    streams: Sequence[tuple[GroupLayout, NoisyStream]],
+    config: StateConfig,
+    *,
+    first_block: int,
+    shift: bool = False,
+) -> Columns:
+    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one.
+
+    With `shift` a token's logits come from the token before it in its stream, and for the first token of a noise-group
+    from the clean stream: decoding takes them from the last committed position.
+    """
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
+    clean_at = len(streams) * (length - start)
     row: Columns = {f.name: [] for f in fields(MultiTFBatch)}
     for number, (layout, noisy) in enumerate(streams, start=1):
-        weights = _weights(noisy, config, num_blocks=num_blocks - first_block)
+        at = len(row["input_ids"])
+        starts = layout.first_blocks()
+        labels = _labels(example, noisy, config, start=start)
+        weights = _weights(labels, noisy, config, num_blocks=num_blocks - first_block, num_streams=len(streams))
         row["input_ids"] += noisy.tokens
         row["positions"] += range(start, length)
         row["stream"] += [number] * len(noisy.tokens)
         row["block"] += [b for b in range(first_block, num_blocks) for _ in range(size)]
-        row["first"] += [first_block + a for a in layout.first_blocks() for _ in range(size)]
-        row["labels"] += [t if m else IGNORE for t, m in zip(example.tokens[start:], noisy.masked, strict=True)]
-        row["weights"] += [w / len(streams) for w in weights]
-    row["input_ids"] += example.tokens
-    row["positions"] += range(length)
-    row["stream"] += [0] * length
-    row["block"] += [b for b in range(num_blocks) for _ in range(size)]
-    row["first"] += [b + 1 for b in range(num_blocks) for _ in range(size)]
-    row["labels"] += [IGNORE] * length
-    row["weights"] += [0.0] * length
+        row["first"] += [first_block + a for a in starts for _ in range(size)]
+        row["labels"] += labels
+        row["weights"] += weights
+        row["rollout"] += [m and noisy.rollout for m in noisy.masked]
+        if shift:
+            heads = {a * size for a in starts}
+            row["source"] += [clean_at + start + i - 1 if i in heads else at + i - 1 for i in range(length - start)]
+    _add_clean(row, example, size)
+    length = len(row["input_ids"])
+    row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
+    _check_columns(row)
+    return row
+
+
+def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> Columns:
+    """Native D2F's one sequence: the prompt, whose tokens see each other, then the response in blocks of its own.
+
+    With `shift` a token's logits come from the token before it.
+    """
+    prompt, length = example.prompt_length, len(example.tokens)
+    head = NoisyStream(list(example.tokens[:prompt]), [False] * prompt, [1.0] * prompt)
+    whole = NoisyStream(head.tokens + noisy.tokens, head.masked + noisy.masked, head.ratio + noisy.ratio)
+    labels = _labels(example, whole, config, start=0)
+    blocks = [0] * prompt + [1 + i // config.block_size for i in range(length - prompt)]
+    row: Columns = {
+        "input_ids": whole.tokens,
+        "positions": list(range(length)),
+        "stream": [1] * length,
+        "block": blocks,
+        "first": [0] * length,
+        "labels": labels,
+        "weights": _weights(labels, whole, config, num_blocks=blocks[-1], num_streams=1),
+        "source": [max(0, i - shift) for i in range(length)],
+        "rollout": [False] * length,
+    }
+    _check_columns(row)
     return row
 
 
 def collate(rows: Sequence[Columns]) -> MultiTFBatch:
     """Pad training sequences to the longest."""
     length = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": 0, "positions": 0, "stream": -1, "block": 0, "first": 0, "labels": IGNORE, "weights": 0.0}
-    return MultiTFBatch(
-        **{
-            name: torch.tensor([row[name] + [pad] * (length - len(row[name])) for row in rows])
-            for name, pad in fill.items()
-        }
-    )
+    fill = {f.name: 0 for f in fields(MultiTFBatch)} | {
+        "stream": -1,
+        "labels": IGNORE,
+        "weights": 0.0,
+        "rollout": False,
+    }
+    columns = {
+        name: torch.tensor(
+            [row[name] + [pad] * (length - len(row[name])) for row in rows],
+            dtype=torch.float64 if name == "weights" else None,
+        )
+        for name, pad in fill.items()
+    }
+    return MultiTFBatch(**columns)
 
 
-def _weights(noisy: NoisyStream, config: StateConfig, *, num_blocks: int) -> list[float]:
-    """Each masked token's share of the layout's loss: 1/|M| (Eq. B.11) or 1/(K max(t, eps)) (Eq. B.13)."""
+def _add_clean(row: Columns, example: Example, size: int) -> None:
+    length = len(example.tokens)
+    row["input_ids"] += example.tokens
+    row["positions"] += range(length)
+    row["stream"] += [0] * length
+    row["block"] += [b for b in range(length // size) for _ in range(size)]
+    row["first"] += [b + 1 for b in range(length // size) for _ in range(size)]
+    row["labels"] += [IGNORE] * length
+    row["weights"] += [0.0] * length
+    row["rollout"] += [False] * length
+
+
+def _labels(example: Example, noisy: NoisyStream, config: StateConfig, *, start: int) -> list[int]:
+    if config.labels == "answer":
+        return answer_labels(example.tokens, example.prompt_length)[start:]
+    return [t if m else IGNORE for t, m in zip(example.tokens[start:], noisy.masked, strict=True)]
+
+
+def _weights(
+    labels: Sequence[int], noisy: NoisyStream, config: StateConfig, *, num_blocks: int, num_streams: int
+) -> list[float]:
+    """Each label's part of the loss's numerator; `loss.denominator` is the other part of the same definition.
+
+    `masked_mean` and `block_ratio` are means over the layouts, the other two pool the labels of all layouts.
+    """
+    labelled = [label != IGNORE for label in labels]
     if config.weighting == "masked_mean":
-        count = max(1, sum(noisy.masked))
-        return [1.0 / count if m else 0.0 for m in noisy.masked]
-    return [1.0 / (num_blocks * max(t, 1e-6)) if m else 0.0 for m, t in zip(noisy.masked, noisy.ratio, strict=True)]
+        count = max(1, sum(labelled))
+        return [1.0 / count / num_streams if chosen else 0.0 for chosen in labelled]
+    scale = num_blocks * num_streams if config.weighting == "block_ratio" else 1
+    inverse = [1.0 / max(t, EPSILON) for t in noisy.ratio]
+    return [t / scale if chosen else 0.0 for chosen, t in zip(labelled, inverse, strict=True)]
+
+
+def _check_example(example: Example, config: StateConfig, *, shift: bool) -> None:
+    if config.layouts != "d2f" and len(example.tokens) % config.block_size:
+        raise ValueError(
+            f"a sample of {len(example.tokens)} tokens is no whole number of blocks of {config.block_size}; "
+            "fill it with EOS (encode_example)"
+        )
+    if shift and not example.prompt_length:
+        raise ValueError("a sample without a prompt cannot be trained with shifted logits: nothing predicts its start")
+
+
+def _check_columns(row: Columns) -> None:
+    lengths = {name: len(column) for name, column in row.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"a training sequence has columns of unequal lengths: {lengths}; its sample is malformed")

@@ -6,27 +6,39 @@ any number of workers trains on the same global batch.
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.loss import multitf_loss
+from mbd_core.multitf.example import Example
+from mbd_core.multitf.loss import Distillation, denominator, distillation_loss, multitf_loss
 from mbd_core.multitf.precision import Precision, compute_precision
-from mbd_core.multitf.sample import Example, MultiTFBatch, StateConfig, build_batch
+from mbd_core.multitf.prepared_data import sample_lengths
+from mbd_core.multitf.sample import MultiTFBatch, build_batch
+from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, without_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The optimisation of a run. `batch_size` counts samples over all workers.
 
-    The learning rate warms up linearly, stays, and decays linearly to 0 over the last `decay` share of the steps.
-    Weight matrices are updated by Muon, the embeddings and norms by AdamW, as PyTorch implements them. In bfloat16 the
-    objective runs under autocast; weights and optimizer states are float32 in either precision.
+    `optimizer`: with `muon` the two-dimensional weight matrices of the layers are updated by Muon and all else by
+    AdamW without weight decay (embeddings, head, norms, and the stacked experts, which have three dimensions); with
+    `adamw` everything by AdamW, with `weight_decay` on everything, as the papers' recipes say.
+
+    The learning rate warms up linearly over `warmup` steps. `trapezoid`: it then stays, and decays linearly to 0 over
+    the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
+
+    `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `distillation`: learn
+    from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an adapter, which is
+    merged when the model is written. In bfloat16 the objective runs under autocast; weights and optimizer states are
+    float32 in either precision.
     """
 
     steps: int
@@ -38,20 +50,38 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     precision: Precision = "auto"
+    optimizer: Literal["muon", "adamw"] = "muon"
+    betas: tuple[float, float] = (0.9, 0.95)
+    schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"
+    lr_min: float = 0.0
+    micro_batch: int | None = None
+    distillation: Distillation | None = None
+    lora: LoraSettings | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
             raise ValueError(f"steps={self.steps} and batch_size={self.batch_size} must be at least 1")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch={self.micro_batch} must be at least 1, or None for a worker's whole batch")
+        if self.distillation is not None and self.lora is None:
+            raise ValueError("distillation needs lora: the teacher is the network without its adapter")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update numbered `step`, from 0."""
-        tail = max(1, math.ceil(self.decay * self.steps))
-        return self.lr * min(1.0, (step + 1) / max(1, self.warmup), (self.steps - step) / tail)
+        rising = min(1.0, (step + 1) / max(1, self.warmup))
+        if self.schedule == "trapezoid":
+            tail = max(1, math.ceil(self.decay * self.steps))
+            return self.lr * min(rising, (self.steps - step) / tail)
+        if self.schedule == "constant" or rising < 1.0:
+            return self.lr * rising
+        done = (step + 1 - self.warmup) / max(1, self.steps - self.warmup)
+        left = (1.0 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1.0 - done
+        return self.lr_min + (self.lr - self.lr_min) * max(0.0, left)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One update: loss, accuracy on masked tokens (this rank's), learning rate, tokens through the model."""
+    """One update: loss, accuracy on labels (this rank's), learning rate, tokens through the model without padding."""
 
     step: int
     loss: float
@@ -63,19 +93,23 @@ class StepMetrics:
 class Objective(nn.Module):
     """The model with its loss as one module, which a data-parallel wrapper can hook."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, distillation: Distillation | None = None) -> None:
         super().__init__()
         self.model = model
+        self.distillation = distillation
 
-    def forward(self, batch: MultiTFBatch) -> tuple[Tensor, Tensor]:
-        return multitf_loss(self.model, batch)
+    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+        if self.distillation is None:
+            return multitf_loss(self.model, batch, divisor)
+        teacher = partial(without_adapter, self.model)
+        return distillation_loss(self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor)
 
 
 class Trainer:
     """Owns the optimizers and the step count.
 
     The model must be on its device already: `precision` is what the configured one means there. The caller may wrap
-    `objective` (DDP) before the first step.
+    `objective` (DDP) before the first step. `mean` must average a tensor over the workers, where there are several.
     """
 
     def __init__(
@@ -87,44 +121,47 @@ class Trainer:
         *,
         rank: int = 0,
         world_size: int = 1,
+        mean: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        if config.batch_size % world_size:
-            raise ValueError(f"batch_size={config.batch_size} does not divide over {world_size} workers")
-        if len(examples) < config.batch_size:
-            raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
+        check_trainable(len(examples), config, world_size=world_size)
         self.device = next(model.parameters()).device
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
-        self.objective: nn.Module = Objective(model)
+        if config.lora is not None:
+            add_adapter(model, config.lora, seed=config.seed)
+        self.objective: nn.Module = Objective(model, config.distillation)
         self.examples, self.states, self.config = examples, states, config
-        self.rank, self.world_size = rank, world_size
+        self.lengths = sample_lengths(examples)
+        self.rank, self.world_size, self.mean = rank, world_size, mean
         self.step_number = 0
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "model.layers" in n]
-        inside = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in inside]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self.optimizers = _optimizers(model, config)
 
     def batch(self, step: int) -> MultiTFBatch:
         """This rank's share of the update numbered `step`, on the CPU."""
-        c = self.config
-        indices = _batch_indices(self.examples, c.batch_size, seed=c.seed, step=step)[self.rank :: self.world_size]
+        c, model = self.config, self.model.config
+        indices = _batch_indices(self.lengths, c.batch_size, seed=c.seed, step=step)[self.rank :: self.world_size]
         return build_batch(
             [self.examples[i] for i in indices],
             self.states,
-            mask_token_id=self.model.config.mask_token_id,
+            mask_token_id=model.mask_token_id,
             rngs=[random.Random(f"{c.seed}/{step}/{i}") for i in indices],
+            shift=model.shift_logits,
         )
 
     def step(self) -> StepMetrics:
         """One update of the weights."""
         number, c = self.step_number, self.config
-        batch = self.batch(number).to(self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
-            loss, accuracy = self.objective(batch)
-        loss.backward()
+        whole = self.batch(number)
+        divisor = self._divisor(whole)
+        if c.lora is not None and c.lora.dropout:  # what it drops depends on the step alone, as the noise does
+            torch.manual_seed(random.Random(f"{c.seed}/{number}/{self.rank}/dropout").getrandbits(63))
+        loss, accuracy = 0.0, 0.0
+        for part in split_batch(whole, c.micro_batch):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
+                part_loss, part_accuracy = self.objective(part.to(self.device), divisor)
+            part_loss.backward()
+            loss += part_loss.item()
+            accuracy += part_accuracy.item() * part.num_samples / whole.num_samples
         nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -132,7 +169,18 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step_number += 1
-        return StepMetrics(number, loss.item(), accuracy.item(), c.lr_at(number), batch.input_ids.numel())
+        return StepMetrics(number, loss, accuracy, c.lr_at(number), whole.num_tokens)
+
+    def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
+        """The mean over the workers of what their losses are divided by; at least 1 label's worth, so never 0.
+
+        Every worker calls `mean`, also one without any label.
+        """
+        if self.states.weighting in ("masked_mean", "block_ratio"):
+            return float(batch.num_samples)
+        own = denominator(batch, self.states.weighting).double().to(self.device)
+        shared = own if self.mean is None else self.mean(own)
+        return shared if shared > 0 else torch.ones_like(shared)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs besides its recipe: weights, optimizer state, step."""
@@ -149,6 +197,44 @@ class Trainer:
         self.step_number = state["step"]
 
 
+def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:
+    """Raise `ValueError` unless a batch divides over the workers and there are samples for one."""
+    if config.batch_size % world_size:
+        raise ValueError(f"batch_size={config.batch_size} does not divide over {world_size} workers")
+    if num_examples < config.batch_size:
+        raise ValueError(f"{num_examples} training samples are fewer than batch_size={config.batch_size}")
+
+
+def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
+    """The batch in parts of at most `size` samples, each only as long as its longest; `None`: the batch itself."""
+    if size is None or batch.num_samples <= size:
+        return [batch]
+    parts = []
+    for start in range(0, batch.num_samples, size):
+        rows = slice(start, start + size)
+        length = int((batch.stream[rows] >= 0).sum(-1).max())
+        parts.append(MultiTFBatch(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
+    return parts
+
+
+def _optimizers(model: Decoder, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decay = config.weight_decay
+    if config.optimizer == "adamw":
+        fused = next(iter(trained.values())).device.type == "cuda"
+        parameters = list(trained.values())
+        return [torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=decay, fused=fused)]
+    matrices = [p for name, p in trained.items() if p.ndim == 2 and "model.layers" in name]
+    inside = {id(p) for p in matrices}
+    others = [p for p in trained.values() if id(p) not in inside]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    ]
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=config.betas, weight_decay=0.0))
+    return optimizers
+
+
 @lru_cache(maxsize=2)
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     order = list(range(count))
@@ -156,15 +242,15 @@ def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _batch_indices(examples: Sequence[Example], batch_size: int, *, seed: int, step: int) -> list[int]:
+def _batch_indices(lengths: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
     """One batch: shuffled each epoch, drawn from a window sorted by length so that little is padding."""
-    per_epoch = len(examples) // batch_size
+    per_epoch = len(lengths) // batch_size
     epoch, place = divmod(step, per_epoch)
-    order = _epoch_order(len(examples), seed, epoch)
+    order = _epoch_order(len(lengths), seed, epoch)
     window = 16
     start = place // window * window
     stop = min(start + window, per_epoch)
-    chunk = sorted(order[start * batch_size : stop * batch_size], key=lambda i: (len(examples[i].tokens), i))
+    chunk = sorted(order[start * batch_size : stop * batch_size], key=lambda i: (lengths[i], i))
     batches = [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
     random.Random(f"{seed}/window/{epoch}/{start}").shuffle(batches)
     return batches[place - start]

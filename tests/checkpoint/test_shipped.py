@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,12 @@ from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.request import Request
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.recipes import RECIPES, with_precision
+from mbd_core.multitf.data import TinyData
+from mbd_core.multitf.noise import NoiseBounds
+from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 from mbd_core.serving.load import load_engine
 from mbd_core.tasks import gsm_mini
 
@@ -29,11 +35,22 @@ def test_together_they_are_small() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_carries_the_recipe_that_made_it(name: str) -> None:
     recorded = json.loads((model_folder(name) / "recipe.json").read_text())
-    if recorded["model"] is not None:
-        recorded["model"] = asdict(ModelConfig(**recorded["model"]))  # fields that came later have SDAR's defaults
-    recorded = json.loads(json.dumps(recorded, default=str))
+    states, train = recorded["states"], recorded["train"]
+    recipe = TrainingRecipe(  # fields that came later have defaults that mean what was done then
+        **recorded
+        | {
+            "model": None if recorded["model"] is None else ModelConfig(**recorded["model"]),
+            "data": TinyData(**recorded["data"]),
+            "states": StateConfig(**states | {"bounds": NoiseBounds(**states["bounds"])}),
+            "train": TrainConfig(**train),
+        }
+    )
     computed = with_precision(RECIPES[name], "bfloat16")  # what `auto` was where they were trained
-    assert recorded == json.loads(json.dumps(asdict(computed), default=str))
+    assert as_json(recipe) == as_json(computed)
+
+
+def as_json(recipe: TrainingRecipe) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(recipe), default=str))
 
 
 @pytest.mark.parametrize("name", NAMES)

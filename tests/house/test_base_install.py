@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ("bench_decoders", "bench_engine", "branch_report", "fp8_report", "trace_report")
-OPTIONAL = {"flash_attn", "flashinfer", "kernels", "triton", "vllm"}  # imported where a GPU is there, each in a try
+# Each is imported where it is used: the others where a GPU is there, peft where a recipe trains an adapter.
+OPTIONAL = {"flash_attn", "flashinfer", "kernels", "peft", "triton", "vllm"}
 
 
 def imported_packages(path: Path) -> set[str]:

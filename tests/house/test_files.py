@@ -164,3 +164,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         check_new_file(tmp_path / "file" / "below")
     with pytest.raises(ValueError, match="longer than 200 bytes"):
         check_target_folder(tmp_path / ("x" * 201), "model")
+    for path in (tmp_path / ("x" * 300) / "model", tmp_path.joinpath(*["x" * 100] * 40), tmp_path / "a\nb"):
+        with pytest.raises(ValueError, match="cannot be written"):
+            check_target_folder(path, "model")

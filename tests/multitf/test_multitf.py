@@ -11,21 +11,13 @@ from hypothesis import strategies as st
 
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.example import IGNORE, Example, encode_example
 from mbd_core.multitf.layout import GroupLayout, layout_set, random_layout, single_block_layout, systematic_layouts
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.noise import NoiseBounds, chain_uniform, num_masked, sorted_uniform
-from mbd_core.multitf.sample import (
-    IGNORE,
-    MultiTFBatch,
-    StateConfig,
-    build_batch,
-    choose_layouts,
-    collate,
-    corrupt,
-    encode_example,
-    lay_out,
-)
+from mbd_core.multitf.sample import MultiTFBatch, build_batch, choose_layouts, collate, corrupt, lay_out
+from mbd_core.multitf.states import StateConfig
 
 MASK, EOS, B = 0, 1, 4
 
@@ -143,10 +135,6 @@ def example(prompt: int, response: int):
     return example
 
 
-def doubled(batch: MultiTFBatch) -> MultiTFBatch:
-    return MultiTFBatch(**(vars(batch) | {"weights": batch.weights.double()}))
-
-
 @pytest.mark.parametrize("span", ["content", "response"])
 @pytest.mark.parametrize("weighting", ["masked_mean", "block_ratio"])
 def test_layouts_sharing_a_clean_stream_are_the_separate_sequences(model: Decoder, span, weighting) -> None:
@@ -160,13 +148,13 @@ def test_layouts_sharing_a_clean_stream_are_the_separate_sequences(model: Decode
     ]
     assert len(streams) == 7
 
-    loss, _ = multitf_loss(model, doubled(collate([lay_out(one, streams, config, first_block=first_block)])))
+    loss, _ = multitf_loss(model, collate([lay_out(one, streams, config, first_block=first_block)]))
     loss.backward()
     together = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     total = 0.0
     for stream in streams:
-        alone, _ = multitf_loss(model, doubled(collate([lay_out(one, [stream], config, first_block=first_block)])))
+        alone, _ = multitf_loss(model, collate([lay_out(one, [stream], config, first_block=first_block)]))
         (alone / len(streams)).backward()
         total += float(alone.detach()) / len(streams)
     assert float(loss.detach()) == pytest.approx(total, rel=1e-6)
@@ -179,7 +167,7 @@ def test_padding_changes_nothing(model: Decoder) -> None:
     """A short sample beside a long one gives the loss it gives alone (packed == separate)."""
     config = StateConfig(block_size=B, max_group=2)
     examples = [example(3, 5), example(9, 30)]
-    both = doubled(build_batch(examples, config, mask_token_id=MASK, rngs=[random.Random(5), random.Random(6)]))
+    both = build_batch(examples, config, mask_token_id=MASK, rngs=[random.Random(5), random.Random(6)])
     with torch.no_grad():
         together, _ = multitf_loss(model, both)
         parts = []
@@ -219,6 +207,20 @@ def test_block_ratio_weights_are_equation_b13() -> None:
             assert len(set(weights.tolist())) == 1
             ratio = 1.0 / (4 * float(weights[0]))  # K = 4 blocks
             assert math.floor(ratio * B + 1e-5) == len(weights)
+
+
+def test_a_malformed_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sample of 4 tokens whose prompt has 4 holds no response"):
+        Example((2, 3, 4, 5), 4)
+    config, rngs = StateConfig(block_size=B, max_group=2), [random.Random(0)]
+    with pytest.raises(ValueError, match="a sample of 6 tokens is no whole number of blocks of 4"):
+        build_batch([Example((2,) * 6, 2)], config, mask_token_id=MASK, rngs=rngs)
+    with pytest.raises(ValueError, match="without a prompt cannot be trained with shifted logits"):
+        build_batch([Example((2,) * 8, 0)], config, mask_token_id=MASK, rngs=rngs, shift=True)
+    one, layout = example(3, 5), GroupLayout((2, 2))  # 12 tokens are three blocks
+    noisy = corrupt(one, GroupLayout((3,)), start=0, config=config, mask_token_id=MASK, rng=random.Random(0))
+    with pytest.raises(ValueError, match="columns of unequal lengths"):
+        lay_out(one, [(layout, noisy)], config, first_block=0)
 
 
 def test_overlong_example_is_not_cut() -> None:

@@ -8,8 +8,9 @@ import torch
 from mbd_core.multitf import precision
 from mbd_core.multitf.precision import compute_precision
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import RECIPES, TrainingRecipe, with_precision
+from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, "bfloat16"), (False, "float32")])

@@ -9,7 +9,8 @@ import torch
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf import precision, run
-from mbd_core.multitf.recipes import RECIPES, TrainingRecipe, with_precision
+from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
 
 @pytest.fixture
@@ -85,9 +86,51 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
     assert Path("state.pt").read_text() == "something else"
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--out", "s3://bucket/model"], "s3:/bucket/model is a URL: this command writes here"),
+        (["--out", LONG], "longer than 200 bytes"),
+        (["--out", f"a/{LONG}/b"], "a name in it than 255"),
+        (["--out", "/proc/model"], "cannot be written"),
+        (["--checkpoint", "file/state.pt"], "file/state.pt cannot be written: "),
+        (["--checkpoint", "s3://bucket/state.pt"], "is a URL"),
+        (["--checkpoint", "folder"], "folder is a folder; give a file"),
+        (["--base", "nowhere"], "unknown model 'nowhere'"),
+        (["--data", "folder"], "folder holds no prepared training data"),
+        (["--recipe", "SDAR-8B-b32"], "recipe SDAR-8B-b32 has no model of its own: name one with --base"),
+        (["--recipe", "SDAR-8B-b32", "--base", "tiny-bd"], "recipe SDAR-8B-b32 has no data of its own"),
+    ],
+)
+def test_what_cannot_be_trained_or_written_is_refused_before_it_begins(
+    recipe: str,
+    options: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda recipe: pytest.fail("training must not begin"))
+    Path("file").write_text("")
+    Path("folder").mkdir()
+    assert run.main(["--recipe", recipe, *options]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["file", "folder"]
+
+
+def test_a_run_starts_from_the_base_that_is_named(recipe: str) -> None:
+    assert run.main(["--recipe", recipe, "--base", "tiny-bd", "--steps", "1"]) == 0
+    recorded = json.loads((Path("out") / recipe / "recipe.json").read_text())
+    assert recorded["base"] == "tiny-bd"
+    assert load_model(Path("out") / recipe).config.hidden_size == 192
+
+
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in (
-        (["--recipe", "nope"], "unknown recipe 'nope'; known: tiny-bd"),
+        (["--recipe", "nope"], "unknown recipe 'nope'; known: D2F-Dream"),
         (["--recipe", "tiny-bd", "--precision", "half"], "--precision"),
         ([], "--recipe"),
     ):

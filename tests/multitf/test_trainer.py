@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mbd_core.multitf.example import IGNORE
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import TrainingRecipe
-from mbd_core.multitf.sample import IGNORE, MultiTFBatch
+from mbd_core.multitf.sample import MultiTFBatch
 from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.training_recipe import TrainingRecipe
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,8 +29,8 @@ from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.recipes import shortened
 from mbd_core.multitf.trainer import Trainer
+from mbd_core.multitf.training_recipe import shortened
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state

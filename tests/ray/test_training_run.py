@@ -16,7 +16,7 @@ from actors.training_run import (
 )
 from cluster.storage import Folder
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.multitf.recipes import TrainingRecipe, with_precision
+from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
 
 def new_run(recipe: TrainingRecipe, path: Path | str) -> TrainingRun:

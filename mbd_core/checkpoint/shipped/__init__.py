@@ -5,6 +5,15 @@ from pathlib import Path
 SHIPPED = Path(__file__).resolve().parent
 
 
+def named_model(model: str) -> str:
+    """A model as recipes and records name it: a shipped model's name, or any other folder's absolute path.
+
+    Raises `ValueError` as `model_folder` does.
+    """
+    folder = model_folder(model)
+    return model if folder == SHIPPED / model else str(folder.resolve())
+
+
 def model_folder(model: str) -> Path:
     """The folder of a shipped model by name, or of any model by path; `ValueError` lists the known names."""
     for folder in (SHIPPED / model, Path(model)):

@@ -1,0 +1,98 @@
+"""Conversations to prompt and response tokens: the template's own text, the boundary between the two checked."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import chat_text
+from mbd_core.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A conversation's tokens up to its last answer, and that answer's, without the EOS that ends and fills it."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+def fill_token(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
+    """The EOS that ends and fills answers: the tokenizer's, if the model stops at it, else the model's first."""
+    own = tokenizer.eos_token_id
+    return own if own in config.eos_token_ids else config.eos_token_ids[0]
+
+
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[tuple[str, Sequence[Mapping[str, str]]]],
+    *,
+    eos_token_id: int,
+    mask_token_id: int,
+) -> list[EncodedChat]:
+    """Tokenise named conversations that end with an answer, together.
+
+    The prompt is the template of all messages before the answer, with the beginning of an answer; it must be the
+    beginning of the template of the whole conversation, as text and as tokens. Raises `ValueError` naming the
+    conversation for which it is not, whose answer is empty or holds the mask token, or that the template refuses.
+    """
+    prompts, wholes = [], []
+    for name, messages in chats:
+        try:
+            prompt, whole = _texts(tokenizer, messages)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        prompts.append(prompt)
+        wholes.append(whole)
+    if not chats:
+        return []
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
+    encoded = []
+    for (name, _), prompt, whole in zip(chats, prompt_ids, whole_ids, strict=True):
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(
+                f"{name}: the tokens of its prompt are not the beginning of those of the whole conversation: the "
+                "answer merges with the prompt's end; change the chat template"
+            )
+        response = _without_end(tokenizer, whole[len(prompt) :], eos_token_id)
+        if mask_token_id in response:
+            raise ValueError(f"{name}: its answer holds the mask token, which no model may predict")
+        if not response:
+            raise ValueError(f"{name}: its answer is empty")
+        encoded.append(EncodedChat(prompt, response))
+    return encoded
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    if not messages[-1]["content"].strip():
+        raise ValueError("its answer is empty")
+    prompt = chat_text(tokenizer, messages[:-1])
+    try:
+        whole = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    assert isinstance(whole, str)
+    if not whole.startswith(prompt):
+        raise ValueError(
+            "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "
+            "unknown; change the template, or what it does to earlier turns"
+        )
+    return prompt, whole
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, response: list[int], eos_token_id: int) -> list[int]:
+    """The response without the EOS that the template ends it with, and white space after that; it is filled again."""
+    if eos_token_id not in response:
+        return response
+    last = len(response) - 1 - response[::-1].index(eos_token_id)
+    return response if tokenizer.decode(response[last + 1 :]).strip() else response[:last]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of the vocabulary and the chat template: whether two model folders encode conversations alike."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,0 +1,126 @@
+"""A folder of training samples: written once, read from the disk by every worker as it needs them.
+
+`samples.arrow` holds tokens without fill, so that one folder serves all block sizes; `data.json` says what they were
+made of. Its digest identifies the data in a run's record.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from mbd_core.files import write_json
+from mbd_core.multitf.chat_encoding import EncodedChat
+from mbd_core.multitf.example import Example, encode_example
+
+DATA_KIND = "training set"  # the kind in its manifest
+SAMPLES, RECORD = "samples.arrow", "data.json"
+SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
+BATCH = 1024
+FIELDS = {"samples", "longest", "digest", "tokenizer", "eos_token_id", "mask_token_id", "max_length"}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A data folder by its absolute path or URL, and the digest of its samples."""
+
+    path: str
+    digest: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def named_data(folder: Path, path: str | None = None) -> PreparedData:
+    """The data of a folder as recipes name them, with the path or URL where they lie if that is not the folder."""
+    return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
+
+
+def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
+    """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest."""
+    digest, count, longest, total = hashlib.sha256(), 0, 0, 0
+    rows: list[EncodedChat] = []
+
+    def flush() -> None:
+        tokens = [[*row.prompt, *row.response] for row in rows]
+        columns = [pa.array(tokens, SCHEMA.field(0).type), pa.array([len(r.prompt) for r in rows], pa.int32())]
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        rows.clear()
+
+    with pa.OSFile(str(folder / SAMPLES), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        for sample in samples:
+            count, length = count + 1, len(sample.prompt) + len(sample.response)
+            longest, total = max(longest, length + 1), total + length
+            digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
+            rows.append(sample)
+            if len(rows) == BATCH:
+                flush()
+        if rows:
+            flush()
+    return {"samples": count, "longest": longest, "tokens": total, "digest": digest.hexdigest()}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write what the samples are, which `read_record` reads."""
+    assert record.keys() >= FIELDS
+    write_json(folder / RECORD, record)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a data folder says of itself; `ValueError` for a folder that is none or lacks a file."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        record = None
+    if not isinstance(record, dict) or not record.keys() >= FIELDS or not (folder / SAMPLES).is_file():
+        raise ValueError(f"{folder} holds no prepared training data; make it with jobs/prepare_data.py")
+    return record
+
+
+class PreparedExamples(Sequence[Example]):
+    """The samples of a data folder, filled to blocks; each is read when it is asked for.
+
+    Raises `ValueError` for a sample that is longer than `max_length` with its fill.
+    """
+
+    def __init__(self, folder: Path, *, block_size: int, max_length: int, trailing_fill: int = 0) -> None:
+        record = read_record(folder)
+        self._fill = {
+            "eos_token_id": int(record["eos_token_id"]),
+            "block_size": block_size,
+            "max_length": max_length,
+            "trailing_fill": trailing_fill,
+        }
+        self._table = pa.ipc.open_file(pa.memory_map(str(folder / SAMPLES))).read_all()
+        if self._table.schema != SCHEMA or len(self._table) != record["samples"]:
+            raise ValueError(f"{folder / SAMPLES} does not hold the samples that {RECORD} names; prepare it again")
+        sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
+        self.lengths: list[int] = (-(-sizes // block_size) * block_size).tolist()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        tokens = self._table["tokens"][index].as_py()
+        prompt = self._table["prompt_length"][index].as_py()
+        example = encode_example(tokens[:prompt], tokens[prompt:], **self._fill)
+        if example is None:
+            raise ValueError(f"training sample {index} is longer than max_length={self._fill['max_length']} tokens")
+        return example
+
+
+def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
+    """The samples' lengths, without reading prepared ones."""
+    return examples.lengths if isinstance(examples, PreparedExamples) else [len(e.tokens) for e in examples]

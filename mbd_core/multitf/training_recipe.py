@@ -1,0 +1,66 @@
+"""A training run as a value: what is trained, on what, how, and what a command changes in it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
+from mbd_core.multitf.precision import Precision
+from mbd_core.multitf.prepared_data import PreparedData
+from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trainer import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """What is trained, on what, and how.
+
+    The run starts from the model `base` (a shipped model's name or an absolute path), or, without one, from random
+    weights of the configuration `model`. A recipe with neither, or without `data`, needs them from the user: then
+    `architectures` are the models that it is for (none named: any that the training states fit). `max_length` bounds a
+    sample with its fill, of which up to `trailing_fill` tokens are added beyond the last block. `states.block_size` is
+    the trained model's block size, whatever the base had. `generation` is what the trained model recommends for
+    decoding. `source` says where the numbers come from.
+    """
+
+    name: str
+    base: str | None
+    model: ModelConfig | None
+    data: TinyData | PreparedData | None
+    states: StateConfig
+    train: TrainConfig
+    max_length: int
+    generation: dict[str, Any]
+    trailing_fill: int = 0
+    architectures: tuple[str, ...] = ()
+    source: str = "this project's own (docs/findings.md)"
+
+
+def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
+    """The recipe with `steps` updates: the schedule in proportion, and no more generated samples than they consume.
+
+    A recipe that also trains its tokenizer keeps the samples that the tokenizer is learned from.
+    """
+    warmup = max(1, round(recipe.train.warmup * steps / recipe.train.steps))
+    train = replace(recipe.train, steps=steps, warmup=warmup)
+    if not isinstance(recipe.data, TinyData):
+        return replace(recipe, train=train)
+    consumed = steps * train.batch_size
+    pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
+    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // 2)))
+    return replace(recipe, train=train, data=data)
+
+
+def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingRecipe:
+    """The recipe computed in `precision`."""
+    return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
+    """What a run says when it starts: the recipe's size and the precision it computes in."""
+    train, data = recipe.train, recipe.data
+    problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
+    return (
+        f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
+        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}"
+    )

@@ -1,0 +1,52 @@
+"""Noise-schedules: their bounds, and what is drawn at a mask ratio. Their means are checked in tests/parity."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mbd_core.multitf.noise import SCHEDULES, NoiseBounds, choose_masked
+
+RANGES = ((0.1, 0.2), (0.8, 0.9))
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 9), st.integers(0, 10**6))
+def test_every_schedule_gives_each_block_a_ratio_within_its_bounds(name: str, size: int, seed: int) -> None:
+    bounds = NoiseBounds(t_low=0.1, t_high=0.9, margin=0.1, slots=RANGES)
+    ratios = SCHEDULES[name](size, bounds, random.Random(seed))
+    assert len(ratios) == size
+    assert all(0.1 <= t <= (1.0 if name == "ascending" else 0.9) + 1e-12 for t in ratios)
+    if name not in ("independent_uniform", "slot_ranges"):
+        assert ratios == sorted(ratios)
+
+
+def test_ranges_are_each_slots_own_and_the_last_serves_the_rest() -> None:
+    rng, bounds = random.Random(0), NoiseBounds(slots=RANGES)
+    for _ in range(50):
+        first, second, third = SCHEDULES["slot_ranges"](3, bounds, rng)
+        assert 0.1 <= first <= 0.2 and 0.8 <= second <= 0.9 and 0.8 <= third <= 0.9
+
+
+def test_single_blocks_of_the_ramps_are_drawn() -> None:
+    """D2F's released generator divides by zero there."""
+    rng, bounds = random.Random(0), NoiseBounds(t_low=0.2, t_high=0.7, margin=0.0)
+    for name in ("linear", "d2f_monotonic"):
+        drawn = {SCHEDULES[name](1, bounds, rng)[0] for _ in range(20)}
+        assert len(drawn) == 20 and min(drawn) >= 0.2 and max(drawn) <= 0.7
+
+
+def test_bernoulli_masks_each_position_by_itself() -> None:
+    rng = random.Random(0)
+    counts = [len(choose_masked(range(3, 19), 0.5, "bernoulli", rng)) for _ in range(2000)]
+    assert len(set(counts)) > 8 and sum(counts) / 2000 == pytest.approx(8.0, abs=0.2)
+    assert len(choose_masked(range(3, 19), 0.5, "floor", rng)) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [({"gamma": 0.0}, "gamma=0.0"), ({"slots": ((0.5, 0.2),)}, "low <= high"), ({"t_low": 1.0}, "t_low < t_high")],
+)
+def test_bounds_that_mean_nothing_are_refused(fields: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        NoiseBounds(**fields)
