@@ -159,6 +159,6 @@ def _obstacle(state: StepState, *, static_shapes: bool) -> str | None:
         return f"CUDA graphs need a GPU, this is {state.tables_RP.device.type}"
     if state.batch_invariant:
         return "with batch_invariant=True rows' lengths are read on the host"
-    if state.runner.attention.name == "reference":
-        return "the reference attention reads rows' lengths on the host"
+    if not state.runner.attention.capturable:
+        return f"the {state.runner.attention.name} attention reads rows' lengths on the host"
     return None

@@ -74,6 +74,7 @@ class ModelRunner:
             page_size=self.cache.page_size,
             max_q=batch.max_q,
             exact=batch.split is not None,
+            rows_each=batch.rows_each,
         )
         return self.attention.bind(layout)
 

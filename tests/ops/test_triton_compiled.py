@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.ops import confidence, experts_triton
+from mbd_core.ops import attention_triton, confidence, experts_triton
 
 triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
 
@@ -20,7 +20,7 @@ EXPERTS = {"llada2-mini": (2048, 512, 8), "llada2-flash": (4096, 1024, 8), "sdar
 VOCABULARY = 157184
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int, **options: int) -> Any:
     """`kernel` for a chip; an argument is a type (a pointer or number) or, where the kernel wants it, a constant.
 
     Triton specializes on addresses and numbers that 16 divides, as all of these do but counts.
@@ -35,7 +35,8 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
         for place, value in enumerate(arguments.values())
         if isinstance(value, str) and not value.endswith("!")
     }
-    return triton.compile(ASTSource(kernel, types, constants, whole), target=GPUTarget("cuda", capability, 32))
+    source, target = ASTSource(kernel, types, constants, whole), GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
 
 
 def spilled(binary: Any, capability: int, folder: Path) -> int:
@@ -97,3 +98,37 @@ def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path)
         count, _ = confidence.stretches(positions, VOCABULARY)
         size = {"S": "i32!", "BLOCK": 1 << (count - 1).bit_length()}
         check(compiled(join, {**parts, **writes, **size}, capability), capability, tmp_path)
+
+
+ATTENTION = {"llada2-mini, sdar": (4, 128), "dream-7b": (7, 128), "narrow": (2, 64), "wide": (4, 256)}
+"""Query heads for each key head, channels."""
+
+
+@pytest.mark.parametrize(
+    ("model", "capability"),
+    [("llada2-mini, sdar", capability) for capability in SHARED_BYTES]
+    + [(model, 90) for model in ("dream-7b", "narrow", "wide")],
+)
+def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) -> None:
+    """A captured step's call with splits, and without for the models that are served; rows of a prompt."""
+    share, channels = ATTENTION[model]
+    _, split, join = attention_triton._compiled()
+    strides = dict.fromkeys(("q_token", "q_head", "k_page", "k_place", "k_head", "v_page", "v_place", "v_head"), "i32")
+    steps = {"table_row": "i32!", "tiles": "i32!", "length": "i32", "num_out": "i32!", "scale": "fp32!"}
+    for sequences, each in ((1, 2), (300, 1)) if model.startswith("llada2") else ((1, 2),):
+        cut = attention_triton.plan(
+            sequences=sequences, queries=32 * each, share=share, kv_heads=4, head_dim=channels, exact=False
+        )
+        assert (cut.splits == 1) == (sequences > 1)
+        reads = {
+            "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*fp32" if cut.splits > 1 else "*bf16",
+            "lse_ptr": "*fp32", "bounds_ptr": "*i32", "keys_ptr": "*i32", "table_ptr": "*i32", **strides, **steps,
+            "EACH": each, "SHARE": share, "C": channels, "PAGE": 32, "SPLITS": cut.splits, "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n, "BLOCK_C": cut.block_c,
+        }  # fmt: skip
+        check(compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=2), capability, tmp_path)
+    writes = {
+        "parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_out": "i32!", "C": channels, "SPLITS": 16,
+        "BLOCK_S": 16, "BLOCK_C": cut.block_c,
+    }  # fmt: skip
+    check(compiled(join, writes, capability), capability, tmp_path)
