@@ -72,7 +72,7 @@ SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature
 def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
     """Every method, and every kind of work that a step may have to do for it, without adapters."""
     generator = torch.Generator().manual_seed(0)
-    out = []
+    out: list[Request] = []
     for number, (name, decoding) in enumerate(METHODS.items()):
         for sampling in SAMPLINGS if name == "multi" else SAMPLINGS[:1]:
             prompt = torch.randint(config.vocab_size - 8, (20 + 30 * number,), generator=generator).tolist()
@@ -247,7 +247,7 @@ def _fp8_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.
     obstacle = fp8.fp8_obstacle(stacks[0])
     if obstacle is not None:
         return {"kernel": "experts in FP8", "size": "", "largest_error": None, "right": None, "not_run": obstacle}
-    found = fp8.fp8_experts(x, *rounded, ids, weights)
+    found = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
     gate, up, down = (fp8.dequantize(stack, dtype) for stack in rounded)
     wanted = loop_experts(x, gate, up, down, ids, weights)
     return _row("experts in FP8", f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
