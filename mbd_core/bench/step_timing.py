@@ -225,7 +225,7 @@ class _StepParts:
             return self._forward
         key = id(self._batch)
         if key not in self._graphs:
-            self._graphs[key] = _captured(self._forward)
+            self._graphs[key] = _captured(self._forward, self._engine.buffer.tokens_RNB.device)
         return self._graphs[key]
 
 
@@ -250,7 +250,7 @@ def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]
     start = time.perf_counter()
     launched = engine.launch(plan)
     if engine.buffer.tokens_RNB.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(engine.buffer.tokens_RNB.device)
     device_end = time.perf_counter()
     engine.collect(launched)
     next_plan = engine.schedule()
@@ -279,9 +279,9 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
         runner.forward, runner.logits = forward, logits  # type: ignore[method-assign]
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
+def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """`run`, captured as a CUDA graph."""
-    graph, _ = capture(run, warm_up=1)
+    graph, _ = capture(run, device=device, warm_up=1)
     return graph.replay
 
 

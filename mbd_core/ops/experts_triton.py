@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.ops.expert_order import sort_by_expert
+from mbd_core.ops.expert_order import sort_by_expert, without_sentinels
 
 _TILE = 16
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
@@ -162,4 +162,4 @@ def fused_experts(
         depth, width,
         SCALED=scales is not None, TILE=_TILE, BLOCK_D=block_d, BLOCK_F=block_f,
     )  # fmt: skip
-    return y_AD.view(num_tokens, per_token, depth).sum(1).to(x_TD.dtype)
+    return without_sentinels(y_AD.view(num_tokens, per_token, depth).sum(1), ids_TK, num_experts).to(x_TD.dtype)
