@@ -72,7 +72,7 @@ def tiles(grid: tuple[int, int], expert: Tensor, first: Tensor, end: Tensor) -> 
     assert {t.dtype for t in (expert, first, end)} == {torch.int32} and grid[0] == len(expert)
     for e, start, stop in zip(expert.tolist(), first.tolist(), end.tolist(), strict=True):
         if stop > start:
-            assert stop - start <= moe_triton._TILE
+            assert stop - start <= moe_triton.DEFAULT_TILES[2].rows
             yield e, slice(start, stop)
 
 

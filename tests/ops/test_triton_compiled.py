@@ -68,19 +68,22 @@ def test_the_experts_kernels_fit(weights: str, capability: int, tmp_path: Path) 
     scale = "*fp32" if scaled else "*bf16"
     layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
     for hidden, width, _ in EXPERTS.values():
-        assert hidden % 64 == width % 64 == 0  # so that all models run the same binaries
-    blocks = {"TILE": experts_triton._TILE, "BLOCK_F": 64, "BLOCK_D": 64}
+        assert hidden % 128 == width % 128 == 0  # so that all models run the same binaries
+    tiles = experts_triton.DEFAULT_TILES[1 if scaled else 2]
+    assert tiles == experts_triton.tiles_for(64, 512, 1 if scaled else 2) and 512 // tiles.depth <= 4
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     gather = {
         "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
         "up_scale_ptr": scale, "hidden_ptr": "*bf16", **layout, "D": "i32", "F": "i32", "K": "i32!", "SCALED": scaled,
-        **blocks,
+        "TILE": tiles.rows, "BLOCK_F": tiles.columns, "BLOCK_D": tiles.depth,
     }  # fmt: skip
-    check(compiled(swiglu, gather, capability), capability, tmp_path)
+    check(compiled(swiglu, gather, capability, **options), capability, tmp_path)
     scatter = {
         "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "weights_ptr": "*fp32",
-        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, **blocks,
+        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, "TILE": tiles.rows,
+        "BLOCK_D": tiles.columns, "BLOCK_F": tiles.depth,
     }  # fmt: skip
-    check(compiled(down, scatter, capability), capability, tmp_path)
+    check(compiled(down, scatter, capability, **options), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
