@@ -120,8 +120,8 @@ class StepBenchmark:
     def run(self, *, tick: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Measure the machine, then every case; `tick` is called after each timed step. Returns the whole report."""
         machine = measure_machine(self.device, self.dtype)
-        model = self._load()
-        rows = [self._row(model, case, machine, tick) for case in self.cases]
+        model = self.load()
+        rows = [self.row(model, case, machine, tick) for case in self.cases]
         return {
             "settings": {
                 "torch": torch.__version__,
@@ -138,7 +138,7 @@ class StepBenchmark:
             "paper_table_3": [{"buffer_size": n, **row} for n, row in PAPER_TABLE_3.items()],
         }
 
-    def _load(self) -> Decoder:
+    def load(self) -> Decoder:
         if self.model in SHAPES:
             model = random_model(self.config, device=self.device, dtype=self.dtype)
         else:
@@ -148,7 +148,7 @@ class StepBenchmark:
             route_uniformly(model, num_tokens=most)
         return model if self.fp8 is None else quantize_weights(model, self.fp8)
 
-    def _row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
+    def row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
         engine = filled_engine(model, case)
         times = measure_step(engine, case, tick=tick)
         host = measure_host(engine, case)

@@ -34,7 +34,8 @@ class ExpertTiles(NamedTuple):
 
 
 DEFAULT_TILES = {1: ExpertTiles(warps=8), 2: ExpertTiles()}
-"""By bytes of a weight, where nothing was measured: vLLM's published choice for 256 experts of width 512 at 64 tokens on an H100."""
+"""By bytes of a weight, where nothing was measured: near vLLM's published choice for 256 experts of width 512 and 64
+tokens on an H100; FP8 with more warps, so that no register spills."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
 """By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`bench/gpu_sections.py`); empty so far."""
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
