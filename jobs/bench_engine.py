@@ -37,6 +37,9 @@ DtypeName = Annotated[
     Dtype | None, typer.Option(help="(default: bfloat16 on a GPU, else float32)", rich_help_panel=MODEL)
 ]
 Fp8 = Annotated[Parts | None, typer.Option(help="Round these weights to FP8.", rich_help_panel=MODEL)]
+Uniform = Annotated[
+    bool, typer.Option("--uniform-routing", help="Tokens choose their experts evenly.", rich_help_panel=MODEL)
+]
 Rows = Annotated[str, typer.Option(metavar="N,...", help="Sequences.", rich_help_panel=DATA)]
 Prefix = Annotated[str, typer.Option(metavar="N,...", help="Stored tokens of each sequence.", rich_help_panel=DATA)]
 Buffer = Annotated[str, typer.Option(metavar="N,...", help="Slots of each sequence.", rich_help_panel=DATA)]
@@ -73,6 +76,7 @@ def run(
     model: ShapeName = "sdar-50m",
     dtype: DtypeName = None,
     fp8: Fp8 = None,
+    uniform_routing: Uniform = False,
     rows: Rows = "8",
     prefix: Prefix = "512",
     buffer: Buffer = "1,2,4",
@@ -113,6 +117,7 @@ def run(
         ],
         fp8=fp8,
         tpf=tpf,
+        uniform_routing=uniform_routing,
     )
     benchmark.check()
     with tqdm(total=len(benchmark.cases) * (steps + WARM_UP), unit="step", desc=model, mininterval=1.0) as bar:

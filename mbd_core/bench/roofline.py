@@ -50,12 +50,15 @@ def step_cost(
     matrix_bytes: float | None = None,
     expert_bytes: float | None = None,
     logit_tokens: int | None = None,
+    touched_experts: float | None = None,
 ) -> StepCost:
     """The cost of one step of `rows` sequences with `buffer_size` slots each after `prefix` stored tokens.
 
     `block_size` is by default the model's. `matrix_bytes` and `expert_bytes` are the bytes of one weight in the
     layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
-    positions with logits, by default all of the buffer. For one tensor-parallel rank pass `config.sharded(size)`.
+    positions with logits, by default all of the buffer. `touched_experts` is the number of experts that a layer's
+    tokens use, as counted; by default that of independent choices, which a router need not make. For one
+    tensor-parallel rank pass `config.sharded(size)`.
     Raises `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
@@ -82,7 +85,9 @@ def step_cost(
             continue
         expert = 3 * d * moe.intermediate_size
         router, shared = d * moe.num_experts, 3 * d * moe.shared_size
-        touched = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        touched = touched_experts
+        if touched is None:
+            touched = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
         weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
         per_token_flops += 2 * (router + shared + moe.experts_per_token * expert)
     head = config.vocab_size * d

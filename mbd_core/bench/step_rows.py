@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mbd_core.bench.expert_use import route_uniformly
 from mbd_core.bench.roofline import Machine, floor_seconds, measure_machine, step_cost
 from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.bench.tables import PAPER_TABLE_3, buffer_ratios, host_growth
@@ -34,6 +35,7 @@ COLUMNS = {
     "layout_seconds": "layout (ms)|.2f",
     "floor_seconds": "floor (ms)|.2f",
     "step_over_floor": "step / floor|.2f",
+    "touched_experts": "experts|.0f",
     "tpf": "TPF|.2f",
     "tps": "TPS|.0f",
     "trace_cost": "recorder / step|.2%",
@@ -69,6 +71,7 @@ class StepBenchmark:
     model  the name of a shape, which gets random weights, or a model folder
     fp8    round these weights to FP8
     tpf    tokens per forward, from which TPS is computed; by default that of Table 3
+    uniform_routing  tokens choose their experts evenly, as a trained router's do and a random one's do not
     """
 
     model: str
@@ -78,6 +81,7 @@ class StepBenchmark:
     cases: list[StepCase]
     fp8: Parts | None = None
     tpf: float | None = None
+    uniform_routing: bool = False
 
     def check(self) -> None:
         """Raise `ValueError` for settings that cannot work, before anything is loaded or measured."""
@@ -94,6 +98,8 @@ class StepBenchmark:
             raise ValueError(
                 f"--fp8 experts cannot be honoured: {self.model} has no experts; --fp8 all rounds its layers"
             )
+        if self.uniform_routing and config.moe is None:
+            raise ValueError(f"--uniform-routing cannot be honoured: {self.model} has no experts")
         page_size = EngineConfig().resolve_page_size(size)
         heads, kv_heads, attention = config.num_heads, config.num_kv_heads, self.cases[0].attention
         resolve(self.device, self.dtype, config.head_dim, page_size, attention, num_heads=heads, num_kv_heads=kv_heads)
@@ -114,8 +120,8 @@ class StepBenchmark:
     def run(self, *, tick: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Measure the machine, then every case; `tick` is called after each timed step. Returns the whole report."""
         machine = measure_machine(self.device, self.dtype)
-        model = self._load()
-        rows = [self._row(model, case, machine, tick) for case in self.cases]
+        model = self.load()
+        rows = [self.row(model, case, machine, tick) for case in self.cases]
         return {
             "settings": {
                 "torch": torch.__version__,
@@ -132,14 +138,17 @@ class StepBenchmark:
             "paper_table_3": [{"buffer_size": n, **row} for n, row in PAPER_TABLE_3.items()],
         }
 
-    def _load(self) -> Decoder:
+    def load(self) -> Decoder:
         if self.model in SHAPES:
             model = random_model(self.config, device=self.device, dtype=self.dtype)
         else:
             model = load_model(model_folder(self.model), dtype=self.dtype, device=self.device)
+        if self.uniform_routing:
+            most = max(case.rows * case.buffer_size for case in self.cases) * self.config.block_size
+            route_uniformly(model, num_tokens=most)
         return model if self.fp8 is None else quantize_weights(model, self.fp8)
 
-    def _row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
+    def row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
         engine = filled_engine(model, case)
         times = measure_step(engine, case, tick=tick)
         host = measure_host(engine, case)
@@ -152,6 +161,7 @@ class StepBenchmark:
             matrix_bytes=1 if self.fp8 == "all" else None,
             expert_bytes=1 if self.fp8 else None,
             logit_tokens=round(times.num_logits),
+            touched_experts=times.touched,
         )
         floor = floor_seconds(cost, machine)
         tpf = self.tpf if self.tpf is not None else PAPER_TABLE_3[min(case.buffer_size, 2)]["tpf"]
@@ -172,12 +182,14 @@ class StepBenchmark:
             "layout_seconds": times.layout,
             "forward_tokens": times.num_tokens,
             "logit_tokens": times.num_logits,
+            "touched_experts": times.touched,
             "floor_bytes": cost.bytes,
             "floor_flops": cost.flops,
             "dtype": _name(self.dtype),
             "static_shapes": engine.static_shapes,
             "graphs": engine.graphs,
             "fp8": self.fp8,
+            "routing": "uniform" if self.uniform_routing else "the router's",
             "tpf": tpf,
             "tpf_assumed": True,
             "tps": case.rows * tpf / times.step,

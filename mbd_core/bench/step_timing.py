@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mbd_core.bench.expert_use import counted_experts
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.engine.ahead import StepPlan
@@ -29,6 +30,7 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.trace.recorder import TraceRecorder
 
+_COUNTED = 4  # batches whose experts are counted
 WARM_UP = 2  # steps that caches and allocators need
 
 
@@ -81,6 +83,7 @@ class StepTimes:
     layout    the part of `forward` that binds the attention to the layout, once for all layers
     recorder  the time that a trace recorder adds to a step, with its share of the table; `None` if not measured
     num_tokens, num_logits  packed tokens and positions with logits of a batch
+    touched   experts that a layer's tokens used, counted in forwards of the same batches; `None` without experts
     """
 
     step: float
@@ -90,6 +93,7 @@ class StepTimes:
     num_tokens: float
     num_logits: float
     backend: str
+    touched: float | None = None
 
 
 def filled_engine(model: Decoder, case: StepCase, *, seed: int = 0) -> Engine:
@@ -180,6 +184,7 @@ class _StepParts:
         self._engine, self._runner, self._recorder = engine, engine.runner, recorder
         self._graphs: dict[int, Callable[[], object]] = {}  # by the id of the batch, which each captured step has
         self._sizes: list[tuple[int, int]] = []
+        self._touched: list[float] = []
         self.seconds: dict[str, list[float]] = {"step": [], "forward": [], "layout": [], "recorder": []}
 
     def time_parts(self, plan: StepPlan, *, wait: bool) -> None:
@@ -193,6 +198,7 @@ class _StepParts:
             record = partial(record_step, self._recorder, plan.number, plan.decoding, report)
             self.seconds["recorder"].append(_seconds(record))
             self._forward()  # so that every step follows a forward and finds the same CPU caches
+        self._count_experts()
 
     def medians(self) -> StepTimes:
         median = {name: statistics.median(values[WARM_UP:]) for name, values in self.seconds.items() if values}
@@ -208,6 +214,7 @@ class _StepParts:
             num_tokens=statistics.fmean(tokens for tokens, _ in self._sizes[WARM_UP:]),
             num_logits=statistics.fmean(logits for _, logits in self._sizes[WARM_UP:]),
             backend=self._engine.attention.name,
+            touched=statistics.fmean(self._touched) if self._touched else None,
         )
 
     @property
@@ -215,6 +222,16 @@ class _StepParts:
         batch = self._runner.last_batch
         assert batch is not None, "a step runs a forward"
         return batch
+
+    def _count_experts(self) -> None:
+        """Count the experts of the last step's batch, in one more forward; of a few batches, as they differ little."""
+        if self._runner.model.config.moe is None or len(self._touched) == _COUNTED:
+            return
+        with counted_experts(self._runner.model) as mean:
+            self._forward()
+            touched = mean()
+        assert touched is not None
+        self._touched.append(touched)
 
     def _forward(self) -> None:
         self._runner.logits(self._runner.forward(self._batch))
@@ -225,7 +242,7 @@ class _StepParts:
             return self._forward
         key = id(self._batch)
         if key not in self._graphs:
-            self._graphs[key] = _captured(self._forward)
+            self._graphs[key] = _captured(self._forward, self._engine.buffer.tokens_RNB.device)
         return self._graphs[key]
 
 
@@ -250,7 +267,7 @@ def _step_apart(engine: Engine, plan: StepPlan) -> tuple[StepPlan, float, float]
     start = time.perf_counter()
     launched = engine.launch(plan)
     if engine.buffer.tokens_RNB.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(engine.buffer.tokens_RNB.device)
     device_end = time.perf_counter()
     engine.collect(launched)
     next_plan = engine.schedule()
@@ -279,9 +296,9 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
         runner.forward, runner.logits = forward, logits  # type: ignore[method-assign]
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
+def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """`run`, captured as a CUDA graph."""
-    graph, _ = capture(run, warm_up=1)
+    graph, _ = capture(run, device=device, warm_up=1)
     return graph.replay
 
 

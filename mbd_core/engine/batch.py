@@ -24,6 +24,8 @@ class Rows:
     stored_K     whether its keys are stored in its pages; otherwise they go to the null page
     weight_T     DMax's embedding weights, `None` where all tokens are hard
     adapter_K    the slot of each row's LoRA adapter, 0 for none; `None` where no row of the forward has one
+    rows_each    that many neighbouring rows are one sequence's, all through the group
+    live_K       whether anything of the row is read afterwards; `None`: all rows are
     logits_at_A  packed tokens of the whole forward whose hidden states give logits; -1 - r stands for the hidden
                  state that the runner remembers for batch row r
     """
@@ -37,6 +39,8 @@ class Rows:
     logits_at_A: Tensor
     weight_T: Tensor | None = None
     adapter_K: Tensor | None = None
+    rows_each: int = 1
+    live_K: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,8 @@ class Batch:
                  remembers for row r (models whose logits predict the next position)
     adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
     split        rows' lengths where each is to be computed apart (batch-invariant)
+    rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
+    live_T       whether anything of the token is read afterwards; `None`: all tokens are
     """
 
     input_ids_T: Tensor
@@ -60,6 +66,8 @@ class Batch:
     max_q: int
     adapter_T: Tensor | None = None
     split: list[int] | None = None
+    rows_each: int = 1
+    live_T: Tensor | None = None
 
 
 def to_device(values: Sequence[object], device: torch.device) -> Tensor:
@@ -101,6 +109,8 @@ def pack(groups: Sequence[Rows], *, page_size: int, batch_invariant: bool = Fals
         max_q=max_q,
         adapter_T=_adapters(groups, row_T),
         split=_lengths(groups) if batch_invariant else None,
+        rows_each=groups[0].rows_each if len(groups) == 1 else 1,
+        live_T=None if len(groups) > 1 or groups[0].live_K is None else groups[0].live_K[row_T],
     )
 
 

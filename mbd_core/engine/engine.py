@@ -200,7 +200,8 @@ class Engine:
         return self._graphs.capture(() if decoding.canvas is not None else self._kinds.to_capture(decoding))
 
     def close(self) -> None:
-        """Let go of what stands behind the engine: nothing here, other processes where there are several ranks."""
+        """Let go of the captured graphs, and of the other processes where there are several ranks."""
+        self._graphs.release()
 
     # -- adapters and weights, between two steps ----------------------------------------------------------------
 

@@ -18,23 +18,32 @@ T = TypeVar("T")
 
 
 def capture(
-    run: Callable[[], T], *, restore: Callable[[], object] = lambda: None, pool: Any = None, warm_up: int = 2
+    run: Callable[[], T],
+    *,
+    device: torch.device,
+    restore: Callable[[], object] = lambda: None,
+    pool: Any = None,
+    stream: "torch.cuda.Stream | None" = None,
+    warm_up: int = 2,
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`run` as a CUDA graph, and what it returned while it was captured: memory that each replay overwrites.
+    """`run` on `device` as a CUDA graph, and what it returned while it was captured: memory that each replay
+    overwrites.
 
-    It runs `warm_up` times before, on a stream of its own; `restore` undoes what that changed.
+    It runs `warm_up` times before; `restore` undoes what that changed. Both happen on `stream`, by default one of its
+    own. Temporary memory belongs to a stream, so captures in a row should share one.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm_up):
-            run()
-            restore()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local": what other threads ask of the device meanwhile does not concern this capture
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
+    with torch.cuda.device(device):
+        stream = stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                run()
+                restore()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": what other threads ask of the device meanwhile does not concern this capture
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = run()
     return graph, result
 
 
@@ -74,19 +83,22 @@ class StepGraphs:
     _captured: "dict[StepKind, CapturedStep]" = field(default_factory=dict)
     _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
     _pool: Any = None
+    _stream: "torch.cuda.Stream | None" = None
 
     def capture(self, kinds: Iterable[StepKind]) -> int:
         """Capture the kinds that are not yet; how many graphs there are then."""
         if self.enabled:
+            device = self.state.tables_RP.device
             self._graph_of_kind.clear()
-            free, _ = torch.cuda.mem_get_info(self.state.tables_RP.device)
+            free, _ = torch.cuda.mem_get_info(device)
             # graphs share their temporary memory: one runs at a time, its report is read before the next replay
             self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream(device)
             # the largest first: the smaller ones then fit into the memory that it has left in the pool
             for kind in sorted(kinds, key=_size, reverse=True):
                 if kind not in self._captured:
-                    self._captured[kind] = CapturedStep(self.state, kind, self._pool)
-            self.memory_bytes += free - torch.cuda.mem_get_info(self.state.tables_RP.device)[0]
+                    self._captured[kind] = CapturedStep(self.state, kind, self._pool, self._stream)
+            self.memory_bytes += free - torch.cuda.mem_get_info(device)[0]
         return len(self._captured)
 
     def run(self, kind: StepKind, *, num_pages: int) -> Tensor:
@@ -97,6 +109,16 @@ class StepGraphs:
             return captured.replay()
         self.num_eager += 1
         return static_step(self.state, kind, num_pages=num_pages)
+
+    def release(self) -> None:
+        """Let go of all graphs, after the device has finished: NCCL destroys a communicator only when no graph holds
+        it any more. From then on every step runs kernel by kernel."""
+        if self._captured:
+            torch.cuda.synchronize(self.state.tables_RP.device)
+        for captured in self._captured.values():
+            captured.release()
+        self._captured.clear()
+        self._graph_of_kind.clear()
 
     def report(self) -> dict[str, int]:
         """For whoever watches a server: graphs, their memory, and steps by how they ran."""
@@ -124,7 +146,7 @@ class CapturedStep:
     """A static step as a CUDA graph. Warming up runs it, so what it moved on is put back; the keys it wrote are those
     that the step itself will write."""
 
-    def __init__(self, state: StepState, kind: StepKind, pool: Any) -> None:
+    def __init__(self, state: StepState, kind: StepKind, pool: Any, stream: "torch.cuda.Stream") -> None:
         runner, buffer = state.runner, state.buffer
         saved, remembered = buffer.save_all(), runner.last_RD.clone()
 
@@ -133,7 +155,11 @@ class CapturedStep:
             runner.last_RD.copy_(remembered)
 
         self._graph, self._report_X = capture(
-            lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]), restore=restore, pool=pool
+            lambda: static_step(state, kind, num_pages=state.tables_RP.shape[1]),
+            device=state.tables_RP.device,
+            restore=restore,
+            pool=pool,
+            stream=stream,
         )
         self._runner, self._batch = runner, runner.last_batch
 
@@ -142,6 +168,10 @@ class CapturedStep:
         self._graph.replay()
         self._runner.last_batch = self._batch
         return self._report_X
+
+    def release(self) -> None:
+        """Give its memory back, and the communicator that it holds."""
+        self._graph.reset()
 
 
 def graphs_enabled(state: StepState, asked: bool | None, *, static_shapes: bool) -> bool:
@@ -159,6 +189,6 @@ def _obstacle(state: StepState, *, static_shapes: bool) -> str | None:
         return f"CUDA graphs need a GPU, this is {state.tables_RP.device.type}"
     if state.batch_invariant:
         return "with batch_invariant=True rows' lengths are read on the host"
-    if state.runner.attention.name == "reference":
-        return "the reference attention reads rows' lengths on the host"
+    if not state.runner.attention.capturable:
+        return f"the {state.runner.attention.name} attention reads rows' lengths on the host"
     return None

@@ -74,6 +74,7 @@ class ModelRunner:
             page_size=self.cache.page_size,
             max_q=batch.max_q,
             exact=batch.split is not None,
+            rows_each=batch.rows_each,
         )
         return self.attention.bind(layout)
 
@@ -88,7 +89,9 @@ class ModelRunner:
             assert self.adapters is not None
             adapters = self.adapters.choose(batch.adapter_T)
         if batch.split is None:
-            hidden = self._fused.forward(ids_T, positions_T, paged, soft_weight=weight_T, adapters=adapters)
+            hidden = self._fused.forward(
+                ids_T, positions_T, paged, soft_weight=weight_T, adapters=adapters, live=batch.live_T
+            )
         else:
             hidden = self.model(ids_T, positions_T, paged, soft_weight=weight_T, split=batch.split, adapters=adapters)
         self._hidden_TD = hidden

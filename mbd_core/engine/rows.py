@@ -210,5 +210,7 @@ def static_rows(
         adapter_K=None
         if adapters_R is None
         else adapters_R.repeat_interleave(num_slots, output_size=num_rows * num_slots),
+        rows_each=num_slots,
+        live_K=resident_RN.flatten(),
     )
     return StepRows(groups=[rows], num_asked=len(hidden_at_A), at_A=at_A, slot_end_RN=slot_end_RN)

@@ -59,13 +59,17 @@ class FusedDecoder:
         *,
         soft_weight: Tensor | None = None,
         adapters: TokenAdapters | None = None,
+        live: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states (T, D), equal to those of `Decoder.forward` except for rounding."""
+        """Final hidden states (T, D), equal to those of `Decoder.forward` except for rounding.
+
+        Tokens that are not `live` (T) go to no expert, and so read no expert's weights: nothing of them may be used.
+        """
         x_TD = self.decoder.embed(input_ids_T, soft_weight)
         rotation = self._rotations.at(positions_T)
         for index, layer in enumerate(self._layers):
             if isinstance(layer, FusedLayer):
-                x_TD = layer.forward(x_TD, rotation, attend, index, adapters)
+                x_TD = layer.forward(x_TD, rotation, attend, index, adapters, live)
             else:
                 rope = rotary(positions_T, self.decoder.config)
                 (x_TD,) = layer([x_TD], [rope], attend, index, None, self.decoder.reduce, adapters)
@@ -101,7 +105,13 @@ class FusedLayer:
             torch.cat(self._head_gains, out=self._head_norm.gain)
 
     def forward(
-        self, x_TD: Tensor, rotation: "Rotation", attend: Attend, index: int, adapters: TokenAdapters | None
+        self,
+        x_TD: Tensor,
+        rotation: "Rotation",
+        attend: Attend,
+        index: int,
+        adapters: TokenAdapters | None,
+        live_T: Tensor | None,
     ) -> Tensor:
         """The residual stream after this layer."""
         inner = self._input_norm(x_TD)
@@ -118,7 +128,7 @@ class FusedLayer:
         if self._experts is None:
             assert self._swiglu is not None
             return self._swiglu.add(x_TD, inner, self._reduce, adapters, index)
-        out = self._experts.routed(inner)
+        out = self._experts.routed(inner, live_T)
         if self._swiglu is not None:
             out = self._swiglu.add(out, inner, None, adapters, index)
         return x_TD + (out if self._reduce is None else self._reduce(out))

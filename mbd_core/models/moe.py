@@ -124,9 +124,12 @@ class MoE(nn.Module):
         shared = config.moe.shared_size
         self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
 
-    def routed(self, x_TD: Tensor) -> Tensor:
-        """The weighted experts alone."""
-        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD))
+    def routed(self, x_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
+        """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
+        ids_TK, weights_TK = self.gate(x_TD)
+        if live_T is not None:
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.gate.config.num_experts)
+        out_TD: Tensor = self.experts(x_TD, ids_TK, weights_TK)
         return out_TD
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mbd_core.ops import attention_cpu
 from mbd_core.ops import attention_flash as flash
+from mbd_core.ops.attention_triton import split_attention
 from mbd_core.ops.row_layout import RowLayout
 
 BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,12 +26,14 @@ BoundAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class AttentionKernel:
     """The kernel in use. `reasons` says of every other kernel, in one sentence, why it is not used.
 
+    A `capturable` kernel reads nothing on the host where a layout has its `max_q`: a CUDA graph can hold its calls.
     `bind` prepares a batch once a step for all layers: row r's queries attend to the first `kv_lens_R[r]` keys of its
     pages (`attention_definition.paged_attention`).
     """
 
     name: str
     bind: Callable[[RowLayout], BoundAttention]
+    capturable: bool
     reasons: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -97,20 +100,20 @@ def resolve(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
         )
     if chosen is None:
-        return AttentionKernel(name="reference", bind=attention_cpu.bind, reasons=reasons)
+        return AttentionKernel(name="reference", bind=attention_cpu.bind, capturable=False, reasons=reasons)
     name, kernel = chosen
     reasons["reference"] = f"{name} is faster on {device.type}"
     return flash_attention(name, kernel, reasons)
 
 
 def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) -> AttentionKernel:
-    """The `AttentionKernel` of one of `attention_flash`'s kernels."""
+    """The `AttentionKernel` of a kernel that takes its rows as flash-attention packages do."""
 
     def bind(layout: RowLayout) -> BoundAttention:
         rows = layout.for_kernels()
         return lambda q, k, v: kernel(q, k, v, rows)
 
-    return AttentionKernel(name=name, bind=bind, reasons=reasons)
+    return AttentionKernel(name=name, bind=bind, capturable=True, reasons=reasons)
 
 
 def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
@@ -132,7 +135,7 @@ def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, st
 
 
 def _require(setting: Setting, *, page_multiple: int) -> None:
-    """Raise `UnavailableError` for what no flash kernel supports."""
+    """Raise `UnavailableError` for what no kernel for GPUs supports."""
     if setting.device.type != "cuda" or setting.capability is None:
         raise UnavailableError(f"it needs a CUDA device, this is {setting.device.type}")
     if setting.capability < (8, 0):
@@ -184,13 +187,6 @@ def _torch_paged(setting: Setting) -> flash.Kernel:
     return flash.torch_varlen(varlen_attn)
 
 
-def _torch_gathered(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=1)
-    (varlen_attn,) = _load(setting, "torch.nn.attention.varlen", "varlen_attn")
-    _takes(varlen_attn, "seqused_k", "num_splits")
-    return flash.torch_varlen_gathered(varlen_attn)
-
-
 def _flash_attn(setting: Setting) -> flash.Kernel:
     _require(setting, page_multiple=256)
     (function,) = _load(setting, "flash_attn", "flash_attn_varlen_func")
@@ -212,11 +208,17 @@ def _hub(setting: Setting) -> flash.Kernel:
     return flash.flash_3(module.flash_attn_with_kvcache)
 
 
+def _triton(setting: Setting) -> flash.Kernel:
+    _require(setting, page_multiple=1)
+    _load(setting, "triton")
+    return split_attention
+
+
 KERNELS: dict[str, Callable[[Setting], flash.Kernel]] = {
     "vllm-flash-attn": _vllm,
     "torch-varlen": _torch_paged,
     "flash-attn": _flash_attn,
     "kernels-hub": _hub,
-    "torch-varlen-gathered": _torch_gathered,
+    "triton": _triton,
 }
 _ON_REQUEST = frozenset({"kernels-hub"})

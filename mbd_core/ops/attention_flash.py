@@ -41,29 +41,6 @@ def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
     return kernel
 
 
-def torch_varlen_gathered(varlen_attn: Callable[..., Any]) -> Kernel:
-    """The same function without a block table (torch's own FlashAttention 2), over gathered copies of the pages."""
-
-    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
-        table = rows.page_table_RP.long()
-        starts = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * rows.max_k
-        out: Tensor = varlen_attn(
-            q,
-            k_pages[table].flatten(0, 2),
-            v_pages[table].flatten(0, 2),
-            rows.cu_seqlens_q,
-            starts,
-            rows.max_q,
-            rows.max_k,
-            enable_gqa=q.shape[1] != k_pages.shape[2],
-            seqused_k=rows.kv_lens_R,
-            num_splits=1 if rows.exact else None,
-        )
-        return out
-
-    return kernel
-
-
 def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
     """`vllm.vllm_flash_attn`, which takes the key lengths themselves."""
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def sort_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Assignments sorted by expert (A,), and where each expert's assignments end (E,), int32; no host reads."""
+    """Assignments sorted by expert (A,), and where each expert's assignments end (E,), int32; no host reads.
+
+    Assignments to the sentinel E, which is no expert, stand last, behind all ends.
+    """
     sorted_A, order_A = ids_TK.flatten().sort(stable=True)
     every_E = torch.arange(num_experts, device=ids_TK.device, dtype=sorted_A.dtype)
     ends_E = torch.searchsorted(sorted_A, every_E, right=True, out_int32=True)
@@ -21,3 +24,8 @@ def unsort(y_AD: Tensor, order_A: Tensor, weights_TK: Tensor) -> Tensor:
     y = torch.empty(y_AD.shape, dtype=torch.float32, device=y_AD.device)
     y[order_A] = y_AD.float()
     return (y.view(tokens, per_token, -1) * weights_TK[..., None].float()).sum(1)
+
+
+def without_sentinels(out_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Tensor:
+    """`out_TD` with zeros for the tokens that go to no expert, whose sums are of memory that nobody wrote."""
+    return torch.where(ids_TK[:, :1] < num_experts, out_TD, 0.0)

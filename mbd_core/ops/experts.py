@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.ops.expert_order import sort_by_expert, unsort
+from mbd_core.ops.expert_order import sort_by_expert, unsort, without_sentinels
 
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
@@ -27,10 +27,13 @@ def loop_experts(
     """Each token's weighted sum over its experts' SwiGLU, `down(silu(gate x) * up x)`: (T, D) in the dtype of `x_TD`.
 
     `ids_TK` (integer) names a token's experts, `weights_TK` how much each counts. An expert's output is weighted and
-    summed in float32 and the sum is cast once. An expert that no token chose costs nothing.
+    summed in float32 and the sum is cast once. An expert that no token chose costs nothing. A token all of whose ids
+    are E has no expert, and its sum is zero.
     """
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     for expert in ids_TK.unique().tolist():
+        if expert == len(gate_EFD):
+            continue
         tokens, column = (ids_TK == expert).nonzero(as_tuple=True)
         x = x_TD[tokens]
         hidden = F.silu(x @ gate_EFD[expert].T) * (x @ up_EFD[expert].T)
@@ -54,7 +57,7 @@ def grouped_experts(
     gate_AF = F.grouped_mm(x_AD, gate_EFD.transpose(1, 2), offs=ends_E)
     up_AF = F.grouped_mm(x_AD, up_EFD.transpose(1, 2), offs=ends_E)
     y_AD = F.grouped_mm(F.silu(gate_AF) * up_AF, down_EDF.transpose(1, 2), offs=ends_E)
-    return unsort(y_AD, order_A, weights_TK).to(x_TD.dtype)
+    return without_sentinels(unsort(y_AD, order_A, weights_TK), ids_TK, gate_EFD.shape[0]).to(x_TD.dtype)
 
 
 def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: int = 32) -> ExpertsFunction:

@@ -14,14 +14,30 @@ Shape legend: T tokens, K experts a token, A = T * K assignments, D model width,
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.expert_order import sort_by_expert
+from mbd_core.ops.expert_order import sort_by_expert, without_sentinels
 
-_TILE = 16
+
+class ExpertTiles(NamedTuple):
+    """How both products are cut: `rows` assignments of an expert, `columns` output channels, `depth` channels at a
+    time, of which `stages` are on their way."""
+
+    rows: int = 16
+    columns: int = 64
+    depth: int = 128
+    stages: int = 2
+    warps: int = 4
+
+
+DEFAULT_TILES = {1: ExpertTiles(warps=8), 2: ExpertTiles()}
+"""By bytes of a weight, where nothing was measured: near vLLM's published choice for 256 experts of width 512 and 64
+tokens on an H100; FP8 with more warps, so that no register spills."""
+TILES: dict[tuple[int, int, int], ExpertTiles] = {}
+"""By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`bench/gpu_sections.py`); empty so far."""
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 
@@ -95,6 +111,12 @@ def _down_kernel(
     tl.store(y_ptr + assignment[:, None] * D + channels[None, :], y, mask=live[:, None] & inside[None, :])
 
 
+def tiles_for(tokens: int, width: int, weight_bytes: int) -> ExpertTiles:
+    """The measured tiles of the least number of tokens that is not below `tokens`, else the default."""
+    measured = [n for n, *rest in TILES if n >= tokens and rest == [width, weight_bytes]]
+    return TILES[min(measured), width, weight_bytes] if measured else DEFAULT_TILES[min(weight_bytes, 2)]
+
+
 @functools.cache
 def _compiled() -> tuple[Any, Any, Any]:
     """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
@@ -133,8 +155,11 @@ def fused_experts(
     weights_TK: Tensor,
     *,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    tiles: ExpertTiles | None = None,
 ) -> Tensor:
     """`experts.loop_experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
+
+    `tiles` are by default those of `tiles_for`; they change times and rounding.
 
     Raises `ValueError` for weights that are not contiguous.
     """
@@ -145,21 +170,25 @@ def fused_experts(
     num_tokens, per_token = ids_TK.shape
     num_experts, width, depth = gate_EFD.shape
     order_A, ends_E = sort_by_expert(ids_TK, num_experts)
-    expert, first, end = cut_tiles(ends_E, order_A.shape[0], _TILE)
+    cut = tiles or tiles_for(num_tokens, width, gate_EFD.element_size())
+    expert, first, end = cut_tiles(ends_E, order_A.shape[0], cut.rows)
     x_TD = x_TD.contiguous()
     hidden_AF = x_TD.new_empty(order_A.shape[0], width)
     y_AD = torch.empty(order_A.shape[0], depth, dtype=torch.float32, device=x_TD.device)
     gate_scale, up_scale, down_scale = scales if scales is not None else (hidden_AF, hidden_AF, hidden_AF)
-    block_f, block_d = min(64, triton.next_power_of_2(width)), min(64, triton.next_power_of_2(depth))
-    block_f, block_d = max(16, block_f), max(16, block_d)
+    options = {"num_warps": cut.warps, "num_stages": cut.stages, "TILE": cut.rows, "SCALED": scales is not None}
+
+    def block(most: int, size: int) -> int:
+        return max(16, min(most, int(triton.next_power_of_2(size))))
+
+    block_f, block_d = block(cut.columns, width), block(cut.depth, depth)
     swiglu_kernel[(expert.shape[0], triton.cdiv(width, block_f))](
         x_TD, gate_EFD, up_EFD, gate_scale, up_scale, hidden_AF, order_A, expert, first, end,
-        depth, width, per_token,
-        SCALED=scales is not None, TILE=_TILE, BLOCK_F=block_f, BLOCK_D=block_d,
+        depth, width, per_token, BLOCK_F=block_f, BLOCK_D=block_d, **options,
     )  # fmt: skip
+    block_f, block_d = block(cut.depth, width), block(cut.columns, depth)
     down_kernel[(expert.shape[0], triton.cdiv(depth, block_d))](
         hidden_AF, down_EDF, down_scale, weights_TK.float().contiguous(), y_AD, order_A, expert, first, end,
-        depth, width,
-        SCALED=scales is not None, TILE=_TILE, BLOCK_D=block_d, BLOCK_F=block_f,
+        depth, width, BLOCK_D=block_d, BLOCK_F=block_f, **options,
     )  # fmt: skip
-    return y_AD.view(num_tokens, per_token, depth).sum(1).to(x_TD.dtype)
+    return without_sentinels(y_AD.view(num_tokens, per_token, depth).sum(1), ids_TK, num_experts).to(x_TD.dtype)

@@ -139,7 +139,9 @@ def fp8_experts(
 
         scales = (gate_EFD.scale, up_EFD.scale, down_EDF.scale)
         return fused_experts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)
-    chosen, local_TK = ids_TK.unique(return_inverse=True)
+    chosen = ids_TK.unique()
+    chosen = chosen[chosen < len(gate_EFD.values)]  # the sentinel is no expert
+    local_TK = torch.searchsorted(chosen, ids_TK)
     gate, up, down = (dequantize(stack[chosen], x_TD.dtype) for stack in stacks)
     return loop_experts(x_TD, gate, up, down, local_TK, weights_TK)
 

@@ -18,6 +18,8 @@ class RowLayout:
     page_size      tokens a page
     max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
     exact          each row's result must be bitwise independent of the other rows
+    rows_each      that many neighbouring rows, of `max_q` queries each, are one sequence's and have the same pages,
+                   all through the batch; a kernel that reads a sequence's keys once needs to know it
     """
 
     cu_seqlens_q: Tensor
@@ -26,6 +28,7 @@ class RowLayout:
     page_size: int
     max_q: int | None = None
     exact: bool = False
+    rows_each: int = 1
 
     @property
     def max_k(self) -> int:

@@ -30,7 +30,7 @@ class OutOfStep(RuntimeError):
 
 
 def follow(model: Decoder, group: Group) -> None:
-    """Do what rank 0 does until it says stop; `model` is this rank's shard.
+    """Do what rank 0 does until it says stop; `model` is this rank's shard. The group is to be left then, at once.
 
     Raises `ValueError` if the shard is part of another model, `RankLost` if rank 0 is gone, and `OutOfStep` if the
     states of the two differ. The process should then end, which the other ranks notice.
@@ -45,6 +45,8 @@ def follow(model: Decoder, group: Group) -> None:
         if fingerprint(engine) != orders.fingerprint:
             raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
         engine.step()
+    engine.close()
+    group.barrier()
 
 
 def _build(model: Decoder, group: Group) -> Engine:

@@ -153,8 +153,16 @@ class Group:
                 dist.broadcast(part, src=0, group=self._messages)
 
     def close(self) -> None:
-        """Leave the group. The next call of the other ranks fails, so rank 0 orders them to stop first."""
+        """Leave the group. Between GPUs all ranks must leave at once, as each waits here for the others, and for its
+        own CUDA graphs that hold the communicator (`Engine.close`)."""
         dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave the group alone, where other ranks are lost or cannot be told: nothing waits for them."""
+        if self.rank.kind == "cuda":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
     def _lost(self, what: str) -> RankLost:
         r = self.rank

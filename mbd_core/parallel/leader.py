@@ -173,16 +173,33 @@ class ParallelEngine(Engine):
             raise RankLost("a tensor-parallel follower's process has ended; start the group anew")
 
     def close(self) -> None:
-        """Stop the followers, kill those that do not end, and leave the group; the second call does nothing."""
+        """Stop the followers, leave the group with them, and kill those that do not end; the second call does nothing.
+
+        The order is that of NCCL: every rank lets go of its graphs, all leave together, and only then does rank 0 wait
+        for the followers' processes. Lost followers are killed first, and rank 0 leaves alone.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         self._heartbeat.join()
-        wait = self._group.rank.timeout if self._stop_followers() else 0.0
+        stopped = self._stop_followers()
         self._failure = self._failure or "the engine was closed"
+        if stopped:
+            super().close()
+            stopped = self._leave_together()
         if self.followers is not None:
-            self.followers.end(wait)
-        self._group.close()
+            self.followers.end(self._group.rank.timeout if stopped else 0.0)
+        if not stopped:
+            self._group.abandon()
+
+    def _leave_together(self) -> bool:
+        """Whether all ranks left the group; one that fails on its way out counts as lost."""
+        try:
+            self._group.barrier()
+            self._group.close()
+        except RankLost:
+            return False
+        return True
 
     def _stop_followers(self) -> bool:
         """Order them to stop; whether they received it. Followers within a step, or lost ones, cannot."""

@@ -67,7 +67,7 @@ def start_parallel(
         reason = followers.failure() if isinstance(error, RankLost) else None
         followers.end()
         if group is not None:
-            group.close()
+            group.abandon()
         if reason is not None:
             raise ValueError(f"the {size} tensor-parallel ranks could not start: {reason}") from error
         raise

@@ -29,10 +29,11 @@ from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.quantize import Parts, quantize_weights
-from mbd_core.ops import attention
+from mbd_core.ops import attention, attention_triton
 from mbd_core.ops import attention_flash as flash
 from mbd_core.ops import experts as moe
 from mbd_core.ops import experts_triton as moe_triton
+from mbd_core.ops.attention_definition import paged_attention
 from mbd_core.ops.row_layout import RowLayout
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
     "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
     "flash 2": lambda packages, device: flash.flash_2(device.kernel(packages.flash_2)),
     "torch": lambda packages, device: flash.torch_varlen(device.kernel(packages.varlen_attn)),
-    "torch, gathered": lambda packages, device: flash.torch_varlen_gathered(device.kernel(packages.varlen_attn)),
+    "triton": lambda packages, device: attention_triton.split_attention,
 }
 
 
@@ -71,7 +72,7 @@ def tiles(grid: tuple[int, int], expert: Tensor, first: Tensor, end: Tensor) -> 
     assert {t.dtype for t in (expert, first, end)} == {torch.int32} and grid[0] == len(expert)
     for e, start, stop in zip(expert.tolist(), first.tolist(), end.tolist(), strict=True):
         if stop > start:
-            assert stop - start <= moe_triton._TILE
+            assert stop - start <= moe_triton.DEFAULT_TILES[2].rows
             yield e, slice(start, stop)
 
 
@@ -99,6 +100,28 @@ def down_kernel(
         y[order[rows]] = (out * scale[e] if SCALED else out) * weights.flatten()[order[rows], None]
 
 
+def split_kernel(
+    grid: Any, q: Tensor, k: Tensor, v: Tensor, parts: Tensor, lse: Tensor, bounds: Tensor, keys: Tensor,
+    table: Tensor, *strides: float, EACH: int, PAGE: int, SPLITS: int, **_: Any,
+) -> None:  # fmt: skip
+    """All of a row's keys are in the first split; the others have none."""
+    assert {t.dtype for t in (bounds, keys, table)} == {torch.int32} and grid[1:] == (k.shape[2], SPLITS)
+    assert len(keys) % EACH == 0 and grid[0] == len(keys) // EACH * strides[9]
+    table = table.view(-1, EACH, table.shape[-1])[:, :1].expand(-1, EACH, -1).flatten(0, 1)  # a sequence's own
+    layout = RowLayout(cu_seqlens_q=bounds, kv_lens_R=keys, page_table_RP=table.long(), page_size=PAGE)
+    out = paged_attention(q, k, v, layout)
+    if SPLITS == 1:
+        parts.copy_(out)
+    else:
+        parts.fill_(torch.nan)[0].copy_(out)
+        lse.fill_(-torch.inf)[0] = 0.0
+
+
+def join_kernel(grid: Any, parts: Tensor, lse: Tensor, out: Tensor, *_: int, SPLITS: int, **__: Any) -> None:
+    assert grid == (lse[0].numel(),) and len(parts) == len(lse) == SPLITS
+    out.copy_((parts.nan_to_num() * lse.softmax(0)[..., None]).sum(0))
+
+
 def likeliest(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor]:
     assert logits_PV.stride(1) == 1, "the kernel reads rows of neighbouring numbers"
     return Vocab(mask_token_id, size).likeliest(logits_PV)
@@ -110,7 +133,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     with fake_device() as found:
         triton = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda n, m: -(-n // m))
         kernels = (triton, Launcher(found, swiglu_kernel), Launcher(found, down_kernel))
+        attends = (triton, Launcher(found, split_kernel), Launcher(found, join_kernel))
         monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
+        monkeypatch.setattr(attention_triton, "_compiled", lambda: attends)
         monkeypatch.setattr(runner_module, "confidence", found.kernel(likeliest))
         yield found
 
@@ -163,7 +188,7 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     """Graphs, overlap and all, over real values; float64, so that no rounding is left to explain a difference."""
     model = build(**FAMILIES[family]).double()
     wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(requests(family))]
-    attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
+    attend_by(monkeypatch, KERNELS["triton"](FakePackages(), device))
     served = Engine(device.move(model), SIZES)
     kinds = capture_every_kind(monkeypatch, served)
     assert served.static_shapes and served.overlap and served._state.tables_RP.device == CUDA

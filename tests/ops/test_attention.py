@@ -1,6 +1,7 @@
 """The resolver says which attention kernel it chose and why no other; every kernel gives what the equation gives."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = {"dtype": torch.bfloat16, "head_dim": 128, "page_size": 256, "num_heads": 4, "num_kv_heads": 2}
 
 
-@pytest.mark.parametrize(
-    "name", ["vllm-flash-attn", "torch-varlen", "flash-attn", "kernels-hub", "torch-varlen-gathered"]
-)
+@pytest.mark.parametrize("name", ["vllm-flash-attn", "torch-varlen", "flash-attn", "kernels-hub"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_adapters_hand_each_kernel_what_it_means(name: str, exact: bool) -> None:
     packages = FakePackages()
@@ -48,9 +47,33 @@ def test_order_on_cuda_and_reasons() -> None:
         ]
     )
     small = resolve(CUDA, capability=(8, 0), load=FakePackages("vllm.vllm_flash_attn"), **{**SIZES, "page_size": 32})
-    assert small.name == "torch-varlen-gathered"
+    assert small.name == "triton"
     assert "multiples of 256" in small.reasons["flash-attn"] and "FlashAttention 3" in small.reasons["torch-varlen"]
     assert "not flash-attn: its pages" in small.describe()
+
+
+def test_torch_and_triton_alone_are_enough_to_capture_a_step() -> None:
+    """torch 2.11's `varlen_attn` takes neither key lengths nor a block table, and no other package is installed."""
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        raise AssertionError
+
+    modules = {"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen_attn), "triton": SimpleNamespace()}
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise ImportError(f"no module named {name}")
+        return modules[name]
+
+    chosen = resolve(CUDA, capability=(9, 0), load=load, **{**SIZES, "page_size": 32})
+    assert (chosen.name, chosen.capturable) == ("triton", True)
+    assert chosen.reasons["torch-varlen"] == "the installed varlen_attn takes no block_table; a newer one does"
+    del modules["triton"]
+    chosen = resolve(CUDA, capability=(9, 0), load=load, **{**SIZES, "page_size": 32})
+    assert (chosen.name, chosen.capturable) == ("reference", False) and "no module" in chosen.reasons["triton"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from expert_layers import by_equation, layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mbd_core.ops import fp8
 from mbd_core.ops.expert_order import sort_by_expert
 from mbd_core.ops.experts import ExpertsFunction, by_load, grouped_experts, loop_experts, resolve_experts
 
@@ -19,6 +20,24 @@ def test_grouped_and_loop_are_the_equation(tokens: int, num_experts: int, per_to
     expected = by_equation(*arguments)
     torch.testing.assert_close(loop_experts(*arguments), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grouped_experts(*arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_without_an_expert_gets_zeros_and_changes_no_other() -> None:
+    """Every implementation takes the sentinel id E, whatever stands where nobody writes."""
+    x, gate, up, down, ids, weights = layer(9, 24, 20, 6, 2)
+    wanted = loop_experts(x, gate, up, down, ids, weights)
+    dead = torch.tensor([1, 4, 8])
+    wanted[dead] = 0
+    ids[dead] = 6
+    stacks = [fp8.quantize(stack) for stack in (gate, up, down)]
+    rounded = [fp8.dequantize(stack, torch.float32) for stack in stacks]
+    for found, right in (
+        (loop_experts(x, gate, up, down, ids, weights), wanted),
+        (grouped_experts(x, gate, up, down, ids, weights), wanted),
+        (fp8.fp8_experts(x, stacks[0], stacks[1], stacks[2], ids, weights), loop_experts(x, *rounded, ids, weights)),
+    ):
+        assert not found[dead].any()
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_in_bfloat16_is_the_loop() -> None:

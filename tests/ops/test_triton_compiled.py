@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.ops import confidence, experts_triton
+from mbd_core.ops import attention_triton, confidence, experts_triton
 
 triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
 
@@ -20,7 +20,7 @@ EXPERTS = {"llada2-mini": (2048, 512, 8), "llada2-flash": (4096, 1024, 8), "sdar
 VOCABULARY = 157184
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int, **options: int) -> Any:
     """`kernel` for a chip; an argument is a type (a pointer or number) or, where the kernel wants it, a constant.
 
     Triton specializes on addresses and numbers that 16 divides, as all of these do but counts.
@@ -35,7 +35,8 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
         for place, value in enumerate(arguments.values())
         if isinstance(value, str) and not value.endswith("!")
     }
-    return triton.compile(ASTSource(kernel, types, constants, whole), target=GPUTarget("cuda", capability, 32))
+    source, target = ASTSource(kernel, types, constants, whole), GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
 
 
 def spilled(binary: Any, capability: int, folder: Path) -> int:
@@ -67,19 +68,22 @@ def test_the_experts_kernels_fit(weights: str, capability: int, tmp_path: Path) 
     scale = "*fp32" if scaled else "*bf16"
     layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
     for hidden, width, _ in EXPERTS.values():
-        assert hidden % 64 == width % 64 == 0  # so that all models run the same binaries
-    blocks = {"TILE": experts_triton._TILE, "BLOCK_F": 64, "BLOCK_D": 64}
+        assert hidden % 128 == width % 128 == 0  # so that all models run the same binaries
+    tiles = experts_triton.DEFAULT_TILES[1 if scaled else 2]
+    assert tiles == experts_triton.tiles_for(64, 512, 1 if scaled else 2) and 512 // tiles.depth <= 4
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     gather = {
         "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
         "up_scale_ptr": scale, "hidden_ptr": "*bf16", **layout, "D": "i32", "F": "i32", "K": "i32!", "SCALED": scaled,
-        **blocks,
+        "TILE": tiles.rows, "BLOCK_F": tiles.columns, "BLOCK_D": tiles.depth,
     }  # fmt: skip
-    check(compiled(swiglu, gather, capability), capability, tmp_path)
+    check(compiled(swiglu, gather, capability, **options), capability, tmp_path)
     scatter = {
         "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "weights_ptr": "*fp32",
-        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, **blocks,
+        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, "TILE": tiles.rows,
+        "BLOCK_D": tiles.columns, "BLOCK_F": tiles.depth,
     }  # fmt: skip
-    check(compiled(down, scatter, capability), capability, tmp_path)
+    check(compiled(down, scatter, capability, **options), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -97,3 +101,37 @@ def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path)
         count, _ = confidence.stretches(positions, VOCABULARY)
         size = {"S": "i32!", "BLOCK": 1 << (count - 1).bit_length()}
         check(compiled(join, {**parts, **writes, **size}, capability), capability, tmp_path)
+
+
+ATTENTION = {"llada2-mini, sdar": (4, 128), "dream-7b": (7, 128), "narrow": (2, 64), "wide": (4, 256)}
+"""Query heads for each key head, channels."""
+
+
+@pytest.mark.parametrize(
+    ("model", "capability"),
+    [("llada2-mini, sdar", capability) for capability in SHARED_BYTES]
+    + [(model, 90) for model in ("dream-7b", "narrow", "wide")],
+)
+def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) -> None:
+    """A captured step's call with splits, and without for the models that are served; rows of a prompt."""
+    share, channels = ATTENTION[model]
+    _, split, join = attention_triton._compiled()
+    strides = dict.fromkeys(("q_token", "q_head", "k_page", "k_place", "k_head", "v_page", "v_place", "v_head"), "i32")
+    steps = {"table_row": "i32!", "tiles": "i32!", "length": "i32", "num_out": "i32!", "scale": "fp32!"}
+    for sequences, each in ((1, 2), (300, 1)) if model.startswith("llada2") else ((1, 2),):
+        cut = attention_triton.plan(
+            sequences=sequences, queries=32 * each, share=share, kv_heads=4, head_dim=channels, exact=False
+        )
+        assert (cut.splits == 1) == (sequences > 1)
+        reads = {
+            "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*fp32" if cut.splits > 1 else "*bf16",
+            "lse_ptr": "*fp32", "bounds_ptr": "*i32", "keys_ptr": "*i32", "table_ptr": "*i32", **strides, **steps,
+            "EACH": each, "SHARE": share, "C": channels, "PAGE": 32, "SPLITS": cut.splits, "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n, "BLOCK_C": cut.block_c,
+        }  # fmt: skip
+        check(compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=2), capability, tmp_path)
+    writes = {
+        "parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_out": "i32!", "C": channels, "SPLITS": 16,
+        "BLOCK_S": 16, "BLOCK_C": cut.block_c,
+    }  # fmt: skip
+    check(compiled(join, writes, capability), capability, tmp_path)

@@ -152,6 +152,7 @@ class FakePackages:
             "flash_attn_interface": {},
             "flash_attn": {"flash_attn_varlen_func": self.flash_2},
             "kernels": {"get_kernel": self.get_kernel},
+            "triton": {},
         }
         if name in self.missing or name not in modules:
             raise ImportError(f"no module named {name}")

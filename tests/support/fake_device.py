@@ -151,7 +151,9 @@ class FakeDevice(TorchDispatchMode):
         return call
 
     @contextmanager
-    def capture(self, graph: "Graph", pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    def capture(
+        self, graph: "Graph", pool: Any = None, stream: object = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         """Stands for `torch.cuda.graph`: nothing may wait or come from the host, and nothing is done yet."""
         self.graph = graph
         graph.pool = self._pool(pool)
@@ -232,6 +234,10 @@ class Graph:
                 call.again()
         self._ran = True
 
+    def reset(self) -> None:
+        self._calls.clear()
+        self.pool.remove(self)
+
     def spoil(self) -> None:
         """Another graph of the same pool runs: what this one made is gone."""
         for call in self._calls if self._ran else ():
@@ -291,6 +297,7 @@ def fake_device() -> Iterator[FakeDevice]:
             "Stream": _Stream,
             "current_stream": lambda device=None: _Stream(),
             "stream": lambda stream: nullcontext(),
+            "device": lambda device: nullcontext(),
             "CUDAGraph": Graph,
             "graph": device.capture,
             "synchronize": lambda device=None: None,

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,3 +28,18 @@ def run_interpreted(script: str, *folders: Path) -> None:
         check=False,
     )
     assert done.returncode == 0 and "all held" in done.stdout, done.stderr[-2000:]
+
+
+def allow_bfloat16_dots() -> None:
+    """Inside a script: let the interpreter multiply bfloat16, which it holds as integers and multiplies as such."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def widened(builder: Any, handle: Any) -> Any:
+        return builder.cast_impl(handle, tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        return whole(self, widened(self, a), widened(self, b), d, *options)
+
+    whole = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot

@@ -1,0 +1,179 @@
+"""A day on a GPU in three calls: `python -m mbd_core.bench.gpu_day --part 1|2|3 --out DIR`.
+
+Each call takes less than nine minutes. Every section runs in a process of its own with a time limit, so that one that
+hangs or fails costs only itself; only if the first one of part 1 fails does the part end. DIR gets one JSON file and
+one Markdown file a part. Nothing beside this package is needed, and no network. `--toy` runs all of it on a CPU at toy
+sizes.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mbd_core.bench import gpu_sections
+from mbd_core.bench.gpu_sections import Day, Row, toy_day
+from mbd_core.bench.tables import markdown
+from mbd_core.files import check_new_file, write_json, write_text
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part's section: seconds that its process may take, what it runs, and whether its part ends if it fails."""
+
+    limit: float
+    run: Callable[[Day], list[Row]]
+    required: bool = False
+
+
+def _mini_steps(day: Day) -> list[Row]:
+    return gpu_sections.steps(day, shape=day.mini, rows=1, eager=True)
+
+
+def _mini_own_routing(day: Day) -> list[Row]:
+    return gpu_sections.steps(day, shape=day.mini, rows=1, uniform=False)
+
+
+def _mini_many(day: Day) -> list[Row]:
+    return gpu_sections.swept_steps(day, rows=day.many_rows)
+
+
+def _dense_steps(day: Day) -> list[Row]:
+    return gpu_sections.steps(day, shape=day.dense, rows=1, eager=True)
+
+
+PARTS: dict[int, dict[str, Section]] = {
+    1: {
+        "machine": Section(60, gpu_sections.machine, required=True),
+        "kernels": Section(90, gpu_sections.kernels),
+        "graphs": Section(130, gpu_sections.graphs),
+        "mini": Section(180, _mini_steps),
+        "mini, its own routing": Section(70, _mini_own_routing),
+    },
+    2: {
+        "tiles": Section(150, gpu_sections.tile_sweep),
+        "mini, swept tiles": Section(130, partial(gpu_sections.swept_steps, rows=1)),
+        "mini, many rows": Section(130, _mini_many),
+        "mini, FP8 experts": Section(120, partial(gpu_sections.swept_steps, rows=1, parts="experts")),
+    },
+    3: {
+        "dense": Section(200, _dense_steps),
+        "prefill": Section(70, gpu_sections.prefill),
+        "soak": Section(180, gpu_sections.soak),
+        "clean exit": Section(70, gpu_sections.clean_exit),
+    },
+}
+PART_SECONDS = 540.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all sections are done; 1: one failed or exceeded its limit; 2: bad input."""
+    parser = argparse.ArgumentParser(prog="python -m mbd_core.bench.gpu_day", description=__doc__)
+    parser.add_argument("--part", type=int, choices=sorted(PARTS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--only", action="append", metavar="SECTION", help="run this section only; may be repeated")
+    parser.add_argument("--section", help=argparse.SUPPRESS)  # in the process of one section: its name
+    options = parser.parse_args(argv)
+    sections = PARTS[options.part]
+    try:
+        unknown = [name for name in (*(options.only or ()), *([options.section] * bool(options.section)))
+                   if name not in sections]  # fmt: skip
+        if unknown:
+            raise ValueError(f"part {options.part} has no section '{unknown[0]}'; it has {', '.join(sections)}")
+        if not options.toy and not torch.cuda.is_available():
+            raise ValueError("no CUDA device is here; --toy runs at toy sizes on the CPU")
+        if options.section is not None:
+            return _run_here(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        for ending in ("json", "md"):
+            check_new_file(options.out / f"part{options.part}.{ending}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    chosen = {name: section for name, section in sections.items() if options.only is None or name in options.only}
+    results = _run_all(options, chosen)
+    write_json(
+        options.out / f"part{options.part}.json", {"part": options.part, "toy": options.toy, "sections": results}
+    )
+    write_text(options.out / f"part{options.part}.md", report(options.part, results, toy=options.toy))
+    return 0 if all(result["state"] == "done" for result in results.values()) else 1
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    """One section, in this process; its rows go to standard output as the last line."""
+    day = toy_day(options.out) if options.toy else Day(device=torch.device("cuda", 0), out=options.out)
+    rows = PARTS[options.part][options.section].run(day)
+    print(json.dumps(rows), flush=True)
+    return 0
+
+
+def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    deadline = time.monotonic() + PART_SECONDS
+    for name, section in sections.items():
+        command = [sys.executable, "-m", "mbd_core.bench.gpu_day", "--part", str(options.part), "--section", name]
+        command += ["--out", str(options.out), *(["--toy"] if options.toy else [])]
+        limit = min(section.limit, deadline - time.monotonic())
+        print(f"{name}: at most {limit:.0f} s", flush=True)
+        results[name] = run_apart(command, limit)
+        print(f"{name}: {results[name]['state']}, {results[name]['seconds']:.0f} s", flush=True)
+        if section.required and results[name]["state"] != "done":
+            left = {other: {"state": "not run", "why": f"{name} failed", "seconds": 0.0} for other in sections}
+            return left | results
+    return results
+
+
+def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
+    """A command whose last line of output is JSON: its state ("done", "failed", "over its limit"), seconds and rows.
+
+    A process that has printed its rows but does not end with code 0 within its limit is not done.
+    """
+    started = time.monotonic()
+    if limit <= 0:
+        return {"state": "not run", "why": "the time of the part was over", "seconds": 0.0}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"state": "over its limit", "why": f"it was ended after {limit:.0f} s", "seconds": limit}
+    seconds = time.monotonic() - started
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-12:]
+        return {"state": "failed", "code": done.returncode, "why": "\n".join(why), "seconds": seconds}
+    return {"state": "done", "seconds": seconds, "rows": json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) -> str:
+    """A part's results as Markdown: a table a section, the first row's most expensive kernels below it."""
+    lines = [f"# A day on a GPU, part {part}" + (", at toy sizes on a CPU" if toy else "")]
+    for name, result in results.items():
+        lines += ["", f"## {name}", "", f"{result['state']}, {result['seconds']:.1f} s"]
+        if result["state"] != "done":
+            lines += ["", "```", str(result.get("why", "")), "```"]
+            continue
+        rows = result["rows"]
+        keys = list(dict.fromkeys(key for row in rows for key in row if key != "top"))
+        lines += ["", markdown([_shown(row) for row in rows], {key: key for key in keys})]
+        for row in rows[:1]:
+            if row.get("top"):
+                columns = {"kernel": "kernel", "count": "count", "microseconds": "microseconds|.1f"}
+                lines += ["", "The first row's most expensive kernels:", "", markdown(row["top"], columns)]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(row: Row) -> Row:
+    return {
+        key: f"{v:.4g}" if isinstance(v, float) else str(v) if isinstance(v, list) else v for key, v in row.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The day's script, on a CPU at toy sizes: every section runs; what fails or hangs is named and costs only itself."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mbd_core.bench import gpu_day, gpu_sections
+from mbd_core.bench.gpu_day import PART_SECONDS, PARTS, Section, main, report, run_apart
+from mbd_core.bench.gpu_sections import profiled, toy_day
+from mbd_core.ops.attention import AttentionKernel
+
+SECTIONS = [(part, name) for part, sections in PARTS.items() for name in sections]
+
+
+@pytest.mark.parametrize(("part", "name"), SECTIONS)
+def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -> None:
+    rows = PARTS[part][name].run(toy_day(tmp_path))
+    assert rows and json.loads(json.dumps(rows)) == rows, "the rows are what JSON can hold"
+    if name.startswith(("mini", "dense")):
+        for row in rows:
+            assert row["step_over_floor"] > 0 and row["top"] and row["nodes"] is None
+            assert (row["touched_experts"] is None) == (name == "dense")
+    text = report(part, {name: {"state": "done", "seconds": 1.0, "rows": rows}}, toy=True)
+    assert f"## {name}" in text and text.count("|---|") >= 1
+
+
+def test_the_parts_fit_into_a_call_of_nine_minutes() -> None:
+    assert PART_SECONDS <= 540 and all(sum(s.limit for s in part.values()) <= PART_SECONDS for part in PARTS.values())
+    assert PARTS[1]["machine"].required
+
+
+def test_a_part_writes_both_files_from_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--part", "3", "--toy", "--out", str(tmp_path / "day"), "--only", "clean exit"]
+    assert main(argv) == 0
+    written = json.loads((tmp_path / "day" / "part3.json").read_text())
+    assert written["toy"] is True and written["sections"].keys() == {"clean exit"}
+    assert written["sections"]["clean exit"]["rows"][0]["steps"] == 3
+    assert "## clean exit" in (tmp_path / "day" / "part3.md").read_text()
+    assert main(argv) == 2 and "part3.json exists already" in capsys.readouterr().err
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--part", "1", "--toy", "--out", str(tmp_path), "--only", "tiles"]) == 2
+    assert "part 1 has no section 'tiles'; it has machine, kernels" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["--part", "1", "--out", str(tmp_path)]) == 2
+        assert "no CUDA device is here; --toy" in capsys.readouterr().err
+
+
+def test_a_process_that_fails_or_hangs_is_named() -> None:
+    assert run_apart([sys.executable, "-c", "print('begun'); print('[{\"a\": 1}]')"], 60)["rows"] == [{"a": 1}]
+    failed = run_apart([sys.executable, "-c", "print('[]'); raise SystemExit('why it failed')"], 60)
+    assert (failed["state"], failed["why"]) == ("failed", "why it failed")
+    hung = run_apart([sys.executable, "-c", "import time; print('[]', flush=True); time.sleep(60)"], 0.5)
+    assert hung["state"] == "over its limit"
+    assert run_apart([sys.executable], -1.0)["state"] == "not run"
+
+
+def test_a_part_ends_if_its_first_section_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(name: str, day: Any) -> list[Any]:
+        raise AssertionError("in another process")
+
+    sections = {"first": Section(5, partial(failing, "first"), required=True), "second": Section(5, lambda day: [])}
+    monkeypatch.setitem(gpu_day.PARTS, 1, sections)
+    run: list[list[str]] = []
+
+    def apart(command: list[str], limit: float) -> dict[str, Any]:
+        run.append(command)
+        return {"state": "failed", "why": "no graph can hold it", "seconds": 0.1}
+
+    monkeypatch.setattr(gpu_day, "run_apart", apart)
+    assert main(["--part", "1", "--toy", "--out", str(tmp_path)]) == 1
+    assert len(run) == 1 and run[0][-5:-3] == ["--section", "first"]
+    written = (tmp_path / "part1.md").read_text()
+    assert "no graph can hold it" in written and "first failed" in written
+
+
+def test_the_day_stops_where_no_graph_can_hold_the_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = gpu_sections.Day(device=torch.device("cuda", 0), out=tmp_path)
+    reference = AttentionKernel(name="reference", bind=lambda layout: lambda q, k, v: q, capturable=False)
+    monkeypatch.setattr(gpu_sections, "resolve", lambda *_, **__: reference)
+    with pytest.raises(RuntimeError, match="no CUDA graph can hold the attention"):
+        gpu_sections.machine(day)
+
+
+def test_a_profile_names_what_ran() -> None:
+    x = torch.randn(64, 64)
+    nodes, top = profiled(lambda: x @ x, torch.device("cpu"), most=3)
+    assert nodes is None and 1 <= len(top) <= 3 and any("mm" in row["kernel"] for row in top)

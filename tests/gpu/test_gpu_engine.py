@@ -1,0 +1,37 @@
+"""On a GPU: kernels at real sizes, every kind of step captured and replayed, and steps that wait for nothing.
+
+This folder imports only `mbd_core`, so it runs where neither Ray nor a browser is installed: `pytest tests/gpu`.
+"""
+
+import pytest
+import torch
+
+from mbd_core.bench.gpu_checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
+from mbd_core.bench.roofline import measure_machine
+from mbd_core.bench.step_timing import StepCase
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def test_every_kernel_is_its_definition() -> None:
+    rows = kernel_rows(CUDA, small=False)
+    assert all(row["right"] is True or "not_run" in row for row in rows)
+    assert rows[0]["kernel"] != "attention: reference" and rows[0]["right"] is True
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_every_kind_of_step_is_captured_and_replays_the_eager_one(family: str) -> None:
+    row = graphs_are_eager(check_model(family, CUDA))
+    assert row["captured"] == row["kinds"] and row["eager"] == 0 < row["replayed"]
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_steady_steps_never_wait_for_the_device(family: str) -> None:
+    row = steady_steps_never_wait(check_model(family, CUDA), StepCase(rows=4, buffer_size=2, prefix=64, steps=12))
+    assert row["checked"] is True and row["steps_replayed"] > 0
+
+
+def test_a_gpu_is_measured() -> None:
+    machine = measure_machine(CUDA, torch.bfloat16)
+    assert 1e11 < machine.bandwidth < 1e14 and 1e12 < machine.flops < 1e17
