@@ -217,14 +217,13 @@ def tile_sweep(day: Day) -> list[Row]:
 
 def _tile_seconds(day: Day, x: Any, weights: Any, chosen: Any, tiles: experts_triton.ExpertTiles) -> float | None:
     """Seconds of a call, `None` where these tiles do not fit into the chip's shared memory."""
-    from triton.runtime.errors import OutOfResources
 
     def run() -> object:
         return experts_triton.fused_experts(x, *weights, *chosen, tiles=tiles)
 
     try:
         return best_seconds(run, day.device, 3, calls=20)
-    except OutOfResources:
+    except experts_triton.too_large():
         return None
 
 

@@ -58,8 +58,7 @@ def step_cost(
     layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
     positions with logits, by default all of the buffer. `touched_experts` is the number of experts that a layer's
     tokens use, as counted; by default that of independent choices, which a router need not make. For one
-    tensor-parallel rank pass `config.sharded(size)`.
-    Raises `ValueError` for counts that are not positive.
+    tensor-parallel rank pass `config.sharded(size)`. Raises `ValueError` for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:
@@ -73,7 +72,6 @@ def step_cost(
     d, c = config.hidden_size, config.head_dim
     attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
     dense = 3 * d * config.intermediate_size
-
     weight_bytes, per_token_flops = 0.0, 0.0
     for layer in range(config.num_layers):
         weight_bytes += attention * matrix_bytes
@@ -85,9 +83,8 @@ def step_cost(
             continue
         expert = 3 * d * moe.intermediate_size
         router, shared = d * moe.num_experts, 3 * d * moe.shared_size
-        touched = touched_experts
-        if touched is None:
-            touched = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        even = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        touched = even if touched_experts is None else touched_experts
         weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
         per_token_flops += 2 * (router + shared + moe.experts_per_token * expert)
     head = config.vocab_size * d

@@ -43,10 +43,7 @@ def _split_kernel(
     EACH: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One split of one sequence for one key head: each row's output and the base-2 logarithm of its sum.
-
-    With one split `out_ptr` is the result in its own dtype, and `lse_ptr` is not used.
-    """
+    """One split of a sequence for one key head: each row's output and its sum's base-2 logarithm, or the result."""
     sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     head, split = tl.program_id(1), tl.program_id(2)
     first = tl.load(bounds_ptr + sequence * EACH)
@@ -61,8 +58,7 @@ def _split_kernel(
         keys = tl.load(keys_ptr + sequence * EACH + row // SHARE // length, mask=live, other=0)
     most = tl.max(keys, 0)
     span = tl.cdiv(tl.cdiv(most, SPLITS), BLOCK_N) * BLOCK_N
-    start = split * span
-    stop = tl.minimum(start + span, most)
+    start, stop = split * span, tl.minimum(split * span + span, most)
     place = token if SPLITS == 1 else split * num_out + token
     place = place.to(tl.int64) * (tl.num_programs(1) * SHARE) + query_head
     if start >= most:
@@ -71,8 +67,8 @@ def _split_kernel(
         return
     channel = tl.arange(0, BLOCK_C)
     deep = channel < C
-    q_at = token[:, None].to(tl.int64) * q_token + query_head[:, None] * q_head + channel[None, :]
-    q = tl.load(q_ptr + q_at, mask=live[:, None] & deep[None, :], other=0.0)
+    q_at = q_ptr + token[:, None].to(tl.int64) * q_token + query_head[:, None] * q_head + channel[None, :]
+    q = tl.load(q_at, mask=live[:, None] & deep[None, :], other=0.0)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     out = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
@@ -95,8 +91,8 @@ def _split_kernel(
         out = tl.dot(weight.to(v.dtype), v, out * kept[:, None], input_precision="ieee")
         top = higher
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
-    whole = place[:, None] * C + channel[None, :]
-    tl.store(out_ptr + whole, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & deep[None, :])
+    out_at = out_ptr + place[:, None] * C + channel[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & deep[None, :])
     if SPLITS > 1:
         tl.store(lse_ptr + place, top + tl.log2(total), mask=live)
 

@@ -128,6 +128,14 @@ def _compiled() -> tuple[Any, Any, Any]:
     return triton, triton.jit(_swiglu_kernel), triton.jit(_down_kernel)
 
 
+def too_large() -> type[Exception]:
+    """What a call raises whose tiles do not fit into the chip's shared memory."""
+    from triton.runtime.errors import OutOfResources
+
+    found: type[Exception] = OutOfResources
+    return found
+
+
 def cut_tiles(ends_E: Tensor, num_assignments: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """Every tile's expert, first and end row, int32 each; surplus tiles have end = first. No host reads.
 

@@ -75,6 +75,7 @@ kernels._PROGRAMS = 32
 for dtype in (torch.float16, torch.bfloat16):
     sizes = {**SIZES, "page_size": 32, "heads": (4, 1), "channels": 128, "dtype": dtype}
     check(*slots([100, 9], num_slots=2, **sizes))
+kernels._PROGRAMS = 1                                                       # a join is a program a query and head
 q, k, v, layout = slots([90], num_slots=4, **{**SIZES, "size": 16, "heads": (16, 4)})
 check(q, k, v, layout)                                                      # two tiles of 128 rows
 wide = torch.cat((q, q), 1)[:, :16]                                         # a part of a joint projection
