@@ -1,6 +1,5 @@
 """MultiTF training on Ray: the plain `Trainer` on every worker, gradients averaged, its state kept in checkpoints."""
 
-import json
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, Sc
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed
 
-from actors.training_run import LOSSES, TrainingRun, fetched, record_recipe, recorded_precision
+from actors.training_run import LOSSES, CurveFile, TrainingRun, fetched, record_recipe, recorded_precision
 from cluster.storage import Folder
 from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
@@ -99,7 +98,6 @@ def train_worker(config: dict[str, Any]) -> int:
         overwrite = run.overwrite or resumed_after == recipe.train.steps
         with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
             export(folder, recipe, model, tokenizer, overwrite=overwrite)
-        run.folder.write_text(LOSSES, "".join(json.dumps(point) + "\n" for point in curve))
         say(f"wrote {run.out} and {run.folder / LOSSES}")
     return resumed_after
 
@@ -136,12 +134,16 @@ def train(
     """The remaining updates; `curve` grows by a point with each, the first rank reports both in checkpoints."""
     steps = run.recipe.train.steps
     progress = Progress(steps)
+    file = CurveFile(run.folder, curve) if is_first else None
     while trainer.step_number < steps:
         curve.append(asdict(mean_over_workers(trainer.step(), world_size=world_size)))
         is_last = trainer.step_number == steps
-        if is_first:
+        if file is not None:
+            file.append()
             progress.show(curve, last=is_last)
         if is_last or trainer.step_number % run.checkpoint_every == 0:
+            if file is not None and run.folder.is_remote:
+                file.flush()
             state = {"trainer": trainer.state_dict(), "curve": curve} if is_first else None
             with checkpoint_of(state) as checkpoint:
                 name = f"step_{trainer.step_number:06d}"

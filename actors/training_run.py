@@ -129,6 +129,32 @@ def record_recipe(run: TrainingRun, recipe: TrainingRecipe) -> None:
     run.folder.write_text(RECORD, json.dumps(_as_recorded(recipe), indent=2, allow_nan=False) + "\n")
 
 
+class CurveFile:
+    """`losses.jsonl` of a run: one update a line, written as they are done.
+
+    In a folder here each update is a line at once; an object store cannot append, so there the file is written whole
+    whenever `flush` is called. Its first writing drops the updates that a restart repeats.
+    """
+
+    def __init__(self, folder: Folder, curve: list[dict[str, float]]) -> None:
+        self.folder, self.curve = folder, curve
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the whole curve in place of what is there."""
+        self.folder.write_text(LOSSES, "".join(map(_line, self.curve)))
+
+    def append(self) -> None:
+        """Add the curve's last update."""
+        if not self.folder.is_remote:
+            with (self.folder.path / LOSSES).open("a", encoding="utf-8") as file:
+                file.write(_line(self.curve[-1]))
+
+
+def _line(point: dict[str, float]) -> str:
+    return json.dumps(point) + "\n"
+
+
 def _read_record(run: TrainingRun) -> dict[str, Any] | None:
     text = run.folder.read_text(RECORD)
     if text is None:

@@ -33,6 +33,7 @@ def _training(steps: int, *, lr: float, weight_decay: float, batch_size: int = 3
         betas=(0.9, 0.999),
         weight_decay=weight_decay,
         micro_batch=1,
+        activation_checkpointing=True,
         seed=42,
     )
 
@@ -213,6 +214,7 @@ D2F_TRAINING = TrainConfig(
     betas=(0.9, 0.95),
     weight_decay=0.05,
     micro_batch=1,
+    activation_checkpointing=True,
     distillation="student_teacher",
     lora=LoraSettings(rank=32, alpha=32, dropout=0.1),
 )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
@@ -37,7 +38,8 @@ class TrainConfig:
 
     `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `distillation`: learn
     from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an adapter, which is
-    merged when the model is written. In bfloat16 the objective runs under autocast; weights and optimizer states are
+    merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and compute the layer
+    again in the backward pass. In bfloat16 the objective runs under autocast; weights and optimizer states are
     float32 in either precision.
     """
 
@@ -57,6 +59,7 @@ class TrainConfig:
     micro_batch: int | None = None
     distillation: Distillation | None = None
     lora: LoraSettings | None = None
+    activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -129,6 +132,8 @@ class Trainer:
         self.model = model.train()
         if config.lora is not None:
             add_adapter(model, config.lora, seed=config.seed)
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
         self.objective: nn.Module = Objective(model, config.distillation)
         self.examples, self.states, self.config = examples, states, config
         self.lengths = sample_lengths(examples)
@@ -195,6 +200,16 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step_number = state["step"]
+
+
+def checkpoint_layers(model: Decoder) -> None:
+    """Make every layer forget what it computed, where gradients are recorded, and compute it again for them."""
+    for layer in model.model.layers:
+        layer.forward = partial(_forgetful, layer.forward)
+
+
+def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
 
 
 def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:

@@ -116,7 +116,11 @@ def test_self_denoising_has_gradients_through_its_second_pass_alone(model: Decod
     rolled = roll_out(model, batch)
     assert not (rolled.input_ids[batch.rollout] == model.config.mask_token_id).any()
     assert torch.equal(rolled.input_ids[~batch.rollout], batch.input_ids[~batch.rollout])
+    passes: list[bool] = []
+    hook = model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     loss, _ = multitf_loss(model, batch)
+    hook.remove()
+    assert passes == [False, True]
     found = gradients(model, loss)
     second, _ = multitf_loss(model, rolled)
     assert loss.item() == second.item()

@@ -1,14 +1,17 @@
 """The trainer: a step learns, a resumed run is the same run, any number of ranks sees one global batch."""
 
 import io
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from family_models import FAMILIES, random_model
 
-from mbd_core.multitf.example import IGNORE
+from mbd_core.multitf.example import IGNORE, Example
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.sample import MultiTFBatch
+from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trainer import TrainConfig, Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
@@ -87,6 +90,39 @@ def test_gradients_of_the_ranks_average_to_the_whole(tiny_recipe):
         mean = (shards[0][name] + shards[1][name]) / 2
         torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
         assert expected.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_layers_that_are_computed_again_give_the_same_update(family):
+    kept: list[int] = []
+
+    def run(activation_checkpointing: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = random_model(FAMILIES[family])
+        rng = random.Random(0)
+        examples = [Example(tuple(rng.randrange(2, 300) for _ in range(32)), 5) for _ in range(4)]
+        config = TrainConfig(
+            steps=3, batch_size=2, lr=1e-3, precision="float32", activation_checkpointing=activation_checkpointing
+        )
+        trainer = Trainer(model, examples, StateConfig(block_size=4, max_group=2), config)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+            trainer.objective(trainer.batch(0))
+        kept.append(sum(sizes))
+        return [trainer.step().loss for _ in range(3)], model.state_dict()
+
+    (losses, weights), (same, again) = run(False), run(True)
+    assert losses == same
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_the_other_schedules_end_where_they_say():
+    config = TrainConfig(steps=100, batch_size=1, lr=1.0, warmup=10, schedule="cosine", lr_min=0.1)
+    assert [config.lr_at(s) for s in (0, 9)] == [0.1, 1.0]
+    assert config.lr_at(54) == pytest.approx(0.55) and config.lr_at(99) == pytest.approx(0.1)
+    linear = replace(config, schedule="linear")
+    assert linear.lr_at(54) == pytest.approx(0.55) and linear.lr_at(99) == pytest.approx(0.1)
+    assert replace(config, schedule="constant").lr_at(99) == 1.0
 
 
 def test_the_learning_rate_warms_up_stays_and_decays():

@@ -1,0 +1,98 @@
+"""What `jobs/train_multitf.py` refuses before a worker starts, and what it hands on. No cluster is started."""
+
+from pathlib import Path
+
+import pytest
+from full_attention_folder import make_folder
+from test_prepare_data import chat, write_rows
+
+from actors.training_run import LOSSES, CurveFile, TrainingRun
+from cluster.storage import Folder
+from jobs import prepare_data, train_multitf
+from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+
+LONG = "x" * 300
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun]:
+    """The runs that were handed to a cluster."""
+    runs: list[TrainingRun] = []
+
+    def train(training: TrainingRun, *, resume: bool) -> Folder:
+        runs.append(training)
+        return training.out
+
+    monkeypatch.setattr(train_multitf, "train_on_cluster", train)
+    monkeypatch.chdir(tmp_path)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--storage", f"runs/{LONG}/x"], "a name in it than 255"),
+        (["--run-name", LONG], "longer than 200 bytes"),
+        (["--run-name", ".."], "run name '..' must be one folder name"),
+        (["--run-name", "a\nb"], "run name 'a\\nb' must be one folder name"),
+        (["--out", f"a/{LONG}/b"], "a name in it than 255"),
+        (["--out", "/proc/x"], "/proc/x cannot be written"),
+        (["--storage", "file/runs"], "Not a directory"),
+        (["--data", "nowhere"], "holds no prepared training data"),
+        (["--recipe", "SDAR-8B-b32"], "recipe SDAR-8B-b32 has no model of its own: name one with --base"),
+        (["--recipe", "SDAR-8B-b32", "--base", "tiny-bd"], "has no data of its own"),
+        (["--recipe", "LLaDA2-Mini", "--base", "tiny-bd", "--data", "data"], "LLaDA2MoeModelLM models, and tiny-bd"),
+        (["--base", "dream"], "attends to whole sequences"),
+        (["--recipe", "tiny-bd-b8", "--data", "data"], "trains its own tokenizer"),
+        (["--data", "data"], "prepare it again with --max-length 160"),
+    ],
+)
+def test_bad_input_is_refused_before_a_worker_starts(
+    started: list[TrainingRun],
+    options: list[str],
+    sentence: str,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("file").write_text("")
+    if "dream" in options:
+        make_folder("dream", Path("dream"), load_tokenizer(tiny_model_dir, load_config(tiny_model_dir)))
+    if "data" in options:
+        write_rows(Path("rows.jsonl"), [chat(i, answer="many words " * 100) for i in range(40)])
+        assert prepare_data.main(["rows.jsonl", "--model", "tiny-bd", "--out", "data"]) == 0
+    storage = [] if "--storage" in options else ["--storage", "runs"]
+    assert train_multitf.main([*options, *storage]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+    assert started == [] and not Path("runs").exists()
+
+
+def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -> None:
+    write_rows(Path("rows.jsonl"), [chat(i) for i in range(40)])
+    assert prepare_data.main(["rows.jsonl", "--model", "tiny-bd", "--out", "data"]) == 0
+    options = ["--recipe", "SDAR-8B-b32", "--base", "tiny-bd", "--data", "data", "--steps", "3", "--storage", "runs"]
+    assert train_multitf.main(options) == 0
+    (run,) = started
+    assert run.recipe.base == "tiny-bd" and run.recipe.train.steps == 3
+    assert str(run.recipe.data) == str(Path("data").resolve())
+
+
+def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
+    curve = [{"step": 0, "loss": 2.0}]
+    (tmp_path / LOSSES).write_text('{"step": 0}\n{"step": 1}\n')  # of a start that was lost
+    file = CurveFile(Folder.at(tmp_path), curve)
+    for step in (1, 2):
+        curve.append({"step": step, "loss": 1.0})
+        file.append()
+        assert (tmp_path / LOSSES).read_text().splitlines()[-1] == f'{{"step": {step}, "loss": 1.0}}'
+    assert len((tmp_path / LOSSES).read_text().splitlines()) == 3
+
+
+def test_losses_on_remote_storage_are_written_whole(tmp_path: Path) -> None:
+    folder, curve = Folder.at(f"memory://{tmp_path.name}/run"), [{"step": 0, "loss": 2.0}]
+    file = CurveFile(folder, curve)
+    curve.append({"step": 1, "loss": 1.0})
+    file.append()
+    file.flush()
+    assert (folder.read_text(LOSSES) or "").count("\n") == 2
