@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
-from mbd_core.decoding.guide import Guide
+from mbd_core.decoding.grammar import GrammarRefused
+from mbd_core.decoding.guide import Grammars, Guide
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
@@ -68,6 +69,10 @@ class Admission:
         self._block_size, self._buffer_size = block_size, buffer_size
         self._page_size, self._num_pages = page_size, num_pages
         self._grammars = grammars
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._model
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_adapters": None}
@@ -222,6 +227,19 @@ class Admission:
             )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
+
+
+def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
+    """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
+    for one that cannot be honoured."""
+    if request.grammar is None:
+        return None
+    try:
+        return grammars.guide(
+            request.grammar, max_tokens=request.max_tokens, committed=request.committed, closing=request.closing
+        )
+    except GrammarRefused as error:
+        raise RequestRefused("grammar", str(error)) from None
 
 
 def _check_rollout(request: Request) -> None:

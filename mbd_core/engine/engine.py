@@ -10,10 +10,9 @@ import torch
 
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.grammar import GrammarRefused
 from mbd_core.decoding.guide import Grammars, Guide
 from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.engine.admission import Admitted, RequestRefused
+from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
@@ -140,15 +139,7 @@ class Engine:
         if request.grammar is None:
             return None
         assert self._grammars is not None, "its admission refuses a grammar"
-        try:
-            return self._grammars.guide(
-                request.grammar,
-                max_tokens=request.max_tokens,
-                committed=request.committed,
-                closing=request.closing,
-            )
-        except GrammarRefused as error:
-            raise RequestRefused("grammar", str(error)) from None
+        return compile_guide(self._grammars, request)
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""

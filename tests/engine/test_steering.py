@@ -1,6 +1,7 @@
 """Answers under a grammar parse and validate, whatever the weights say; templates keep their text; all others in the
 batch decode as ever."""
 
+import itertools
 import json
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 from random_schemas import random_object_schema
 from step_replay import check_replay
 
+from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused
@@ -23,6 +25,7 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.load import LoadedModel, load_engine
+from mbd_core.tasks import gsm_mini
 
 B = 4
 METHODS: dict[str, dict[str, Any]] = {
@@ -303,4 +306,43 @@ def test_a_thousand_random_schemas_on_the_shipped_model() -> None:
         for request, schema in schema_requests(loaded, 1000, seed=1):
             decoding = loaded.decoding({"buffer_size": request.decoding.buffer_size, "tau_m2t": 0.9})
             requests.append((replace(request, decoding=decoding), schema))
-        check_answers(loaded, requests, loaded.engine.generate([r for r, _ in requests]))
+        outputs = loaded.engine.generate([r for r, _ in requests])
+        check_answers(loaded, requests, outputs)
+        print(f"\n1,000 schemas: {cost(outputs)}")
+
+
+ANY_TEXT = Grammar(syntax="regex", text="(?s:.*)")
+SOLUTION = Grammar(syntax="regex", text=r"([^\n#]+\n)+#### -?[0-9]+")
+BARE_NUMBER = Grammar(syntax="json_schema", text='{"type": "integer"}')
+
+
+def cost(outputs: list[Output]) -> str:
+    tokens, forwards = sum(len(o.tokens) for o in outputs), sum(o.counts.num_forwards for o in outputs)
+    return f"{forwards / len(outputs):.2f} forwards an answer, {tokens / forwards:.2f} tokens a forward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer_size", [1, 4])
+def test_the_cost_in_forwards(buffer_size: int) -> None:
+    """Where a grammar allows what the model would say, it costs no forwards worth naming."""
+    with load_engine(model_folder("tiny-mbd"), EngineConfig(max_rows=16, num_pages=800)) as loaded:
+        problems = itertools.islice(gsm_mini.generate(split="test", seed=0), 100)
+        prompts = chat_prompts(loaded.tokenizer, [question(problem["question"]) for problem in problems])
+        plain = [
+            Request(
+                request_id=str(number),
+                prompt=tuple(prompt),
+                max_tokens=128,
+                decoding=loaded.decoding({"buffer_size": buffer_size}),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        forwards: dict[str, int] = {}
+        for name, grammar in (("none", None), ("any text", ANY_TEXT), ("solution", SOLUTION), ("number", BARE_NUMBER)):
+            outputs = loaded.engine.generate([replace(r, grammar=grammar) for r in plain])
+            forwards[name] = sum(o.counts.num_forwards for o in outputs)
+            print(f"\nbuffer of {buffer_size}, grammar {name}: {cost(outputs)}")
+            if name == "solution":
+                assert all(re.fullmatch(SOLUTION.text, text_of(loaded, o)) for o in outputs)
+        assert forwards["any text"] < 1.05 * forwards["none"]
+        assert forwards["solution"] < 1.05 * forwards["none"]
