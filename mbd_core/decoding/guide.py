@@ -10,6 +10,7 @@ whose grammar becomes too complex to go on with is closed.
 Shape legend: V vocabulary.
 """
 
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ Pick = Callable[[int, np.ndarray], tuple[int, float]]
 # A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=300_000, step_lexer_fuel=20_000, max_lexer_states=50_000)
 MAX_COMPILED = 32  # grammars that are kept for other requests
-MAX_SEARCH = 256  # tokens of a closing that is looked for between two forwards
-NUM_TRIED = 64  # tokens that the search considers at a position
+MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing that is looked for between two forwards, in the two ways
+NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens that are tried at a position, and those whose next position is looked at
+MAX_LITERALS = 32
 
 
 class Vocabulary(Protocol):
@@ -37,17 +39,27 @@ class Vocabulary(Protocol):
 
 
 class Closings:
-    """Looks for short ends of answers: tokens that close something go first, those used before later."""
+    """Looks for short ends of answers, in two ways. The quick one takes tokens that close something, which ends JSON.
+    The thorough one takes tokens after which little, or something new, may follow. Both try at each position whether
+    one more token ends the answer, or a literal of the grammar."""
 
     def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
-        self.eos_token_id, self._size = eos_token_id, tokenizer.vocab_size
+        self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
         texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
         self._rank_V = np.array([_rank(text) for text in texts])
-        lengths_V = np.array([len(text) for text in texts])
-        self._order_V = np.lexsort((-lengths_V, self._rank_V))
-        self._single = np.flatnonzero(lengths_V == 1)
+        self._lengths_V = np.array([len(text) for text in texts])
+        self._order_V = np.lexsort((-self._lengths_V, self._rank_V))
+        single = np.flatnonzero(self._lengths_V == 1)
+        self._single = np.array(sorted(single, key=lambda t: _BYTE_RANK[texts[t][0]]), dtype=np.int64)
         self._quotes = np.flatnonzero([text == b'"' for text in texts])
         self._never = np.array(sorted(forbidden), dtype=np.int64)
+
+    def literals(self, grammar: Grammar) -> list[list[int]]:
+        """The tokens of plain words and marks that stand in a grammar's text."""
+        if grammar.syntax == "json_schema":
+            return []
+        found = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
+        return [self._tokenizer.tokenize_str(text) for text in list(found)[:MAX_LITERALS]]
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
         """The tokens (V,) that may come next; `None` where the matcher cannot say."""
@@ -60,37 +72,71 @@ class Closings:
         mask_V[self._never[self._never < self._size]] = False
         return mask_V if mask_V.any() else None
 
-    def find(self, matcher: LLMatcher, limit: int) -> list[int] | None:
-        """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed."""
+    def find(
+        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int
+    ) -> list[int] | None:
+        """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed.
+
+        Where the quick way finds none, or the thorough one a shorter one, of at most `thorough` tokens, that counts.
+        """
+        closing = self._walk(matcher, limit, literals, self._quick)
+        most = min(limit, thorough if closing is None else min(thorough, len(closing) - 1))
+        return self._walk(matcher, most, literals, self._thorough) or closing
+
+    def _walk(
+        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: "_Choose"
+    ) -> list[int] | None:
         matcher = matcher.deep_copy()
         tokens: list[int] = []
-        uses: Counter[int] = Counter()
+        seen: Counter[int] = Counter()
         while len(tokens) < limit and not matcher.is_error():
             if matcher.is_stopped() or matcher.is_accepting():
                 return [*tokens, self.eos_token_id]
-            forced = matcher.compute_ff_tokens()
-            if not forced:
-                token = self._closing_token(matcher, uses)
-                if token is None:
+            next_tokens = matcher.compute_ff_tokens()
+            if not next_tokens:
+                mask_V = self.allowed(matcher)
+                if mask_V is None:
                     return None
-                uses[token] += 1
-                forced = [token]
-            if not matcher.consume_tokens(forced):
+                next_tokens = self._last_tokens(matcher, mask_V, literals) or [choose(matcher, mask_V, seen)]
+            if not matcher.consume_tokens(next_tokens):
                 return None
-            tokens += forced
+            tokens += next_tokens
         return None
 
-    def _closing_token(self, matcher: LLMatcher, uses: Counter[int]) -> int | None:
-        mask_V = self.allowed(matcher)
-        if mask_V is None:
-            return None
-        tried = [int(t) for t in self._order_V[mask_V[self._order_V]][:NUM_TRIED]]
-        for token in (*tried, *(int(t) for t in self._single[mask_V[self._single]])):
-            if matcher.validate_tokens([token, self.eos_token_id]) == 2:
-                return token
+    def _last_tokens(
+        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]]
+    ) -> list[int] | None:
+        """Tokens with which the answer is complete."""
+        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
+        single = self._single[mask_V[self._single]]
+        for tokens in (*([t] for t in (*tried.tolist(), *single.tolist())), *literals):
+            if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
+                return list(tokens)
+        return None
+
+    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int]) -> int:
+        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
         if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
-            tried = [int(t) for t in self._quotes[mask_V[self._quotes]]] or tried
-        return min(tried, key=lambda t: self._rank_V[t] + uses[t] / 2)
+            tried = self._quotes[mask_V[self._quotes]].tolist() or tried
+        token = int(min(tried, key=lambda t: self._rank_V[t] + uses[t] / 2))
+        uses[token] += 1
+        return token
+
+    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int]) -> int:
+        """`seen` counts what was allowed at earlier positions."""
+        tried = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
+        tried += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
+        seen[hash(mask_V.tobytes())] += 1
+        follows: dict[int, tuple[int, int, int]] = {}
+        for token in dict.fromkeys(tried):
+            after = matcher.deep_copy()
+            if after.consume_token(token) and (next_V := self.allowed(after)) is not None:
+                known = seen[hash(next_V.tobytes())]
+                follows[token] = (known, int(next_V.sum()), -int(self._lengths_V[token]))
+        return min(follows, key=lambda t: follows[t]) if follows else int(tried[0])
+
+
+_Choose = Callable[[LLMatcher, np.ndarray, Counter[int]], int]
 
 
 def _rank(text: bytes) -> int:
@@ -104,6 +150,18 @@ def _rank(text: bytes) -> int:
     return 4 if any(bracket in text for bracket in b"{[(") else 3
 
 
+def _byte_ranks() -> list[int]:
+    """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
+    first = b"\n\"'}])>;.,:#|/-+=_ "
+    order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
+    order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
+    ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}
+    return [ranks[byte] for byte in range(256)]
+
+
+_BYTE_RANK = _byte_ranks()
+
+
 class Guide:
     """One answer's way through its grammar.
 
@@ -112,14 +170,21 @@ class Guide:
     """
 
     def __init__(
-        self, matcher: LLMatcher, closings: Closings, *, budget: int, committed: Sequence[int], closing: Sequence[int]
+        self,
+        matcher: LLMatcher,
+        closings: Closings,
+        *,
+        literals: Sequence[Sequence[int]],
+        budget: int,
+        committed: Sequence[int],
+        closing: Sequence[int],
     ) -> None:
         """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
         included; `GrammarRefused` if they are too few. `closing` is a known one, or empty."""
-        self._matcher, self._closings, self._left = matcher, closings, budget
+        self._matcher, self._closings, self._literals, self._left = matcher, closings, literals, budget
         self._decided = list(committed)
         known = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
-        found = closings.find(matcher, budget) or known
+        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH) or known
         if found is None:
             raise GrammarRefused(
                 f"no answer of at most {budget} tokens was found that the grammar accepts; raise max_tokens or "
@@ -212,7 +277,9 @@ class Guide:
         for start in range(len(known) - 1, max(-1, len(known) - NUM_TRIED), -1):
             if len(known) - start <= left and self._accepts(known[start:]):
                 return known[start:]
-        return self._closings.find(self._matcher, min(left, MAX_SEARCH))
+        return self._closings.find(
+            self._matcher, min(left, MAX_SEARCH), literals=self._literals, thorough=MAX_THOROUGH
+        )
 
     def _accepts(self, tokens: list[int]) -> bool:
         if len(tokens) == 1:  # an EOS
@@ -242,7 +309,14 @@ class Grammars:
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):
             raise GrammarRefused("the grammar does not accept the tokens that were committed before")
-        return Guide(matcher, closings, budget=max_tokens - len(committed), committed=committed, closing=closing)
+        return Guide(
+            matcher,
+            closings,
+            literals=closings.literals(grammar),
+            budget=max_tokens - len(committed),
+            committed=committed,
+            closing=closing,
+        )
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
         """A matcher of its own, at the beginning."""
