@@ -77,11 +77,10 @@ class Closings:
     ) -> list[int] | None:
         """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed.
 
-        Where the quick way finds none, or the thorough one a shorter one, of at most `thorough` tokens, that counts.
+        Where the quick way finds none, the thorough one is taken, which costs far more: for `thorough` tokens at most.
         """
         closing = self._walk(matcher, limit, literals, self._quick)
-        most = min(limit, thorough if closing is None else min(thorough, len(closing) - 1))
-        return self._walk(matcher, most, literals, self._thorough) or closing
+        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough)
 
     def _walk(
         self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: "_Choose"
