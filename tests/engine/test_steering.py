@@ -139,6 +139,9 @@ def test_alone_is_in_a_mixed_batch_is_static_is_preempted(loaded: LoadedModel) -
         ("regex", "[a-c]{3,9}", "[a-c]{3,9}"),
         ("regex", "a+b", "a+b"),
         ("regex", "x{25,}", "x{25,}"),
+        ("regex", "<b>.*</b>", "<b>.*</b>"),
+        ("regex", r"([^\n#]+\n)+#### -?[0-9]+", r"([^\n#]+\n)+#### -?[0-9]+"),
+        ("regex", "([a-z]+;)+end", "([a-z]+;)+end"),
         ("lark", 'start: "(" start ")" | /[0-9]/', r"\(*[0-9]\)*"),
     ],
 )
