@@ -42,7 +42,7 @@ class TokenDetails:
         return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
 
     def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
-        """A whole choice's text: of a template `echo` and its parts, the fixed ones exactly as the client gave them."""
+        """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
         return text if self.holes is None else echo + self.holes(tokens)[0]
 
     def of_prompt(self, prompt: Sequence[int]) -> dict[str, Any]:
