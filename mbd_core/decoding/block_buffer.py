@@ -46,6 +46,14 @@ class Commit:
     edited_RN: Tensor
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Rows (R,) whose tokens the host has chosen, and which of their positions (R, N, B) become tokens."""
+
+    rows_R: Tensor
+    accepted_RNB: Tensor
+
+
 _PER_SLOT = (
     "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
 )  # fmt: skip
@@ -251,15 +259,30 @@ class BlockBuffer:
         next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
         self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
 
-    def commit(self, prediction: Prediction, *, revises: bool = True, quotas: bool = True) -> Commit:
+    def set_token(self, row: int, slot: int, offset: int, token: int) -> None:
+        """Fill an open position with a token that is certain."""
+        self.tokens_RNB[row, slot, offset] = token
+        self.masked_RNB[row, slot, offset] = False
+        self.confidence_RNB[row, slot, offset] = 1.0
+
+    def close_complete(self, row: int) -> None:
+        """Mark the row's leading complete blocks TO_CACHE: their inputs are final before the forward that follows."""
+        final_N = self._complete_RN[row].long().cumprod(-1).bool()
+        self.state_RN[row] = self.state_RN[row].masked_fill(final_N, int(SlotState.TO_CACHE))
+
+    def commit(
+        self, prediction: Prediction, *, revises: bool = True, quotas: bool = True, chosen: Chosen | None = None
+    ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
         `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if every row's `tokens_per_step`
-        is 1: that work is then skipped.
+        is 1: that work is then skipped. In `chosen` rows the host has decided what is accepted.
         """
         settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
         stored = self.state_RN == SlotState.TO_CACHE
         accepted = self._accept(prediction, revises, quotas)
+        if chosen is not None:
+            accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
         written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
         if revises:
             filled = ~self.masked_RNB & self.editable_RNB & active[..., None]

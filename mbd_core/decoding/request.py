@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import Sampling
 
@@ -20,6 +21,10 @@ class Request:
                    `max_tokens`, stands in the output's tokens, and is not handed out again
     first_forward  the forwards that it took part in there: the noise of drawn tokens goes on from that number
     adapter        the LoRA adapter to decode with, by the name under which the engine loaded it
+    grammar        what the text of the answer must match; it then ends with an EOS within `max_tokens`
+    closing        where tokens are committed under a grammar: a way from them to the answer's end (`StepOutput`)
+    template       if not empty, what stands behind the prompt, `max_tokens` positions: a token is fixed, and `None` is
+                   a hole to be filled. Fixed tokens stand in the output, and do not count as generated
     """
 
     request_id: str
@@ -33,6 +38,18 @@ class Request:
     committed: tuple[int, ...] = ()
     first_forward: int = 0
     adapter: str | None = None
+    grammar: Grammar | None = None
+    closing: tuple[int, ...] = ()
+    template: tuple[int | None, ...] = ()
+
+    @property
+    def steered(self) -> bool:
+        """Whether the host decides some of its tokens."""
+        return self.grammar is not None or bool(self.template)
+
+    def num_generated(self, number: int) -> int:
+        """Of the first `number` tokens of its answer, those that were not fixed."""
+        return number - sum(token is not None for token in self.template[:number])
 
     def rest_of_block(self, position: int) -> int:
         """Positions from `position`, counted from the prompt's first, to the end of its block."""
@@ -89,7 +106,8 @@ class Output:
 class StepOutput:
     """What one step committed for one request: the new useful tokens, and the whole output if the request ended.
 
-    counts  the request's counts up to this step
+    counts   the request's counts up to this step
+    closing  under a grammar: tokens that complete the answer within its budget, if it goes on with them
     """
 
     request_id: str
@@ -98,6 +116,7 @@ class StepOutput:
     counts: Counts
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
+    closing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

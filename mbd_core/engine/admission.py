@@ -7,11 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
+from mbd_core.decoding.grammar import GrammarRefused
+from mbd_core.decoding.guide import Grammars, Guide
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
-Field = Literal["prompt", "committed", "max_tokens", "decoding", "request_id", "adapter", "rollout"]
+Field = Literal[
+    "prompt", "committed", "max_tokens", "decoding", "request_id", "adapter", "rollout", "grammar", "template"
+]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
 
@@ -32,17 +36,20 @@ class Admitted:
     """A request that its engine can serve; only `Admission.check` makes one.
 
     checked_at  when that was, in seconds of `time.perf_counter`: it waits from then on
+    guide       its compiled grammar; where there is none the engine compiles it
     """
 
     request: Request
     checked_at: float = field(default_factory=time.perf_counter, compare=False)
+    guide: Guide | None = field(default=None, compare=False)
 
 
 class Admission:
     """The limits of one engine: the model's positions and vocabulary, its slots, its pages.
 
     `num_pages` is how many pages a sequence can own. `adapters` are the names of the LoRA adapters that are loaded at
-    any time; a copy in another process does not know them, and leaves that check to the engine.
+    any time; a copy in another process does not know them, and leaves that check to the engine. `grammars` says
+    whether the engine can compile any.
     """
 
     def __init__(
@@ -55,11 +62,17 @@ class Admission:
         num_pages: int,
         prefix_caching: bool,
         adapters: Set[str] = frozenset(),
+        grammars: bool = False,
     ) -> None:
         self._adapters: Set[str] | None = adapters
         self._model, self._prefix_caching = model, prefix_caching
         self._block_size, self._buffer_size = block_size, buffer_size
         self._page_size, self._num_pages = page_size, num_pages
+        self._grammars = grammars
+
+    @property
+    def model(self) -> ModelConfig:
+        return self._model
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_adapters": None}
@@ -92,6 +105,8 @@ class Admission:
         self.check_adapter(request)
         self._check_method(request)
         _check_rollout(request)
+        self._check_grammar(request)
+        self._check_template(request)
         needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
         if needed > self._num_pages:
             raise RequestRefused(
@@ -108,6 +123,44 @@ class Admission:
             return
         loaded = ", ".join(sorted(self._adapters)) or "none"
         raise RequestRefused("adapter", f"adapter '{request.adapter}' is not loaded; loaded: {loaded}")
+
+    def _check_grammar(self, request: Request) -> None:
+        if request.grammar is None:
+            return
+        decoding = request.decoding
+        changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+        if changes is not None:
+            reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
+            if changes == "canvas":
+                reason = "a canvas does not fill an answer from left to right; it needs a model that decodes in blocks"
+        elif request.template:
+            reason = "with a template its text has gaps; give one of them"
+        elif request.ignore_eos:
+            reason = "an answer under a grammar ends with its EOS; leave out ignore_eos"
+        elif not self._model.eos_token_ids:
+            reason = "the model has no EOS token to end the answer with"
+        elif not self._grammars:
+            reason = "this engine was started without a tokenizer, or over several tensor-parallel ranks"
+        else:
+            return
+        raise RequestRefused("grammar", f"the grammar cannot be honoured: {reason}")
+
+    def _check_template(self, request: Request) -> None:
+        if not request.template:
+            return
+        decoding = request.decoding
+        changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+        if changes is not None:
+            reason = f"a template's text is fixed and cannot be decoded with {changes}"
+        elif not request.ignore_eos:
+            reason = "a template ends at its own end and needs ignore_eos"
+        elif len(request.template) != request.max_tokens:
+            reason = f"the template has {len(request.template)} positions, not max_tokens={request.max_tokens}"
+        elif None not in request.template:
+            reason = "the template has no hole"
+        else:
+            return
+        raise RequestRefused("template", reason)
 
     def _check_prompt(self, request: Request) -> None:
         model, length = self._model, len(request.prompt)
@@ -130,6 +183,7 @@ class Admission:
         token_fields: tuple[tuple[Field, tuple[int, ...]], ...] = (
             ("prompt", request.prompt),
             ("committed", request.committed),
+            ("template", tuple(t for t in request.template if t is not None)),
         )
         for name, tokens in token_fields:
             wrong = next((t for t in tokens if not 0 <= t < model.vocab_size), None)
@@ -173,6 +227,19 @@ class Admission:
             )
         if decoding.buffer_size > self._buffer_size:
             raise ValueError(f"buffer_size={decoding.buffer_size} exceeds this engine's {self._buffer_size} slots")
+
+
+def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
+    """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
+    for one that cannot be honoured."""
+    if request.grammar is None:
+        return None
+    try:
+        return grammars.guide(
+            request.grammar, max_tokens=request.max_tokens, committed=request.committed, closing=request.closing
+        )
+    except GrammarRefused as error:
+        raise RequestRefused("grammar", str(error)) from None
 
 
 def _check_rollout(request: Request) -> None:

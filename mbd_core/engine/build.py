@@ -44,7 +44,9 @@ class EngineParts:
     adapters: ResidentAdapters
 
 
-def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None) -> EngineParts:
+def build_parts(
+    model: Decoder, config: EngineConfig, *, vocab_limit: int | None, grammars: bool = False
+) -> EngineParts:
     """Raises `ValueError` for a setting that cannot be honoured, saying which and why."""
     c, weights = model.config, model.model.norm.weight
     block_size = _check(model, config, vocab_limit)
@@ -78,6 +80,7 @@ def build_parts(model: Decoder, config: EngineConfig, *, vocab_limit: int | None
             num_pages=pool.capacity,
             prefix_caching=config.prefix_caching,
             adapters=adapters.names,
+            grammars=grammars,
         ),
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),

@@ -129,7 +129,9 @@ class Collector:
         request = sequence.request
         stops = () if request.ignore_eos else self._eos
         cut = min([tokens.index(eos) for eos in stops if eos in tokens], default=None)
-        reason: FinishReason | None = "length" if ended else None
+        reason: FinishReason | None = None
+        if ended:
+            reason = "stop" if request.template else "length"
         if cut is not None:
             if rollout is not None:
                 end = len(request.prompt) + len(sequence.emitted) + cut
@@ -152,6 +154,7 @@ class Collector:
             counts=self._seating.ledger.counts(sequence),
             logprobs=None if logprobs is None else tuple(logprobs),
             rollout=rollout,
+            closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
         )
 
     def _collect_canvases(self, plan: StepPlan, logits_AV: Tensor) -> list[StepOutput]:

@@ -10,8 +10,9 @@ import torch
 
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.guide import Grammars, Guide
 from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.engine.admission import Admitted, RequestRefused
+from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
@@ -42,10 +43,12 @@ class Engine:
         *,
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted."""
-        parts = build_parts(model, config, vocab_limit=vocab_limit)
-        self.model, self.config = model, config
+        """`vocab_limit` is the tokenizer's size: ids from there on are padding and never predicted. `grammars` are
+        needed for requests with a grammar."""
+        parts = build_parts(model, config, vocab_limit=vocab_limit, grammars=grammars is not None)
+        self.model, self.config, self._grammars = model, config, grammars
         self.block_size, self.page_size, self.num_pages = parts.block_size, parts.page_size, parts.num_pages
         self.static_shapes, self.overlap = parts.static_shapes, parts.overlap
         self.admission, self.adapters, self.ahead = parts.admission, parts.adapters, StepAhead()
@@ -126,8 +129,17 @@ class Engine:
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
+        guide = admitted.guide or self.compile(request)
         sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
-        sequence.added_at = admitted.checked_at
+        sequence.added_at, sequence.guide = admitted.checked_at, guide
+
+    def compile(self, request: Request) -> Guide | None:
+        """A request's grammar, compiled, `None` without one; may be called from any thread. Raises `RequestRefused`
+        for one that cannot be honoured."""
+        if request.grammar is None:
+            return None
+        assert self._grammars is not None, "its admission refuses a grammar"
+        return compile_guide(self._grammars, request)
 
     def abort(self, request_id: str) -> Output | None:
         """Stop a request and free all it holds; `None` if it is not known (any more)."""
@@ -353,7 +365,7 @@ class Engine:
 
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
-        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out)
+        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, self._seating.ledger.steering())
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
 
     def collect(self, launched: LaunchedStep) -> list[StepOutput]:
@@ -361,8 +373,8 @@ class Engine:
         return self._collector.collect(launched)
 
     def _is_static(self, plan: StepPlan) -> bool:
-        """Whether a step only decodes, and in blocks."""
-        mixed = plan.chunks or self._seating.canvases.running
+        """Whether a step only decodes, in blocks, and all of it on the device."""
+        mixed = plan.chunks or self._seating.canvases.running or self._seating.ledger.steers
         return self.static_shapes and bool(plan.decoding) and not mixed
 
     def _may_run_ahead(self) -> bool:

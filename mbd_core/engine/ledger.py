@@ -11,6 +11,7 @@ import numpy as np
 from mbd_core.decoding.request import Counts
 from mbd_core.decoding.slot_state import SlotState
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.steering import Steering
 from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.step_report import Report
 
@@ -57,6 +58,19 @@ class Ledger:
         self.sequences = sequences
         self._rows = np.fromiter(sequences, dtype=np.int64)
         self.num_rows = max(sequences, default=-1) + 1
+        self._steered = {row: s for row, s in sequences.items() if s.request.steered}
+
+    @property
+    def steers(self) -> bool:
+        """Whether the host decides tokens of some row."""
+        return bool(self._steered)
+
+    def steering(self) -> Steering | None:
+        """The next step's, if it needs one."""
+        if not self._steered:
+            return None
+        done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
+        return Steering(self._steered, done)
 
     def update(self, sequence: SequenceState) -> None:
         """Read a sequence's progress and pages anew, after it has committed or got pages."""

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from mbd_core.canvas.lane import num_lanes
+from mbd_core.decoding.guide import Guide
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.resident_adapters import ResidentAdapter
@@ -43,6 +44,7 @@ class SequenceState:
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that filled the positions of its slots
+    guide              its way through its grammar, if it has one
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
@@ -62,6 +64,7 @@ class SequenceState:
     emitted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rollout: Rollout | None = None
+    guide: Guide | None = None
     saved: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)
@@ -153,7 +156,7 @@ class SequenceState:
     def counts(self) -> Counts:
         return Counts(
             num_prompt_tokens=len(self.request.prompt),
-            num_tokens=len(self.emitted),
+            num_tokens=self.request.num_generated(len(self.emitted)),
             num_forwards=self.num_forwards,
             num_store_forwards=self.num_store_forwards,
             num_prefill_forwards=self.num_prefill_forwards,

@@ -19,6 +19,7 @@ from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Batch, pack
 from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.rows import StepRows
+from mbd_core.engine.steering import Steering
 from mbd_core.engine.step_kind import StepKind
 from mbd_core.engine.step_report import pack_report, view_of
 
@@ -56,21 +57,31 @@ class StepState:
 
 
 def decode_step(
-    state: StepState, kind: StepKind, lay_out: Callable[[BlockBuffer], StepRows]
+    state: StepState,
+    kind: StepKind,
+    lay_out: Callable[[BlockBuffer], StepRows],
+    steering: Steering | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One forward of the first `kind.num_rows` batch rows and what follows from it: the report (X,), the canvases'
     logits (A, V).
 
-    With static rows it reads nothing on the host, so that a CUDA graph can hold it.
+    With static rows it reads nothing on the host, so that a CUDA graph can hold it. With `steering` the host decides
+    tokens of some rows, which must be packed.
     """
     runner, work = state.runner, kind.work
     buffer = state.buffer.head(kind.num_rows)
     buffer.activate()
+    if steering is not None:
+        steering.fill(buffer)
     view = view_of(buffer)
     rows = lay_out(buffer)
     batch, hidden_AD = state.forward(rows)
+    logits_of = runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size)
+    if steering is not None:
+        assert rows.at_A is not None
+        logits_of = steering.watch(logits_of, rows.at_A, buffer)
     prediction = predict(
-        runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
+        logits_of,
         rows.num_asked,
         rows.at_A,
         state.vocab,
@@ -79,7 +90,8 @@ def decode_step(
         draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,
         fallback_P=buffer.fallback_at(rows.at_A) if work.scores else None,
     )
-    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas)
+    chosen = None if steering is None else steering.choose(prediction, buffer, state.vocab)
+    commit = buffer.commit(prediction, revises=work.revises, quotas=work.quotas, chosen=chosen)
     runner.remember_prompts(rows.prompt_ends)
     runner.remember_committed(rows.slot_end_RN, commit.num_blocks_R)
     return pack_report(view, commit, buffer), state.canvas_logits(rows, batch, hidden_AD)

@@ -21,6 +21,10 @@ class StepMap:
         """Forward number `forward` has left these positions masked; what it filled gets its number."""
         self._forward_NB[~masked_NB & (self._forward_NB == OPEN)] = forward
 
+    def mark(self, slot: int, offset: int, forward: int) -> None:
+        """A position was filled before a forward: with number `forward`, or for 0 before all."""
+        self._forward_NB[slot, offset] = forward
+
     def take(self, num_blocks: int) -> list[int]:
         """The numbers of the first blocks' positions, in order; those blocks leave the buffer."""
         taken: list[int] = self._forward_NB[:num_blocks].ravel().tolist()

@@ -64,11 +64,12 @@ class Answer:
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
             ReplyChoice(
-                text=text,
+                text=self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
                 logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
                 details=self._details.of_prompt(request.prompt)
-                | self._details.of(output.tokens, output.rollout, ends=True),
+                | self._details.of(output.tokens, output.rollout, ends=True)
+                | self._details.of_answer(output.tokens),
             )
             for index, (request, text, output) in enumerate(
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
@@ -107,7 +108,8 @@ class Answer:
             if step.output is None:
                 continue
             counts[i] = step.output.counts
-            last = reply.chunk(i, reason=step.output.finish_reason) | no_usage
+            end = self._details.of_answer(step.output.tokens)
+            last = reply.chunk(i, reason=step.output.finish_reason, details=end) | no_usage
             if len(counts) == len(index) and not self._include_usage:
                 last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
             yield last

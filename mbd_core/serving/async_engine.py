@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from mbd_core.decoding.request import Request, StepOutput
 from mbd_core.engine.admission import Admitted, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.fair_queue import FairQueue
+from mbd_core.serving.grammar_compiling import GrammarCompiler
 from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
 
 T = TypeVar("T")
@@ -95,6 +96,7 @@ class AsyncEngine:
         self._engine = engine
         self._capacity = engine.config.max_rows + max_waiting
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._compile = GrammarCompiler(engine.compile)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineFailed | None = None
@@ -127,7 +129,10 @@ class AsyncEngine:
 
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
         """`submit` a request after the engine's check; raises `RequestRefused` too."""
-        return self.submit(self._engine.admission.check(request), key=key)
+        admitted = self._engine.admission.check(request)
+        if request.grammar is not None:
+            admitted = replace(admitted, guide=await self._compile(request))
+        return self.submit(admitted, key=key)
 
     def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
         """Queue a request that the engine's admission has checked; iterate over the stream or close it.
@@ -159,6 +164,7 @@ class AsyncEngine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail(EngineFailed("the engine was stopped"))
+        self._compile.stop()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     def _start(self) -> None:

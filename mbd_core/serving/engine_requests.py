@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.grammar import Grammar, GrammarRefused
 from mbd_core.decoding.request import Request
 from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.serving.infilling import TemplateTokens
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, GenerationRequest
 
@@ -20,6 +22,7 @@ def engine_requests(
     seed: int,
     admission: Admission,
     adapter: str | None = None,
+    template: TemplateTokens | None = None,
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
@@ -27,27 +30,53 @@ def engine_requests(
     honoured.
     """
     samplings = asked.samplings(seed)
+    budget, grammar = asked.budget, _grammar(asked)
+    if template is not None:
+        budget = len(template.tokens)
+    if template is not None or grammar is not None:
+        decoding = _without_revision(decoding, asked)
     requests = []
     for prompt in prompts:
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt=tuple(prompt),
-            max_tokens=MAX_TOKENS_DEFAULT if asked.budget is None else asked.budget,
+            max_tokens=MAX_TOKENS_DEFAULT if budget is None else budget,
             decoding=decoding,
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
             rollout=bool(asked.return_step_map),
             adapter=adapter,
+            grammar=grammar,
+            template=() if template is None else template.tokens,
+            ignore_eos=template is not None,
         )
-        if asked.budget is None:
+        if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
         try:
             admission.check(request)  # the choices differ in what no check looks at
         except RequestRefused as error:
-            raise _api_error(error, asked, len(prompt), admission, prompt_field=prompt_field) from None
+            raise _api_error(
+                error, asked, len(prompt), admission, prompt_field=prompt_field, templated=template is not None
+            ) from None
         others = [replace(request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
         requests += [request, *others]
     return requests
+
+
+def _grammar(asked: GenerationRequest) -> Grammar | None:
+    try:
+        return asked.grammar
+    except GrammarRefused as error:
+        field = asked.grammar_field
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
+
+
+def _without_revision(decoding: DecodingConfig, asked: GenerationRequest) -> DecodingConfig:
+    """The model's own revision of filled tokens is left out, where the request does not ask for it: it would change
+    fixed tokens, and those that a grammar has accepted."""
+    if {"t2t", "soft", "tau_stable"} & (asked.decoding or {}).keys():
+        return decoding
+    return replace(decoding, t2t=None, soft=None, tau_stable=None)
 
 
 def check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
@@ -64,7 +93,13 @@ def check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_fi
 
 
 def _api_error(
-    refused: RequestRefused, asked: GenerationRequest, prompt_length: int, admission: Admission, *, prompt_field: str
+    refused: RequestRefused,
+    asked: GenerationRequest,
+    prompt_length: int,
+    admission: Admission,
+    *,
+    prompt_field: str,
+    templated: bool,
 ) -> ApiError:
     """The engine's refusal in the words of the API: the field as the client named it."""
     fields = {
@@ -72,9 +107,13 @@ def _api_error(
         "max_tokens": asked.budget_field,
         "decoding": "decoding",
         "rollout": "return_step_map",
+        "grammar": asked.grammar_field,
+        "template": "template",
     }
     param, message = fields.get(refused.field), str(refused)
-    if asked.budget is None and refused.code == "context_length_exceeded":
+    if templated and param == asked.budget_field:
+        param = "template"
+    elif asked.budget is None and refused.code == "context_length_exceeded":
         param, message = prompt_field, f"{prompt_length} tokens leave no room to generate; "
         if admission.room(prompt_length):
             message += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"

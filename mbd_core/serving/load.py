@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
@@ -108,7 +109,13 @@ def load_engine(
         model = load_model(folder, dtype=dtype, device=device)
         if fp8 is not None:
             quantize_weights(model, fp8)
-        engine = Engine(model, config, trace=trace, vocab_limit=len(contents.tokenizer))
+        engine = Engine(
+            model,
+            config,
+            trace=trace,
+            vocab_limit=len(contents.tokenizer),
+            grammars=grammars_of(contents.tokenizer, contents.config),
+        )
     try:
         for name, adapter in (adapters or {}).items():
             engine.load_adapter(name, adapter)

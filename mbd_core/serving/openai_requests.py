@@ -22,7 +22,9 @@ from pydantic import (
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from mbd_core.decoding.sampling import LEAST, Sampling
+from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
+from mbd_core.serving.structured_fields import StructuredFields
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_TOKENS_DEFAULT = 256
@@ -67,7 +69,7 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Strict, StructuredFields):
     """What the two generating routes have in common.
 
     decoding          `DecodingConfig` fields of this request, parts as objects
@@ -128,6 +130,8 @@ class GenerationRequest(Strict):
             value = getattr(self, name)
             if self.temperature is None and value not in (None, neutral):
                 raise ValueError(f"{name}: {value} has no effect at temperature 0, the default here; give temperature")
+        if self.grammar_field is not None and self.stop_strings:
+            raise ValueError(f"stop: would cut an answer that {self.grammar_field} holds to its form; leave it out")
         return self
 
     @property
@@ -187,6 +191,19 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[Any, Only(0)] = None
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
+    template: Template | None = None
+
+    @model_validator(mode="after")
+    def _template_alone(self) -> "CompletionRequest":
+        if self.template is None:
+            return self
+        check_template(self.template)
+        if self.grammar_field is not None:
+            raise ValueError(f"template: cannot be held to {self.grammar_field} too; give one of them")
+        for name in ("max_tokens", "stop"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: a template ends where it ends; leave {name} out")
+        return self
 
     @model_validator(mode="after")
     def _no_selection(self) -> "CompletionRequest":
@@ -212,7 +229,8 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+        fixed = [part for part in self.template or () if isinstance(part, str)]
+        return sum(len(text) for text in (*self.prompts, *fixed) if isinstance(text, str))
 
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
         """The text before each choice's own: its prompt, where the client asked for that."""
@@ -269,7 +287,6 @@ class ChatMessage(Strict):
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Any, Only(0)] = None
     tools: Annotated[Any, Only([])] = None
@@ -330,6 +347,8 @@ FORMS = {
     "prompt": "must be a string, a list of strings, a list of token ids (0 or more), or a list of such lists",
     "content": "must be a string or a list of text parts",
     "stop": "must be a string or a list of strings",
+    "template": 'must be a list of strings and holes, {"hole": N}',
+    "guided_json": "must be a JSON schema, as an object or as its text",
 }
 
 

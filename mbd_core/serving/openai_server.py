@@ -10,10 +10,14 @@ from functools import partial
 from typing import Any
 
 from mbd_core.checkpoint.chat import chat_text, decode_text
+from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
+from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_requests import check_number, engine_requests
+from mbd_core.serving.grammar_compiling import GrammarCompiler
+from mbd_core.serving.infilling import TemplateTokens, template_tokens
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
@@ -81,6 +85,8 @@ class OpenAIServer:
 
     async def stop(self) -> None:
         """End its threads; no request may follow."""
+        for route in self._routes.values():
+            route.stop()
         await asyncio.to_thread(self._tokenizing.shutdown)
 
     # -- what is served -----------------------------------------------------------------------------------------
@@ -159,7 +165,8 @@ class OpenAIServer:
         async with limit.watch():
             route = await self._route(asked.model)
             call = partial(route.requests, asked, seed=seed)
-            requests = await self._tokenizing.run(call, characters=asked.num_characters)
+            requests, template = await self._tokenizing.run(call, characters=asked.num_characters)
+            await route.check_grammar(asked, requests)
         stream = await TextStream.open(
             route.model.source,
             requests,
@@ -185,7 +192,7 @@ class OpenAIServer:
             watch.measured(stream),
             streamed=bool(asked.stream),
             logprobs=logprobs,
-            details=token_details(asked),
+            details=token_details(asked, template, route.decode),
             echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
             include_usage=asked.usage_in_stream,
             on_close=on_close,
@@ -209,15 +216,23 @@ class _Route:
         self.decode = partial(decode_text, model.tokenizer)
         self.token_texts = TokenTexts(model.tokenizer)
         self._edit_noted = False
+        grammars = grammars_of(model.tokenizer, model.limits.admission.model)
+        self._compile = GrammarCompiler(partial(compile_guide, grammars))
 
-    def requests(self, asked: CompletionRequest | ChatRequest, *, seed: int) -> list[Request]:
-        """In the tokenizer's thread: prompts to ids, and one request for each prompt and choice."""
+    def requests(
+        self, asked: CompletionRequest | ChatRequest, *, seed: int
+    ) -> tuple[list[Request], TemplateTokens | None]:
+        """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, and their template."""
         if isinstance(asked, ChatRequest):
             field, number, read = "messages", 1, partial(self._chat_prompts, asked)
         else:
             field, number, read = "prompt", len(asked.prompts), partial(self._plain_prompts, asked)
         check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
-        return engine_requests(
+        template = None
+        if isinstance(asked, CompletionRequest) and asked.template is not None:
+            encode = partial(self.model.tokenizer.encode, add_special_tokens=False)
+            template = template_tokens(asked.template, partial(self._ids, encode, field="template"))
+        requests = engine_requests(
             asked,
             read(),
             prompt_field=field,
@@ -225,7 +240,21 @@ class _Route:
             seed=seed,
             admission=self.model.limits.admission,
             adapter=self.model.adapter,
+            template=template,
         )
+        return requests, template
+
+    def stop(self) -> None:
+        """End its threads."""
+        self._compile.stop()
+
+    async def check_grammar(self, asked: GenerationRequest, requests: list[Request]) -> None:
+        """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
+        try:
+            await self._compile(min(requests, key=lambda r: r.max_tokens))
+        except RequestRefused as error:
+            field = asked.grammar_field
+            raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
         encode = self.model.tokenizer.encode

@@ -50,6 +50,7 @@ class ResumingStream:
         self._tokens: list[int] = []  # handed out
         self._logprobs: list[float] = []
         self._rollout = Rollout() if request.rollout else None
+        self._closing: tuple[int, ...] = request.closing
         self._repeats: list[int] = []  # handed out, and to come again from a canvas that began anew
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
@@ -114,7 +115,12 @@ class ResumingStream:
             self._repeats = list(self._tokens)
             return request
         num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
-        return replace(request, committed=(*request.committed, *self._tokens), first_forward=num_forwards)
+        return replace(
+            request,
+            committed=(*request.committed, *self._tokens),
+            first_forward=num_forwards,
+            closing=self._closing,
+        )
 
     def _joined(self, step: StepOutput) -> StepOutput:
         """The step as a part of the whole answer."""
@@ -123,7 +129,7 @@ class ResumingStream:
         self._logprobs += logprobs or ()
         if step.rollout is not None and self._rollout is not None:
             self._rollout = self._rollout.then(step.rollout)
-        self._last = step.counts
+        self._last, self._closing = step.counts, step.closing
         counts = _sum(self._earlier, step.counts)
         output = step.output
         if output is not None:

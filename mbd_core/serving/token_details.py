@@ -1,10 +1,13 @@
 """What a reply says of tokens beside their text: their ids, and for rollouts when each was accepted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mbd_core.decoding.rollout import Rollout
+from mbd_core.serving.committed_text import Decode
+from mbd_core.serving.infilling import TemplateTokens
 from mbd_core.serving.openai_requests import GenerationRequest
 
 
@@ -14,10 +17,12 @@ class TokenDetails:
 
     ids    `token_ids`, and of the prompt `prompt_token_ids`
     steps  `rollout`: the step map and log-probabilities of these tokens, and at the end of the terminal block's rest
+    holes  of a template: the texts in its holes
     """
 
     ids: bool = False
     steps: bool = False
+    holes: Callable[[Sequence[int]], tuple[str, list[str]]] | None = None
 
     def of(self, tokens: Sequence[int], rollout: Rollout | None, *, ends: bool) -> dict[str, Any]:
         """The fields for these tokens of a choice; `ends`: they are its last ones, or all of them."""
@@ -32,10 +37,22 @@ class TokenDetails:
                 }
         return fields
 
+    def of_answer(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The field for all tokens of a choice."""
+        return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
+
+    def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
+        """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
+        return text if self.holes is None else echo + self.holes(tokens)[0]
+
     def of_prompt(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The field for a prompt."""
         return {"prompt_token_ids": list(prompt)} if self.ids else {}
 
 
-def token_details(asked: GenerationRequest) -> TokenDetails:
-    return TokenDetails(ids=bool(asked.return_token_ids), steps=bool(asked.return_step_map))
+def token_details(asked: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
+    return TokenDetails(
+        ids=bool(asked.return_token_ids),
+        steps=bool(asked.return_step_map),
+        holes=None if template is None else partial(template.texts, decode=decode),
+    )

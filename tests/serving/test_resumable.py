@@ -1,6 +1,7 @@
 """A stream goes on after its replica is lost: every token once, what was not committed decoded again."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from step_replay import check_replay
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine
+from mbd_core.serving.load import load_engine
 from mbd_core.serving.resumable import MAX_LOSSES, ResumingSource
 from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
 
@@ -134,6 +137,17 @@ def test_a_drawn_answer_goes_on_with_its_seed_and_its_limits(engine: Engine, buf
         assert again.first_forward > 0
     if buffer_size == 1:
         assert output.tokens == engine.generate([request])[0].tokens, "the noise goes on too"
+
+
+def test_an_answer_under_a_grammar_goes_on_inside_it(tiny_model_dir: Path) -> None:
+    with load_engine(tiny_model_dir, EngineConfig(max_rows=3, num_pages=128)) as loaded:
+        grammar = Grammar(syntax="json_schema", text='{"type": "array", "items": {"type": "string"}, "minItems": 2}')
+        hot = Sampling(temperature=1.5, seed=3)
+        request = asked(grammar=grammar, ignore_eos=False, sampling=hot, buffer_size=2)
+        output = output_of(steps_of(loaded.engine, request, [3, 2, 4])[0])
+        assert output.finish_reason == "stop" and len(output.tokens) < 40
+        answer = json.loads(loaded.tokenizer.decode(list(output.tokens)))
+        assert len(answer) >= 2 and all(isinstance(item, str) for item in answer)
 
 
 @pytest.mark.parametrize("buffer_size", [1, 4])

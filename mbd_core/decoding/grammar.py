@@ -1,0 +1,32 @@
+"""What the whole text of an answer must match: a JSON schema, a regular expression or a context-free grammar."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mbd_core.decoding.checks import check_choice
+
+Syntax = Literal["json_schema", "regex", "lark"]
+MAX_CHARACTERS = 65_536
+
+
+class GrammarRefused(ValueError):
+    """A grammar that cannot be honoured, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long.
+
+    syntax  what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in llguidance's
+            variant of Lark
+    """
+
+    syntax: Syntax
+    text: str
+
+    def __post_init__(self) -> None:
+        check_choice("grammar.", "syntax", self.syntax, get_args(Syntax))
+        if not self.text:
+            raise GrammarRefused("the grammar is empty; leave it out if any text will do")
+        if len(self.text) > MAX_CHARACTERS:
+            raise GrammarRefused(f"the grammar has {len(self.text)} characters; at most {MAX_CHARACTERS} are taken")

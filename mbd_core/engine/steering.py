@@ -1,0 +1,143 @@
+"""Steps in which the host decides tokens of some rows: answers under a grammar, and templates with fixed text.
+
+Before the forward, tokens that are already certain take their places: a template's fixed ones, and those that a
+grammar forces. After it, a guide decides the tokens of its row, from left to right, on the host. Such a step runs
+packed and eagerly; the rows of other requests decode in it as in any other.
+
+Shape legend: R rows, N slots, B block size, A positions with logits, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.acceptance import Prediction
+from mbd_core.decoding.block_buffer import BlockBuffer, Chosen
+from mbd_core.decoding.guide import Guide
+from mbd_core.decoding.sampling import Draw, Vocab, choose
+from mbd_core.engine.sequence import SequenceState
+
+FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
+LogitsOf = Callable[[slice], Tensor]
+
+
+@dataclass
+class _Row:
+    """Where a guide may decide in this step: `places`, flat places of the row's open positions in order, and the
+    logits (V,) at the first of them."""
+
+    guide: Guide
+    tau: float
+    quota: int
+    draws: bool
+    places: list[int]
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Steering:
+    """One step's host decisions for the sequences of these batch rows."""
+
+    def __init__(self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int]) -> None:
+        """`forwards` are the forwards that each of them took part in before this step."""
+        self._sequences, self._forwards = sequences, forwards
+        self._rows: list[_Row] = []
+
+    def fill(self, buffer: BlockBuffer) -> None:
+        """Put certain tokens into ACTIVE slots; a block that is complete then, and all before it, are stored by the
+        forward that follows."""
+        for row, sequence in self._sequences.items():
+            certain = self._certain(sequence, buffer.open_RNB[row], buffer.positions_RNB[row])
+            for (slot, offset), token in certain.items():
+                buffer.set_token(row, slot, offset, token)
+                if sequence.step_map is not None:
+                    sequence.step_map.mark(slot, offset, 0 if sequence.request.template else self._forwards[row])
+            if certain:
+                buffer.close_complete(row)
+
+    def _certain(self, sequence: SequenceState, open_NB: Tensor, positions_NB: Tensor) -> dict[tuple[int, int], int]:
+        """Tokens for open positions, by slot and offset."""
+        places = [(int(slot), int(offset)) for slot, offset in open_NB.nonzero().tolist()]
+        request, guide = sequence.request, sequence.guide
+        if request.template:
+            positions, start = positions_NB.tolist(), len(request.prompt)
+            tokens = {(n, b): request.template[positions[n][b] - start] for n, b in places}
+            return {place: token for place, token in tokens.items() if token is not None}
+        if guide is None or not guide.pending:
+            return {}
+        number = min(len(places), len(guide.pending))
+        certain = dict(zip(places, guide.pending[:number], strict=False))
+        guide.pending = guide.pending[number:]
+        if guide.ended and not guide.pending:  # the rest of the last block has no meaning
+            (last_slot, _), eos = places[number - 1], certain[places[number - 1]]
+            certain |= {place: eos for place in places[number:] if place[0] == last_slot}
+        return certain
+
+    def watch(self, logits_of: LogitsOf, at_A: Tensor, buffer: BlockBuffer) -> LogitsOf:
+        """`logits_of`, which also keeps the logits at the first block's worth of each guided row's open positions."""
+        wanted: dict[int, tuple[_Row, int]] = {}
+        size = buffer.num_slots * buffer.block_size
+        index_of = {place: index for index, place in enumerate(at_A.tolist())}
+        for number, sequence in self._sequences.items():
+            if sequence.guide is None or sequence.guide.ended:
+                continue
+            places = (buffer.open_RNB[number].flatten().nonzero()[:, 0] + number * size).tolist()
+            decoding = sequence.request.decoding
+            row = _Row(
+                sequence.guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places
+            )
+            self._rows.append(row)
+            for i, place in enumerate(places[: buffer.block_size]):
+                wanted[index_of[place]] = (row, i)
+
+        def watched(part: slice) -> Tensor:
+            logits_PV = logits_of(part)
+            for index, (row, i) in wanted.items():
+                if part.start <= index < part.stop:
+                    row.logits[i] = logits_PV[index - part.start].to(torch.float32, copy=True)
+            return logits_PV
+
+        return watched
+
+    def choose(self, prediction: Prediction, buffer: BlockBuffer, vocab: Vocab) -> Chosen:
+        """Write the guides' decisions into `prediction`; which positions of their rows become tokens."""
+        accepted = torch.zeros_like(buffer.masked_RNB)
+        guided = torch.zeros(len(accepted), dtype=torch.bool, device=accepted.device)
+        token, confidence = prediction.token_RNB.view(-1), prediction.confidence_RNB.view(-1)
+        for row in self._rows:
+            decided: list[tuple[int, float]] = []
+            if row.places:
+                decided = row.guide.extend(
+                    len(row.places), len(row.logits), _picker(row, buffer, vocab), tau=row.tau, quota=row.quota
+                )
+            if row.guide.ended and not row.guide.pending and decided:  # the rest of its block has no meaning
+                last = row.places[len(decided) - 1]
+                rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
+                decided += [(decided[-1][0], 1.0)] * len(rest)
+            places = torch.tensor(row.places[: len(decided)], dtype=torch.int64, device=accepted.device)
+            token[places] = torch.tensor([t for t, _ in decided], dtype=token.dtype, device=token.device)
+            confidence[places] = torch.tensor([p for _, p in decided], dtype=confidence.dtype, device=token.device)
+            accepted.view(-1)[places] = True
+        for number, sequence in self._sequences.items():
+            if sequence.guide is not None:
+                guided[number] = True
+        return Chosen(guided, accepted)
+
+
+def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:
+    """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise."""
+    draw: Draw | None = None
+    if row.draws:
+        draw = buffer.draw(torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device))
+
+    def pick(i: int, allowed_V: np.ndarray) -> tuple[int, float]:
+        logits_V = row.logits[i]
+        mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
+        masked_V = torch.full_like(logits_V, FORBIDDEN)
+        masked_V[: len(mask_V)] = torch.where(mask_V, logits_V[: len(mask_V)], FORBIDDEN)
+        chosen_P, probability_P = choose(masked_V[None], vocab, None if draw is None else draw.select(slice(i, i + 1)))
+        return int(chosen_P[0]), float(probability_P[0])
+
+    return pick

@@ -1,0 +1,351 @@
+"""Answers under a grammar parse and validate, whatever the weights say; templates keep their text; all others in the
+batch decode as ever."""
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from random_schemas import random_object_schema
+from step_replay import check_replay
+
+from mbd_core.checkpoint.chat import chat_prompts, question
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused
+from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.serving.load import LoadedModel, load_engine
+from mbd_core.tasks import gsm_mini
+
+B = 4
+METHODS: dict[str, dict[str, Any]] = {
+    "single": {"buffer_size": 1, "tau_m2t": 0.5},
+    "multi": {"buffer_size": 3, "tau_m2t": 0.2, "tau_add": 0.1},
+    "quota": {"buffer_size": 2, "tokens_per_step": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model_dir: Path) -> Iterator[LoadedModel]:
+    with load_engine(tiny_model_dir, EngineConfig(max_rows=8, num_pages=300)) as loaded:
+        yield loaded
+
+
+def other_engine(loaded: LoadedModel, **changes: Any) -> Engine:
+    """An engine over the same model and grammars."""
+    config = replace(loaded.engine.config, **changes)
+    vocab_limit = len(loaded.tokenizer)
+    return Engine(loaded.engine.model, config, vocab_limit=vocab_limit, grammars=loaded.engine._grammars)
+
+
+def asked(seed: int, grammar: Grammar | None, method: str = "multi", **changes: Any) -> Request:
+    rng = random.Random(seed)
+    fields: dict[str, Any] = {
+        "prompt": tuple(rng.choices(range(20, 300), k=rng.randint(1, 19))),
+        "max_tokens": 120,
+        "decoding": DecodingConfig(block_size=B, **METHODS[method]),
+        "sampling": Sampling(temperature=(0.0, 1.0)[seed % 2], top_p=(1.0, 0.9)[seed % 3 == 0], seed=seed),
+        "logprobs": True,
+        "grammar": grammar,
+    }
+    return Request(request_id=f"r{seed}", **fields | changes)
+
+
+def schema_requests(
+    loaded: LoadedModel, number: int, seed: int = 0, budgets: tuple[int, int] = (100, 160)
+) -> list[tuple[Request, dict[str, Any]]]:
+    """Requests with random schemas that have a short enough answer."""
+    rng, found = random.Random(seed), list[tuple[Request, dict[str, Any]]]()
+    while len(found) < number:
+        schema = random_object_schema(rng)
+        grammar = Grammar(syntax="json_schema", text=json.dumps(schema))
+        request = asked(len(found), grammar, rng.choice(list(METHODS)), max_tokens=rng.choice(budgets))
+        if has_answer(loaded, request):
+            found.append((request, schema))
+    return found
+
+
+def has_answer(loaded: LoadedModel, request: Request) -> bool:
+    try:
+        loaded.engine.compile(request)
+    except RequestRefused as refusal:
+        if "raise max_tokens" in str(refusal):
+            return False
+        raise
+    return True
+
+
+def text_of(loaded: LoadedModel, output: Output) -> str:
+    text = loaded.tokenizer.decode(list(output.tokens), clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def check_answers(loaded: LoadedModel, asked_for: list[tuple[Request, dict[str, Any]]], outputs: list[Output]) -> None:
+    for (request, schema), output in zip(asked_for, outputs, strict=True):
+        assert output.finish_reason == "stop" and len(output.tokens) < request.max_tokens
+        jsonschema.validate(json.loads(text_of(loaded, output)), schema)
+
+
+def gist(output: Output) -> tuple[Any, ...]:
+    return output.tokens, output.logprobs, output.finish_reason, output.counts.num_forwards
+
+
+def run(engine: Engine, requests: list[Request], rng: random.Random | None = None) -> list[Output]:
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, Output] = {}
+    while engine.has_work:
+        if rng is not None and rng.random() < 0.2:
+            engine.preempt()
+        outputs |= {s.request_id: s.output for s in engine.step() if s.output is not None}
+    return [outputs[r.request_id] for r in requests]
+
+
+def test_every_answer_of_a_random_model_validates(loaded: LoadedModel) -> None:
+    requests = schema_requests(loaded, 30)
+    check_answers(loaded, requests, loaded.engine.generate([r for r, _ in requests]))
+
+
+def test_alone_is_in_a_mixed_batch_is_static_is_preempted(loaded: LoadedModel) -> None:
+    guided = [r for r, _ in schema_requests(loaded, 2, seed=3, budgets=(50, 60))]
+    plain = [asked(100 + i, None, max_tokens=20, ignore_eos=True) for i in range(2)]
+    requests = [guided[0], plain[0], template_request(50, (5, 3, 4)), guided[1], plain[1]]
+    exact = {"batch_invariant": True, "max_rows": 4}
+    alone = [gist(other_engine(loaded, **exact).generate([r])[0]) for r in requests]
+    static = other_engine(loaded, **exact, static_shapes=True, overlap=True)
+    assert [gist(o) for o in static.generate(requests)] == alone
+    for static_shapes in (False, True):
+        engine = other_engine(loaded, **exact, static_shapes=static_shapes)
+        preempted = run(engine, requests, random.Random(7))
+        assert sum(o.counts.num_preemptions for o in preempted) > 3
+        assert [gist(o) for o in preempted] == alone
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "pattern"),
+    [
+        ("regex", "[a-c]{3,9}", "[a-c]{3,9}"),
+        ("regex", "a+b", "a+b"),
+        ("regex", "x{25,}", "x{25,}"),
+        ("regex", "<b>.*</b>", "<b>.*</b>"),
+        ("regex", r"([^\n#]+\n)+#### -?[0-9]+", r"([^\n#]+\n)+#### -?[0-9]+"),
+        ("regex", "([a-z]+;)+end", "([a-z]+;)+end"),
+        ("lark", 'start: "(" start ")" | /[0-9]/', r"\(*[0-9]\)*"),
+    ],
+)
+def test_regular_expressions_and_grammars_hold(loaded: LoadedModel, syntax: Any, text: str, pattern: str) -> None:
+    requests = [asked(i, Grammar(syntax=syntax, text=text), max_tokens=40) for i in range(4)]
+    for output in loaded.engine.generate(requests):
+        assert re.fullmatch(pattern, text_of(loaded, output))
+        assert output.finish_reason == "stop" and len(output.tokens) < 40
+
+
+def test_what_is_forced_costs_no_forward_but_its_store(loaded: LoadedModel) -> None:
+    text = "Tom has 12 apples and buys 5 pens."
+    for method in ("single", "multi"):
+        request = asked(0, Grammar(syntax="lark", text=f'start: "{text}"'), method, prompt=tuple(range(20, 28)))
+        output = loaded.engine.generate([request])[0]
+        assert text_of(loaded, output) == text
+        blocks = -(-(len(output.tokens) + 1) // B)
+        assert blocks <= output.counts.num_forwards <= blocks + 1
+        assert output.logprobs == (0.0,) * len(output.tokens)
+
+
+def test_the_budget_is_kept_by_closing_in_time(loaded: LoadedModel) -> None:
+    """Drawn from a random model, strings and lists would never end by themselves."""
+    schema = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+    grammar = Grammar(syntax="json_schema", text=json.dumps(schema))
+    hot = Sampling(temperature=2.0, seed=5)
+    for budget in (4, 12, 13, 14, 15, 16, 40):
+        request = asked(3, grammar, max_tokens=budget, sampling=hot)
+        check_answers(loaded, [(request, schema)], loaded.engine.generate([request]))
+    with pytest.raises(RequestRefused, match="no answer of at most 2 tokens was found") as caught:
+        loaded.engine.add(asked(3, grammar, max_tokens=2))
+    assert caught.value.field == "grammar"
+
+
+def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> None:
+    for request, schema in schema_requests(loaded, 3, seed=9):
+        loaded.engine.add(request)
+        steps = []
+        while loaded.engine.has_work:
+            steps += loaded.engine.step()
+        for cut in range(1, len(steps), 3):
+            committed = tuple(t for s in steps[:cut] for t in s.new_tokens)
+            forwards, closing = steps[cut - 1].counts.num_forwards, steps[cut - 1].closing
+            rest = replace(request, committed=committed, first_forward=forwards, closing=closing)
+            output = loaded.engine.generate([rest])[0]
+            assert output.tokens[: len(committed)] == committed
+            check_answers(loaded, [(request, schema)], [output])
+    grammar = Grammar(syntax="regex", text="[0-9]+")
+    with pytest.raises(RequestRefused, match="does not accept the tokens that were committed"):
+        loaded.engine.add(asked(1, grammar, committed=(300, 301)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"decoding": DecodingConfig(block_size=B, t2t=T2T())}, "t2t changes tokens"),
+        ({"decoding": DecodingConfig(block_size=B, soft=Soft())}, "soft changes tokens"),
+        ({"ignore_eos": True}, "leave out ignore_eos"),
+        ({"template": (None,) * 120, "ignore_eos": True}, "give one of them"),
+        ({"grammar": Grammar(syntax="regex", text="(")}, "the regex cannot be honoured"),
+        ({"grammar": Grammar(syntax="json_schema", text='{"$ref": "#"}')}, "accepts no text"),
+        ({"grammar": Grammar(syntax="json_schema", text='{"not": {}}')}, "cannot be honoured: Unimplemented keys"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(loaded: LoadedModel, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestRefused, match=reason) as caught:
+        loaded.engine.add(replace(asked(1, Grammar(syntax="regex", text="a")), **changes))
+    assert caught.value.field == "grammar"
+    assert not loaded.engine.has_work
+
+
+def test_a_text_that_is_too_long_and_an_engine_without_a_tokenizer_refuse(loaded: LoadedModel) -> None:
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_CHARACTERS} are taken"):
+        Grammar(syntax="regex", text="a" * (MAX_CHARACTERS + 1))
+    engine = Engine(loaded.engine.model, loaded.engine.config)
+    with pytest.raises(RequestRefused, match="without a tokenizer"):
+        engine.add(asked(1, Grammar(syntax="regex", text="a")))
+
+
+def test_a_grammar_that_becomes_too_complex_is_closed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the matcher gives up in the middle, the known closing ends the answer."""
+    schema = {"type": "array", "items": {"type": "string"}}
+    grammars = loaded.engine._grammars
+    assert grammars is not None
+    request = asked(4, Grammar(syntax="json_schema", text=json.dumps(schema)), "single", sampling=Sampling())
+    closings = loaded.engine.compile(request)._closings  # type: ignore[union-attr]
+    original, calls = type(closings).allowed, [0]
+
+    def gives_up(self: Any, matcher: Any) -> Any:
+        calls[0] += 1
+        if calls[0] < 3:
+            return original(self, matcher)
+        matcher.consume_token(0)  # the mask: from now on it is in error
+        return None
+
+    monkeypatch.setattr(type(closings), "allowed", gives_up)
+    output = loaded.engine.generate([request])[0]
+    assert calls[0] == 3
+    check_answers(loaded, [(request, schema)], [output])
+
+
+def template_request(seed: int, parts: tuple[int, ...], **changes: Any) -> Request:
+    """Holes and fixed text in turn, of these lengths, holes first."""
+    template: list[int | None] = []
+    for i, length in enumerate(parts):
+        template += [None] * length if i % 2 == 0 else range(20 + i, 20 + i + length)
+    fields: dict[str, Any] = {"max_tokens": len(template), "template": tuple(template), "ignore_eos": True}
+    return asked(seed, None, **fields | {"rollout": True} | changes)
+
+
+@pytest.mark.parametrize("method", ["single", "multi"])
+def test_holes_of_every_length_at_every_alignment(loaded: LoadedModel, method: str) -> None:
+    """The fixed text is untouched, each hole is filled, and a forward saw the fixed text behind it in its block: the
+    step map says so and replays."""
+    requests = [
+        template_request(1000 * prompt + 100 * hole + fixed, (hole, fixed, 2), prompt=tuple(range(30, 30 + prompt)),
+                         decoding=DecodingConfig(block_size=B, **METHODS[method]))
+        for prompt in range(1, B + 1)
+        for hole in range(1, 2 * B + 2)
+        for fixed in (1, 2, B, 2 * B + 1)
+    ]  # fmt: skip
+    outputs = loaded.engine.generate(requests)
+    vocab_size = len(loaded.tokenizer)
+    for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        assert output.finish_reason == "stop" and output.rollout is not None
+        pairs = list(zip(request.template, output.tokens, output.rollout.steps, strict=True))
+        assert all(token == fixed for fixed, token, _ in pairs if fixed is not None)
+        assert all((step == 0) == (fixed is not None) for fixed, _, step in pairs)
+        assert output.counts.num_tokens == sum(fixed is None for fixed, _, _ in pairs)
+        if number % 7 == 0:
+            check_replay(loaded.engine.model, request, output, vocab_size=vocab_size)
+
+
+def test_a_resumed_template_keeps_its_text(loaded: LoadedModel) -> None:
+    whole = template_request(7, (5, 6, 3, 2, 4), sampling=Sampling())
+    output = loaded.engine.generate([whole])[0]
+    for cut in range(1, whole.max_tokens):
+        rest = loaded.engine.generate([replace(whole, committed=output.tokens[:cut])])[0]
+        fixed = [(a, b) for a, b in zip(whole.template, rest.tokens, strict=True) if a is not None]
+        assert rest.tokens[:cut] == output.tokens[:cut] and all(a == b for a, b in fixed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"decoding": DecodingConfig(block_size=B, t2t=T2T())}, "cannot be decoded with t2t"),
+        ({"ignore_eos": False}, "needs ignore_eos"),
+        ({"max_tokens": 5}, "8 positions, not max_tokens=5"),
+        ({"template": (4,) * 8}, "has no hole"),
+        ({"template": (None, 10**6)}, "outside the vocabulary"),
+    ],
+)
+def test_a_template_that_cannot_be_honoured_is_refused(
+    loaded: LoadedModel, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestRefused, match=reason) as caught:
+        loaded.engine.add(replace(template_request(1, (5, 3), rollout=False), **changes))
+    assert caught.value.field == "template"
+
+
+@pytest.mark.slow
+def test_a_thousand_random_schemas_on_the_shipped_model() -> None:
+    with load_engine(model_folder("tiny-mbd"), EngineConfig(max_rows=16, num_pages=800)) as loaded:
+        requests = []
+        for request, schema in schema_requests(loaded, 1000, seed=1):
+            decoding = loaded.decoding({"buffer_size": request.decoding.buffer_size, "tau_m2t": 0.9})
+            requests.append((replace(request, decoding=decoding), schema))
+        outputs = loaded.engine.generate([r for r, _ in requests])
+        check_answers(loaded, requests, outputs)
+        print(f"\n1,000 schemas: {cost(outputs)}")
+
+
+ANY_TEXT = Grammar(syntax="regex", text="(?s:.*)")
+SOLUTION = Grammar(syntax="regex", text=r"([^\n#]+\n)+#### -?[0-9]+")
+BARE_NUMBER = Grammar(syntax="json_schema", text='{"type": "integer"}')
+
+
+def cost(outputs: list[Output]) -> str:
+    tokens, forwards = sum(len(o.tokens) for o in outputs), sum(o.counts.num_forwards for o in outputs)
+    return f"{forwards / len(outputs):.2f} forwards an answer, {tokens / forwards:.2f} tokens a forward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffer_size", [1, 4])
+def test_the_cost_in_forwards(buffer_size: int) -> None:
+    """Where a grammar allows what the model would say, it costs no forwards worth naming."""
+    with load_engine(model_folder("tiny-mbd"), EngineConfig(max_rows=16, num_pages=800)) as loaded:
+        problems = itertools.islice(gsm_mini.generate(split="test", seed=0), 100)
+        prompts = chat_prompts(loaded.tokenizer, [question(problem["question"]) for problem in problems])
+        plain = [
+            Request(
+                request_id=str(number),
+                prompt=tuple(prompt),
+                max_tokens=128,
+                decoding=loaded.decoding({"buffer_size": buffer_size}),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        forwards: dict[str, int] = {}
+        for name, grammar in (("none", None), ("any text", ANY_TEXT), ("solution", SOLUTION), ("number", BARE_NUMBER)):
+            outputs = loaded.engine.generate([replace(r, grammar=grammar) for r in plain])
+            forwards[name] = sum(o.counts.num_forwards for o in outputs)
+            print(f"\nbuffer of {buffer_size}, grammar {name}: {cost(outputs)}")
+            if name == "solution":
+                assert all(re.fullmatch(SOLUTION.text, text_of(loaded, o)) for o in outputs)
+        assert forwards["any text"] < 1.05 * forwards["none"]
+        assert forwards["solution"] < 1.05 * forwards["none"]
