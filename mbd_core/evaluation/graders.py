@@ -74,6 +74,11 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
     return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
 
 
+def _from_mark(text: str) -> str:
+    """A text from its last `####` on, unless it boxes its answer: what comes before is no answer."""
+    return text if "\\boxed" in text or "####" not in text else text[text.rindex("####") :]
+
+
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
@@ -84,7 +89,7 @@ def _is_utf8(text: str) -> bool:
 
 def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
     """Strict: the number after `####`, or for expressions what the last `\\boxed` holds. Flexible: what math-verify
-    finds in the whole text; for the project's own tasks the last number."""
+    finds in the text, for GSM8K from the last `####` on; for the project's own tasks the last number."""
     failure = ""
     if task.rule == "math":
         strict, answer = boxed(text), None
@@ -99,7 +104,7 @@ def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
         flexible = flexible_number(text)
         flexible_correct = same_number(flexible, problem.reference)
     else:
-        found = judge_answer(problem.reference, text)
+        found = judge_answer(problem.reference, _from_mark(text) if task.rule == "flexible" else text)
         flexible, flexible_correct, failure = found.found, found.correct, failure or found.failure
     correct = strict_correct if task.rule == "strict" else flexible_correct
     return Grade(

@@ -1,0 +1,91 @@
+"""Grade samples without a model: the options, progress, and the counts."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from jobs.command_line import DATA, ENGINE, OutFolder, Overwrite, command
+from mbd_core.evaluation.problem_set import load_problems
+from mbd_core.evaluation.sample_grading import grade_samples, load_samples, write_grades
+from mbd_core.evaluation.sandbox import MEANING
+from mbd_core.evaluation.tasks import TASKS, find_task
+from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.tasks.split import Split
+
+KIND = "grades"
+
+TaskName = Annotated[
+    str, typer.Option("--task", metavar="NAME", help=f"Task: {', '.join(TASKS)}.", rich_help_panel=DATA)
+]
+DataFile = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="PATH|URL",
+        help="The task's problems, in their upstream's format; not for generated tasks.",
+        rich_help_panel=DATA,
+    ),
+]
+SamplesFile = Annotated[
+    Path, typer.Option("--samples", metavar="FILE", help="JSON lines, one sample each.", rich_help_panel=DATA)
+]
+Limit = Annotated[int | None, typer.Option(help="Problems of a generated task.", min=1, rich_help_panel=DATA)]
+GradedSplit = Annotated[Split, typer.Option("--split", help="Split of a generated task.", rich_help_panel=DATA)]
+GeneratedSeed = Annotated[int, typer.Option("--seed", help="Of a generated task.", min=0, rich_help_panel=DATA)]
+Workers = Annotated[
+    int | None, typer.Option(help="Samples graded at once (default: the CPUs)", min=1, rich_help_panel=ENGINE)
+]
+
+
+def run(
+    task: TaskName,
+    samples: SamplesFile,
+    out: OutFolder,
+    data: DataFile = None,
+    limit: Limit = None,
+    split: GradedSplit = "test",
+    seed: GeneratedSeed = 0,
+    workers: Workers = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Grade anybody's samples without a model.
+
+    python jobs/grade.py --task humaneval-plus --data HumanEvalPlus.jsonl.gz --samples samples.jsonl --out out/grades
+
+    A sample is a JSON object with `problem_id`, `task_id` or `doc_id` (the problem's number from 0), and the answer:
+    `text` is a model's whole answer; for code also `completion` (goes on after the prompt) or `solution` (a whole
+    program), which are run as they stand. It writes grades.jsonl, report.json and, for EvalPlus's tasks,
+    evalplus.jsonl, which `evalplus.evaluate --samples` takes.
+    """
+    check_target_folder(out, KIND, overwrite=overwrite)
+    found = find_task(task)
+    problem_set = load_problems(found, split=split, seed=seed, limit=limit, data=data)
+    given = load_samples(samples, problem_set)
+    graded = list(
+        tqdm(
+            grade_samples(found, given, workers=workers or os.cpu_count() or 1),
+            total=len(given),
+            unit="sample",
+            disable=None,
+        )
+    )
+    with folder_beside(out, KIND, overwrite=overwrite) as folder:
+        report = write_grades(folder, problem_set, graded)
+    if report["isolation"] is not None:
+        print(f"Programs ran under {MEANING[report['isolation']]}")
+    parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
+    share = f"{report['correct']} of {report['samples']} samples right ({100 * report['accuracy_of_samples']:.2f} %)"
+    print("; ".join([f"{found.label}: {share}", *parts]))
+    if report["problems_without_a_sample"]:
+        print(f"{report['problems_without_a_sample']} of {report['problems']} problems have no sample")
+    print(f"The grades are in {out}: grades.jsonl, report.json")
+
+
+main = command(run)
+
+if __name__ == "__main__":
+    sys.exit(main())

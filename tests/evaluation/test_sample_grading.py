@@ -1,0 +1,103 @@
+"""Samples from a file are graded without a model, and what is no sample is refused by line and reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.grade import main
+from mbd_core.evaluation.problem_set import load_problems
+from mbd_core.evaluation.sample_grading import load_samples
+from mbd_core.evaluation.tasks import find_task
+
+PLUS_ROW = {
+    "task_id": "HumanEval/900",
+    "prompt": 'def half(x):\n    """Half."""\n',
+    "entry_point": "half",
+    "canonical_solution": "    return x / 2\n",
+    "base_input": [[2], [4]],
+    "plus_input": [[5]],
+    "atol": 0,
+}
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_programs_are_graded_on_base_and_plus_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [PLUS_ROW, {**PLUS_ROW, "task_id": "HumanEval/901"}])
+    name = {"task_id": "HumanEval/900"}
+    samples = write_lines(
+        tmp_path / "samples.jsonl",
+        [
+            {**name, "solution": "def half(x): return x / 2"},
+            {**name, "completion": "    return x // 2\n"},
+            {"doc_id": 0, "text": "Here:\n```python\ndef half(x):\n    return x * 0.5000000001\n```"},
+            {**name, "text": "I cannot."},
+        ],
+    )
+    out = tmp_path / "grades"
+    command = ["--task", "humaneval-plus", "--data", str(data), "--samples", str(samples), "--out", str(out)]
+    assert main(command) == 0
+    rows = lines_of(out / "grades.jsonl")
+    assert [(row["line"], row["base_correct"], row["plus_correct"]) for row in rows] == [
+        (1, True, True),
+        (2, True, False),  # 1 == 1.0: only the plus input tells them apart
+        (3, True, True),  # within EvalPlus's tolerance
+        (4, False, False),
+    ]
+    report = json.loads((out / "report.json").read_text())
+    assert (report["samples"], report["correct"], report["base_correct"]) == (4, 2, 3)
+    assert report["problems_without_a_sample"] == 1
+    assert [row["task_id"] for row in lines_of(out / "evalplus.jsonl")] == ["HumanEval/900"] * 4
+    assert "2 of 4 samples right (50.00 %)" in capsys.readouterr().out
+    assert main(command) == 2  # what is there is not replaced unasked
+    assert main([*command, "--overwrite"]) == 0
+
+
+def test_math_samples_and_one_that_breaks_a_grader(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "gsm.jsonl", [{"question": "?", "answer": f"#### {n}"} for n in (18, 3)])
+    samples = write_lines(
+        tmp_path / "samples.jsonl",
+        [
+            {"doc_id": 0, "text": r"So \boxed{18}. She does this daily for 7 days."},
+            {"problem_id": "gsm8k/2", "text": "#### " + "3" * 5000},
+        ],
+    )
+    out = tmp_path / "grades"
+    assert main(["--task", "gsm8k", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 0
+    rows = lines_of(out / "grades.jsonl")
+    assert [(row["correct"], row["strict_correct"]) for row in rows] == [(True, False), (False, False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "a list, not a JSON object"),
+        ('{"doc_id": 0}', "no column 'text'"),
+        ('{"doc_id": 0, "text": 5}', "column 'text' must be text, not int"),
+        ('{"text": "5"}', "no column that names the problem"),
+        ('{"doc_id": 9, "text": "5"}', "doc_id 9 is no problem of task 'gsm8k'"),
+        ('{"task_id": "x", "text": "5"}', "task_id 'x' is no problem"),
+    ],
+)
+def test_what_is_no_sample_is_refused(
+    row: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_lines(tmp_path / "gsm.jsonl", [{"question": "?", "answer": "#### 18"}])
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"doc_id": 0, "text": "18"}\n' + row + "\n")
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 2: ") as caught:
+        load_samples(samples, load_problems(find_task("gsm8k"), data=str(data)))
+    assert reason in str(caught.value)
+    out = tmp_path / "grades"
+    assert main(["--task", "gsm8k", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 2
+    assert "line 2" in capsys.readouterr().err and not out.exists()
