@@ -275,7 +275,10 @@ REFUSED = [
     ("completions", complete(n=6, prompt=["x", "y"]), 400, "n"),
     ("completions", complete(best_of=3), 400, "best_of"),
     ("completions", complete(n=2, best_of=1), 400, "best_of"),
-    ("completions", complete(echo=True), 400, "echo"),
+    ("completions", complete(echo=True, logprobs=0), 400, "logprobs"),
+    ("completions", complete(stop="x" * 1025), 400, "stop"),
+    ("completions", complete(ignore_eos=True), 400, "ignore_eos"),
+    ("completions", complete(min_p=0.1), 400, "min_p"),
     ("completions", complete(suffix="y"), 400, "suffix"),
     ("completions", complete(logprobs=1), 400, "logprobs"),
     ("completions", complete(logprobs=True), 400, "logprobs"),
@@ -375,6 +378,17 @@ def test_neutral_values_are_accepted(url: str) -> None:
     free = {"seed": 3, "user": "me", "store": False, "metadata": {"a": "b"}, "max_completion_tokens": 4}
     asked = chat(**neutral, **free, response_format={"type": "text"}, logprobs=False, top_logprobs=0, stream=None)
     assert post(url, "chat/completions", asked).status_code == 200
+    tools = {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "functions": [],
+        "function_call": "none",
+    }
+    hints = {"prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto", "modalities": ["text"]}
+    others = {"min_p": 0, "ignore_eos": False, "logit_bias": {}, "stop_token_ids": [], "repetition_penalty": 1.0}
+    answer = post(url, "chat/completions", chat(**tools, **hints, **others))
+    assert answer.status_code == 200, answer.text
 
 
 # -- sampling, several choices, log-probabilities -------------------------------------------------------------------
