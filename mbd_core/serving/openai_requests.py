@@ -358,6 +358,8 @@ def _refusal(error: ValidationError) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
     path = [clipped(str(p)) for p in first["loc"]]
+    if path[:1] == ["response_format"]:
+        path[1:2] = []  # which of its forms it is
     several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
     if kind == "extra_forbidden":
         message, code = "unknown field", "unknown_field"

@@ -328,7 +328,8 @@ REFUSED = [
     ("chat/completions", chat(logprobs=0), 400, "logprobs"),
     ("chat/completions", chat(logprobs=True, top_logprobs=1), 400, "top_logprobs"),
     ("chat/completions", chat(logprobs=True, top_logprobs="0"), 400, "top_logprobs"),
-    ("chat/completions", chat(response_format={"type": "json_object"}), 400, "response_format"),
+    ("chat/completions", chat(response_format={"type": "xml"}), 400, "response_format"),
+    ("chat/completions", chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
     ("chat/completions", chat(prompt="x"), 400, "prompt"),
     ("nothing", {}, 404, None),
 ]
