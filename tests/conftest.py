@@ -60,13 +60,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook of this name
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests stay together. (pytest-xdist's own `loadgroup` keeps none together under pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InTurn(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            room = nodeid.removeprefix("tests/").partition("/")[0]
+            return "in turn" if room in ONE_BY_ONE else nodeid
+
+    return InTurn(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
-
-    for item in items:
-        if item.path.relative_to(ROOT / "tests").parts[0] in ONE_BY_ONE:
-            item.add_marker(pytest.mark.xdist_group("one by one"))
 
     if not torch.cuda.is_available():
         for item in items:

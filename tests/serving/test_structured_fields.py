@@ -110,7 +110,7 @@ def test_guided_fields_hold(tiny_model_dir: Path) -> None:
         ({"guided_json": "{"}, "guided_json", "cannot be read"),
         ({"guided_json": {"not": {}}}, "guided_json", "Unimplemented keys"),
         ({"response_format": FORMAT, "max_tokens": 5}, "response_format", "no answer of at most 5 tokens was found"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema", "required"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         ({"response_format": {"type": "xml"}}, "response_format", "xml"),
         ({"response_format": FORMAT, "guided_regex": "a"}, "guided_regex", "give one of them"),
         ({"guided_regex": "a", "stop": "b"}, "stop", "would cut an answer"),
