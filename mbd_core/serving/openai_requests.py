@@ -5,7 +5,7 @@ strictly: a string is not a number, and an unknown field is an error.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -284,6 +284,12 @@ class ChatMessage(Strict):
         return "".join(part.text for part in self.content or ())
 
 
+def turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """The messages as a chat template takes them."""
+    roles = {"developer": "system"}
+    return [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+
+
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
@@ -307,9 +313,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
-        roles = {"developer": "system"}
-        return [{"role": roles.get(m.role, m.role), "content": m.text} for m in self.messages]
+        return turns(self.messages)
 
     @model_validator(mode="after")
     def _one_budget(self) -> "ChatRequest":

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mbd_core.checkpoint.chat import chat_text, decode_text
+from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
@@ -23,7 +23,7 @@ from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
-from mbd_core.serving.prompt_text import Encode, TextTooLong, TokenizerThreads, bounded_ids
+from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
@@ -230,8 +230,7 @@ class _Route:
         check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
         template = None
         if isinstance(asked, CompletionRequest) and asked.template is not None:
-            encode = partial(self.model.tokenizer.encode, add_special_tokens=False)
-            template = template_tokens(asked.template, partial(self._ids, encode, field="template"))
+            template = template_tokens(asked.template, partial(text_ids, self.model, field="template", special=False))
         requests = engine_requests(
             asked,
             read(),
@@ -257,21 +256,12 @@ class _Route:
             raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        encode = self.model.tokenizer.encode
-        return [self._ids(encode, p, field="prompt") if isinstance(p, str) else p for p in asked.prompts]
+        return [
+            text_ids(self.model, p, field="prompt", special=True) if isinstance(p, str) else p for p in asked.prompts
+        ]
 
     def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
-        try:
-            text = chat_text(self.model.tokenizer, asked.turns)
-        except ValueError as error:
-            raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
-        return [self._ids(partial(self.model.tokenizer.encode, add_special_tokens=False), text, field="messages")]
-
-    def _ids(self, encode: Encode, text: str, *, field: str) -> list[int]:
-        try:
-            return bounded_ids(encode, text, limit=self.model.limits.admission.max_length)
-        except TextTooLong as error:
-            raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
+        return [chat_ids(self.model, asked.turns)]
 
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
         try:

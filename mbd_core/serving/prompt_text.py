@@ -5,10 +5,14 @@ its first part, and long texts have a thread of their own, where no short one wa
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from mbd_core.checkpoint.chat import chat_text
+from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.token_stream import TooManyRequests
 
 LONG = 20_000  # characters of a request from which on it is long
@@ -33,6 +37,27 @@ def bounded_ids(encode: Encode, text: str, *, limit: int) -> list[int]:
             raise TextTooLong(f"{len(text)} characters are more than {limit} tokens, which is the limit in all")
         end *= GROWTH
     return encode(text)
+
+
+def text_ids(model: ServedModel, text: str, *, field: str, special: bool) -> list[int]:
+    """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
+
+    Raises `ApiError` (400) for a text that has far too many; the engine refuses one that has a few too many.
+    """
+    encode = partial(model.tokenizer.encode, add_special_tokens=special)
+    try:
+        return bounded_ids(encode, text, limit=model.limits.admission.max_length)
+    except TextTooLong as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
+
+
+def chat_ids(model: ServedModel, turns: Sequence[Mapping[str, str]], *, special: bool = False) -> list[int]:
+    """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses."""
+    try:
+        text = chat_text(model.tokenizer, turns)
+    except ValueError as error:
+        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+    return text_ids(model, text, field="messages", special=special)
 
 
 class TokenizerThreads:

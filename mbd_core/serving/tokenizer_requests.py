@@ -1,15 +1,13 @@
 """The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for."""
 
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_text
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import ChatMessage, Strict, TokenId
-from mbd_core.serving.prompt_text import TextTooLong, bounded_ids
+from mbd_core.serving.openai_requests import ChatMessage, Strict, TokenId, turns
+from mbd_core.serving.prompt_text import chat_ids, text_ids
 from mbd_core.serving.served_model import ServedModel
 
 
@@ -44,20 +42,17 @@ class DetokenizeRequest(Strict):
 
 def token_ids(asked: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
     """The ids that a prompt of this text has. Raises `ApiError` (400) for a text that has far too many."""
-    tokenizer, limit = model.tokenizer, model.limits.admission.max_length
-    special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
-    field = "messages" if asked.prompt is None else "prompt"
-    try:
-        text = asked.prompt
-        if text is None:
-            text = chat_text(tokenizer, [{"role": m.role, "content": m.text} for m in asked.messages or ()])
-        ids = bounded_ids(partial(tokenizer.encode, add_special_tokens=special), text, limit=limit)
-    except TextTooLong as error:
-        raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
-    except ValueError as error:
-        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
-    names = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-    return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+    if asked.prompt is not None:
+        ids = text_ids(model, asked.prompt, field="prompt", special=asked.add_special_tokens is not False)
+    else:
+        ids = chat_ids(model, turns(asked.messages or ()), special=bool(asked.add_special_tokens))
+    names = model.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.limits.admission.max_length,
+        "tokens": ids,
+        "token_strs": names,
+    }
 
 
 def token_text(asked: DetokenizeRequest, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -364,7 +364,7 @@ def test_echo_puts_each_prompt_before_its_choices(tiny_model_dir: Path, stream: 
 
 def test_the_tokenizer_s_routes_agree_with_the_prompts(tiny_model_dir: Path) -> None:
     server = server_of(tiny_model_dir)
-    chat = [{"role": "user", "content": "Tom has 3 pens."}]
+    chat = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Tom has 3 pens."}]
 
     async def scenario() -> None:
         text = await server.tokenize(json.dumps({"prompt": "Tom has 3 pens.", "return_token_strs": True}).encode())
