@@ -11,6 +11,7 @@ from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.token_details import TokenDetails
+from mbd_core.serving.tool_text import CallReader, Said
 
 DONE = "data: [DONE]\n\n"
 
@@ -26,6 +27,7 @@ class Answer:
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
+    calls          whether the answers were held to a `CallRule`, and have calls
     echoes         the text before each choice's own, if any
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
@@ -39,6 +41,7 @@ class Answer:
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         details: TokenDetails | None = None,
+        calls: bool = False,
         echoes: Sequence[str] = (),
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
@@ -46,6 +49,7 @@ class Answer:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
         self._details = details or TokenDetails()
+        self._calls = [CallReader() if calls else None for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
 
     def close(self) -> None:
@@ -63,8 +67,9 @@ class Answer:
                 outputs[step.request_id] = step.output
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
-            ReplyChoice(
-                text=self._details.text(text, output.tokens, echo=self._echoes[index]),
+            self._choice(
+                index,
+                self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
                 logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
                 details=self._details.of_prompt(request.prompt)
@@ -76,6 +81,21 @@ class Answer:
             )
         ]
         return self._reply.full(choices, [o.counts for o in ordered])
+
+    def _choice(self, index: int, text: str, *, reason: str, **fields: Any) -> ReplyChoice:
+        said = self._read(index, text, ends=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.calls]
+        return ReplyChoice(text=said.content, calls=calls, reason=self._reason(index, reason), **fields)
+
+    def _read(self, index: int, text: str, *, ends: bool) -> Said:
+        """Content and calls in the next piece of a choice's text."""
+        reader = self._calls[index]
+        return Said(content=text) if reader is None else reader.push(text, ends=ends)
+
+    def _reason(self, index: int, reason: str) -> str:
+        """Why a choice ended, once its text is read."""
+        reader = self._calls[index]
+        return reason if reader is None or not reader.num_calls else "tool_calls"
 
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
@@ -103,13 +123,15 @@ class Answer:
             i = index[step.request_id]
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
             details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
-            if step.text or logprobs or (details and (step.new_tokens or step.output is not None)):
-                yield reply.chunk(i, text=step.text, logprobs=logprobs, details=details) | no_usage
+            said = self._read(i, step.text, ends=step.output is not None)
+            if said.content or said.calls or logprobs or (details and (step.new_tokens or step.output is not None)):
+                piece = reply.chunk(i, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
+                yield piece | no_usage
             if step.output is None:
                 continue
             counts[i] = step.output.counts
             end = self._details.of_answer(step.output.tokens)
-            last = reply.chunk(i, reason=step.output.finish_reason, details=end) | no_usage
+            last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
             if len(counts) == len(index) and not self._include_usage:
                 last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
             yield last

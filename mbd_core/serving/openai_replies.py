@@ -9,11 +9,12 @@ from mbd_core.decoding.request import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyChoice:
-    """One finished answer; `logprobs` in the shape of its route, where asked for, and `details`, fields of its tokens
-    and its prompt."""
+    """One finished answer, its `calls` of functions, `logprobs` in the shape of its route, where asked for, and
+    `details`, fields of its tokens and its prompt."""
 
     text: str
     reason: str
+    calls: Sequence[dict[str, Any]] = ()
     logprobs: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -39,28 +40,38 @@ class Reply:
     def full(self, choices: Sequence[ReplyChoice], counts: Sequence[Counts]) -> dict[str, Any]:
         """The whole answer in one object."""
         objects = [
-            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason, **c.details}
+            {"index": index, **self._content(c), "logprobs": c.logprobs, "finish_reason": c.reason, **c.details}
             for index, c in enumerate(choices)
         ]
         kind = "chat.completion" if self.chat else "text_completion"
         return self._frame(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts))
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+    def _content(self, choice: ReplyChoice) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": choice.text}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
+        return {"message": message}
 
     def chunk(
         self,
         index: int,
         *,
         text: str = "",
+        calls: Sequence[dict[str, Any]] = (),
         first: bool = False,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         details: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One streamed chunk of choice `index`: its beginning, some text, or its end."""
+        """One streamed chunk of choice `index`: its beginning, some text or parts of calls, or its end."""
         if self.chat:
-            delta = {"role": "assistant", "content": ""} if first else {"content": text} if reason is None else {}
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+            if reason is None and not first and (text or not calls):
+                delta["content"] = text
+            if calls:
+                delta["tool_calls"] = list(calls)
             choice: dict[str, Any] = {"index": index, "delta": delta}
         else:
             choice = {"index": index, "text": text}

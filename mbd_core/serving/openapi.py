@@ -8,6 +8,7 @@ from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 TITLE, VERSION = "mbd-cluster", "1"
+ENDS = ["stop", "length", "tool_calls"]
 COMPONENTS = "#/components/schemas/{model}"
 RESPONSES = {  # status: what it means
     400: "A request that cannot be honoured; the error names the field.",
@@ -46,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "items": {
                     "type": "object",
                     "required": ["index", "finish_reason"],
-                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ["stop", "length"]}},
+                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ENDS}},
                 },
             },
             "usage": {
