@@ -10,6 +10,7 @@ from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.guide import Guide
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.decoding.rollout import Rollout
+from mbd_core.engine.frame_log import FrameLog
 from mbd_core.engine.resident_adapters import ResidentAdapter
 from mbd_core.engine.step_map import StepMap
 
@@ -44,6 +45,7 @@ class SequenceState:
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that filled the positions of its slots
+    frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
@@ -88,6 +90,7 @@ class SequenceState:
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
     step_map: StepMap | None = field(init=False)
+    frame_log: FrameLog | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -100,6 +103,7 @@ class SequenceState:
         self.prefix_length = self._whole_prefix()
         self.rollout = Rollout() if request.rollout else None
         self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
+        self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
     @property
     def first_window(self) -> int:

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from mbd_core.decoding.request import Counts, Output
-from mbd_core.serving.logprobs import ChoiceLogprobs
+from mbd_core.serving.frame_events import FRAME, frame_fields
+from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
@@ -16,8 +17,9 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One server-sent event; a frame has a type of its own."""
+    kind = f"event: {FRAME}\n" if FRAME in value else ""
+    return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Answer:
@@ -27,6 +29,7 @@ class Answer:
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
     echoes         the text before each choice's own, if any
+    texts          the text of each token, for frames
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -40,12 +43,13 @@ class Answer:
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         details: TokenDetails | None = None,
         echoes: Sequence[str] = (),
+        texts: TokenTexts | None = None,
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
-        self._details = details or TokenDetails()
+        self._details, self._texts = details or TokenDetails(), texts
         self._echoes = list(echoes) or [""] * len(stream.requests)
 
     def close(self) -> None:
@@ -101,6 +105,8 @@ class Answer:
                 yield reply.chunk(i, text=echo, first=True, details=prompt) | no_usage
         async for step in self._stream:
             i = index[step.request_id]
+            if step.frame is not None and self._texts is not None:
+                yield reply.frame(frame_fields(step.frame, i, self._texts))
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
             details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
             if step.text or logprobs or (details and (step.new_tokens or step.output is not None)):

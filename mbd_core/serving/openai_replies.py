@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mbd_core.decoding.request import Counts
+from mbd_core.serving.frame_events import FrameEvent, FrameFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,10 @@ class Reply:
     def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:
         """The extra last chunk for `stream_options.include_usage`."""
         return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts))
+
+    def frame(self, fields: FrameFields) -> dict[str, Any]:
+        """The data of a provisional event."""
+        return FrameEvent(id=self.id, created=self.created, model=self.model, frame=fields).model_dump()
 
     @property
     def _chunk_kind(self) -> str:

@@ -194,6 +194,7 @@ class OpenAIServer:
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
             echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
+            texts=route.token_texts if asked.frames else None,
             include_usage=asked.usage_in_stream,
             on_close=on_close,
         )

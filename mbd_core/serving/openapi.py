@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from mbd_core.serving.frame_events import FRAME, FrameEvent
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
@@ -58,10 +59,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "Event": {
-        "description": "An event of a stream: a JSON object as text, or [DONE].",
+        "description": "An event of a stream: a JSON object as text, or [DONE]. The data of an event of type `frame`, "
+        "where `frames` was asked for, is a FrameEvent.",
         "type": "object",
         "required": ["data"],
-        "properties": {"data": {"type": "string"}},
+        "properties": {"event": {"const": FRAME}, "data": {"type": "string"}},
     },
     "Model": {
         "type": "object",
@@ -119,7 +121,8 @@ def openapi_document() -> dict[str, Any]:
     a request that breaks one is answered with 400 or 404.
     """
     _, requests = models_json_schema(
-        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)]
+        + [(FrameEvent, "serialization")],
         ref_template=COMPONENTS,
     )
     return {

@@ -75,7 +75,7 @@ class ResumingStream:
                 await self._go_on(loss)
                 continue
             step = self._joined(step)
-            if step.new_tokens or step.output is not None:
+            if step.commits or step.frame is not None:
                 return step
 
     def close(self) -> None:
@@ -129,7 +129,8 @@ class ResumingStream:
         self._logprobs += logprobs or ()
         if step.rollout is not None and self._rollout is not None:
             self._rollout = self._rollout.then(step.rollout)
-        self._last, self._closing = step.counts, step.closing
+        if step.commits:  # what a frame shows beyond that is decoded again elsewhere
+            self._last, self._closing = step.counts, step.closing
         counts = _sum(self._earlier, step.counts)
         output = step.output
         if output is not None:
