@@ -111,6 +111,7 @@ class StepOutput:
 
     counts   the request's counts up to this step
     closing  under a grammar: tokens that complete the answer within its budget, if it goes on with them
+    weights  the numbers of the weights that decoded its first and its last tokens so far
     frame    where the request asked for frames, what the step's forward left in its slots
     """
 
@@ -121,12 +122,20 @@ class StepOutput:
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
     closing: tuple[int, ...] = ()
+    weights: tuple[int, int] = (0, 0)
     frame: Frame | None = None
 
     @property
     def commits(self) -> bool:
         """Whether it has more than a frame."""
         return bool(self.new_tokens) or self.output is not None
+
+
+def aborted_step(output: Output, *, weights: tuple[int, int] = (0, 0)) -> StepOutput:
+    """The last step of a request that was aborted."""
+    return StepOutput(
+        request_id=output.request_id, new_tokens=(), output=output, counts=output.counts, weights=weights
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

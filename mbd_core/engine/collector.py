@@ -175,6 +175,7 @@ class Collector:
             new_tokens=tuple(tokens),
             output=None,
             counts=self._seating.ledger.counts(sequence),
+            weights=sequence.weights or (0, 0),
             closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
         )
 

@@ -48,6 +48,7 @@ class SequenceState:
     frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
+    weights            the numbers of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
@@ -78,6 +79,7 @@ class SequenceState:
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
     block_ages: np.ndarray | None = None
+    weights: tuple[int, int] | None = None
     added_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0
     stored_at: float = 0.0
@@ -145,6 +147,10 @@ class SequenceState:
             tokens = tokens[len(known) :]
         self.tokens += tokens
         self.committed = len(self.tokens)
+
+    def began_under(self, version: int) -> None:
+        """It was admitted, for the first time or again, under these weights."""
+        self.weights = (self.weights[0] if self.weights else version, version)
 
     def rewind(self) -> None:
         """It has lost its pages: its committed tokens must be stored again before it goes on."""

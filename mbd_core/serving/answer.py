@@ -61,10 +61,12 @@ class Answer:
         """The whole answer in one object, its choices in the order of the requests."""
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
         async for step in self._stream:
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output
+                weights.append(step.weights)
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
             ReplyChoice(
@@ -79,7 +81,7 @@ class Answer:
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
             )
         ]
-        return self._reply.full(choices, [o.counts for o in ordered])
+        return self._reply.full(choices, [o.counts for o in ordered], weights)
 
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
@@ -98,6 +100,7 @@ class Answer:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
+        weights: list[tuple[int, int]] = []
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
@@ -114,13 +117,14 @@ class Answer:
             if step.output is None:
                 continue
             counts[i] = step.output.counts
+            weights.append(step.weights)
             end = self._details.of_answer(step.output.tokens)
             last = reply.chunk(i, reason=step.output.finish_reason, details=end) | no_usage
             if len(counts) == len(index) and not self._include_usage:
-                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
+                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
             yield last
         if self._include_usage:
-            yield reply.usage_chunk([counts[i] for i in sorted(counts)])
+            yield reply.usage_chunk([counts[i] for i in sorted(counts)], weights)
 
     def _logprobs_of(
         self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None

@@ -55,6 +55,7 @@ class ResumingStream:
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
         self._num_losses = 0
+        self._weights: tuple[int, int] | None = None
 
     async def begin(self) -> None:
         """Submit the request; where its first replica is lost meanwhile, another one is tried."""
@@ -141,7 +142,10 @@ class ResumingStream:
                 logprobs=None if output.logprobs is None else tuple(self._logprobs),
                 rollout=self._rollout,
             )
-        return replace(step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output)
+        self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
+        return replace(
+            step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output, weights=self._weights
+        )
 
     def _without_repeats(self, step: StepOutput) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
         number = min(len(self._repeats), len(step.new_tokens))

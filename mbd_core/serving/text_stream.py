@@ -23,7 +23,7 @@ class TextStep:
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
-    where the request asked for them, as does `frame`, which the step's forward left.
+    where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in `StepOutput`.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class TextStep:
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
     frame: Frame | None = None
+    weights: tuple[int, int] = (0, 0)
 
 
 class TextStream:
@@ -178,6 +179,7 @@ class _AnswerText:
             logprobs=logprobs,
             rollout=rollout,
             frame=step.frame,
+            weights=step.weights,
         )
 
 
