@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from mbd_core.decoding.request import Counts, Output
-from mbd_core.serving.logprobs import ChoiceLogprobs
+from mbd_core.serving.frame_events import FRAME, frame_fields
+from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
@@ -17,8 +18,9 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One server-sent event; a frame has a type of its own."""
+    kind = f"event: {FRAME}\n" if FRAME in value else ""
+    return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Answer:
@@ -29,6 +31,7 @@ class Answer:
     details        what is said of tokens beside their text
     calls          whether the answers were held to a `CallRule`, and have calls
     echoes         the text before each choice's own, if any
+    texts          the text of each token, for frames
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -43,12 +46,13 @@ class Answer:
         details: TokenDetails | None = None,
         calls: bool = False,
         echoes: Sequence[str] = (),
+        texts: TokenTexts | None = None,
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
-        self._details = details or TokenDetails()
+        self._details, self._texts = details or TokenDetails(), texts
         self._calls = [CallReader() if calls else None for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
 
@@ -61,10 +65,12 @@ class Answer:
         """The whole answer in one object, its choices in the order of the requests."""
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
         async for step in self._stream:
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output
+                weights.append(step.weights)
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
             self._choice(
@@ -80,7 +86,7 @@ class Answer:
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
             )
         ]
-        return self._reply.full(choices, [o.counts for o in ordered])
+        return self._reply.full(choices, [o.counts for o in ordered], weights)
 
     def _choice(self, index: int, text: str, *, reason: str, **fields: Any) -> ReplyChoice:
         said = self._read(index, text, ends=True)
@@ -114,6 +120,7 @@ class Answer:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
+        weights: list[tuple[int, int]] = []
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
@@ -121,6 +128,8 @@ class Answer:
                 yield reply.chunk(i, text=echo, first=True, details=prompt) | no_usage
         async for step in self._stream:
             i = index[step.request_id]
+            if step.frame is not None and self._texts is not None:
+                yield reply.frame(frame_fields(step.frame, i, self._texts))
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
             details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
             said = self._read(i, step.text, ends=step.output is not None)
@@ -130,13 +139,14 @@ class Answer:
             if step.output is None:
                 continue
             counts[i] = step.output.counts
+            weights.append(step.weights)
             end = self._details.of_answer(step.output.tokens)
             last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
             if len(counts) == len(index) and not self._include_usage:
-                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
+                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
             yield last
         if self._include_usage:
-            yield reply.usage_chunk([counts[i] for i in sorted(counts)])
+            yield reply.usage_chunk([counts[i] for i in sorted(counts)], weights)
 
     def _logprobs_of(
         self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None

@@ -48,6 +48,7 @@ def engine_requests(
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
             rollout=bool(asked.return_step_map),
+            frames=bool(asked.frames),
             adapter=adapter,
             grammar=grammar,
             template=() if template is None else template.tokens,
@@ -111,6 +112,7 @@ def _api_error(
         "max_tokens": asked.budget_field,
         "decoding": "decoding",
         "rollout": "return_step_map",
+        "frames": "frames",
         "grammar": asked.grammar_field,
         "template": "template",
     }

@@ -77,6 +77,7 @@ class GenerationRequest(Strict, StructuredFields):
     top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
     return_token_ids  the ids of the prompt's and the answer's tokens in the reply
     return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
+    frames            in a stream, an event for each forward that shows the Block Buffer (`FrameEvent`)
     """
 
     model: str
@@ -92,6 +93,7 @@ class GenerationRequest(Strict, StructuredFields):
     n: NumChoices | None = None
     return_token_ids: bool | None = None
     return_step_map: bool | None = None
+    frames: bool | None = None
     # Nothing depends on these.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -125,6 +127,8 @@ class GenerationRequest(Strict, StructuredFields):
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.frames and not self.stream:
+            raise ValueError("frames: only allowed when stream is true; a whole answer has nothing provisional")
         if self.temperature is not None and 0 < self.temperature < LEAST:
             raise ValueError(f"temperature: {self.temperature} is too little to draw with; give 0, which is greedy")
         for name, neutral in (("top_p", 1), ("top_k", 0)):

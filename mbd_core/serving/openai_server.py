@@ -196,6 +196,7 @@ class OpenAIServer:
             details=token_details(asked, template, route.decode),
             calls=rule is not None,
             echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
+            texts=route.token_texts if asked.frames else None,
             include_usage=asked.usage_in_stream,
             on_close=on_close,
         )
