@@ -24,6 +24,7 @@ from jobs.command_line import (
     names,
 )
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES
 from mbd_core.evaluation.sweep_folder import FAILURE, KIND, REPORT, claim_sweep_folder, write_report
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.sweep_report import build_aup, build_rows
@@ -67,7 +68,25 @@ GridText = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
-MaxTokens = Annotated[int, typer.Option(help="New tokens a problem.", min=1, rich_help_panel=DECODING)]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="New tokens a problem.", show_default="the recipe's, 128 if generated", min=1, rich_help_panel=DECODING
+    ),
+]
+RecipeName = Annotated[
+    str,
+    typer.Option("--recipe", metavar="NAME", help=f"How tasks are asked: {', '.join(RECIPES)}.", rich_help_panel=DATA),
+]
+ExampleFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--examples",
+        metavar="TASK=PATH",
+        help="Solved problems for a few-shot recipe, as the task's train split; repeatable.",
+        rich_help_panel=DATA,
+    ),
+]
 Limit = Annotated[
     int | None,
     typer.Option(help="Problems a task.", show_default="500 generated, all of a file", min=1, rich_help_panel=DATA),
@@ -78,7 +97,8 @@ TaskFiles = Annotated[
     typer.Option(
         "--data",
         metavar="TASK=PATH",
-        help="The file of a task that is not generated; with one task its PATH alone. Repeatable.",
+        help="Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]. "
+        "With one task PATH alone; repeatable.",
         rich_help_panel=DATA,
     ),
 ]
@@ -98,7 +118,9 @@ def run(
     methods: MethodNames = None,
     method: MethodDefinitions = None,
     grid: GridText = "",
-    max_tokens: MaxTokens = 128,
+    recipe: RecipeName = OWN.name,
+    examples: ExampleFiles = None,
+    max_tokens: MaxTokens = None,
     limit: Limit = None,
     seed: Seed = 0,
     split: TaskSplit = "test",
@@ -135,6 +157,8 @@ def run(
             limit=limit,
             split=split,
             seed=seed,
+            recipe=recipe,
+            examples=examples or (),
             max_tokens=max_tokens,
             engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
             tensor_parallel=tensor_parallel,

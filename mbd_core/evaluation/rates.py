@@ -10,10 +10,14 @@ from mbd_core.evaluation.statistics import mean_and_stderr
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSample:
-    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong."""
+    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong.
+
+    cut   whether the answer ended at the limit of its tokens
+    """
 
     correct: bool
     counts: Counts | None
+    cut: bool = False
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
 
@@ -28,10 +32,12 @@ class Summary:
     tpf_ratio_of_sums  all useful tokens / all forwards
     tps                all useful tokens / all decode seconds: the rate of one request while others share its batch
     nfe                mean forwards per sample
+    cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf, tps and nfe
     """
 
     n: int
+    cut: int
     errors: int
     accuracy: float
     accuracy_stderr: float
@@ -62,6 +68,7 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
     return Summary(
         n=n,
+        cut=sum(s.cut for s in samples),
         errors=n - len(counts),
         accuracy=100 * share,
         accuracy_stderr=100 * math.sqrt(share * (1 - share) / n),

@@ -57,22 +57,25 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## Every configuration", ""]
-    lines.append("| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | TPS | NFE | Errors |")
-    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append(
+        "| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | TPS | NFE | Cut | Errors |"
+    )
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
         lines.append(
             f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
             f"| {s.accuracy:.2f} ± {s.accuracy_stderr:.2f} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {s.tps:.1f} | {s.nfe:.1f} | {s.errors} |"
+            f"| {s.tpf_ratio_of_sums:.2f} | {s.tps:.1f} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
         )
     return [
         *lines,
         "",
         "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
         "(before EOS) per NFE. TPS: useful tokens / decode seconds of a request beside the others of its batch, on "
-        "the machine named below; no warm-up is left out. An error (a request that could not be decoded) counts as "
-        "wrong and is left out of the rates. se: standard error, binomial for accuracy.",
+        "the machine named below; no warm-up is left out. Cut: answers that ended at the limit of "
+        "their tokens. An error (a request that could not be decoded) counts as wrong and is left out of the rates. "
+        "se: standard error, binomial for accuracy.",
         "",
     ]
 

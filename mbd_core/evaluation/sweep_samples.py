@@ -48,6 +48,7 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
     return GradedSample(
         correct=row["correct"],
         counts=counts,
+        cut=row["finish_reason"] == "length",
         strict_correct=row["strict_correct"],
         flexible_correct=row["flexible_correct"],
     )
