@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-JOBS = ("bench_decoders", "bench_engine", "branch_report", "fp8_report", "grade", "trace_report")
+JOBS = ("bench_decoders", "bench_engine", "branch_report", "fp8_report", "grade", "report_sweep", "trace_report")
 # Each is imported where it is used: the others where a GPU is there, peft where a recipe trains an adapter.
 OPTIONAL = {"flash_attn", "flashinfer", "kernels", "peft", "triton", "vllm"}
 
