@@ -18,7 +18,7 @@ from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.sweep_samples import collect_samples, load_samples
 from mbd_core.serving.load import load_engine
 
-ENGINE = EngineConfig(max_rows=4, num_pages=128)
+ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
 
 
 def planned(folder: Path, *, limit: int = 3, rows_per_part: int = 2) -> tuple[Sweep, list[Part], SweepRecord]:
