@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -16,13 +16,16 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
 from mbd_core.evaluation.grade_stage import grade_table
-from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
+from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_plan import Sweep
 from mbd_core.serving.load import load_engine
 
 
 class DecodeActor:
-    """`DecodeStage` in an actor: `models` maps the names in the rows to what `fetch_model` takes."""
+    """`DecodeStage` in an actor: `models` maps the names in the rows to what `fetch_model` takes.
+
+    It is called with a packed part, so that Ray Data neither joins parts nor splits one.
+    """
 
     def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
         def load(name: str) -> DecodingModel:
@@ -32,11 +35,36 @@ class DecodeActor:
 
         self._stage = DecodeStage(load)
 
-    def __call__(self, table: pa.Table) -> pa.Table:
+    def __call__(self, packed: pa.Table) -> pa.Table:
+        number, planned = unpack(packed)
+        return pack(number, self.decode(planned))
+
+    def decode(self, table: pa.Table) -> pa.Table:
         return self._stage(table)
 
     def close(self) -> None:
         self._stage.close()
+
+
+def grade_part(packed: pa.Table) -> pa.Table:
+    """`grade_table` on a packed part."""
+    number, decoded = unpack(packed)
+    return pack(number, grade_table(decoded))
+
+
+def pack(number: int, table: pa.Table) -> pa.Table:
+    """A part in one row: its number, and its table in Arrow's format for streams."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    columns = {"part": pa.array([number]), "table": pa.array([sink.getvalue().to_pybytes()], pa.large_binary())}
+    return pa.table(columns)
+
+
+def unpack(packed: pa.Table) -> tuple[int, pa.Table]:
+    """The number and the table of a packed part."""
+    (row,) = packed.to_pylist()
+    return row["part"], pa.ipc.open_stream(row["table"]).read_all()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,34 +90,37 @@ def plan_pool(sweep: Sweep, *, num_engines: int) -> EnginePool:
     return EnginePool(engine=engine, topology=topology, cluster_cpus=sum(node.get("CPU", 0.0) for node in nodes))
 
 
-def run_sweep(sweep: Sweep, pool: EnginePool, *, urls: Mapping[str, str] | None = None) -> Iterator[pa.Table]:
-    """Decode and grade on the connected cluster; tables of graded samples as they come, in no particular order.
+def run_parts(
+    parts: Sequence[Part], sweep: Sweep, pool: EnginePool, *, urls: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, pa.Table]]:
+    """Decode and grade parts on the connected cluster; their numbers and graded samples as they come, in no
+    particular order.
 
     `urls` maps the folders of models that were fetched to where they come from: each node fetches them for itself.
     Raises `ModelRefused` if an actor cannot load a model, which only its machine can find out.
     """
+    if not parts:
+        return
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect_samples` shows one for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
-    samples = pa.Table.from_pylist(list(sweep.rows()), schema=PLANNED_COLUMNS)
     engines = pool.topology
-    rows_per_call = min(4 * pool.engine.max_rows, -(-len(samples) // engines.processes))
-    parts = [samples.slice(start, rows_per_call) for start in range(0, len(samples), rows_per_call)]
     graded = (
-        ray.data.from_arrow(parts)
+        ray.data.from_arrow([pack(part.number, part.table()) for part in parts])
         .map_batches(
             DecodeActor,
             fn_constructor_kwargs={"models": models, "engine": pool.engine, "tensor_parallel": engines.ranks},
-            batch_size=rows_per_call,
+            batch_size=1,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=engines.processes),
             num_cpus=engines.num_cpus,
             num_gpus=engines.num_gpus,
         )
-        .map_batches(grade_table, batch_size=rows_per_call, batch_format="pyarrow", num_cpus=1)
+        .map_batches(grade_part, batch_size=1, batch_format="pyarrow", num_cpus=1)
     )
     try:
-        yield from graded.iter_batches(batch_size=None, batch_format="pyarrow")
+        for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
+            yield unpack(packed)
     except RayTaskError as error:
         # Ray passes an actor's exception on as text: its class and message are a line of the traceback.
         refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)

@@ -15,8 +15,13 @@ MAX_REASON = 300
 
 def record_failure(error: BaseException, folder: Folder, name: str) -> str:
     """Write the error's traceback, with the workers' own in it, to a file of `folder`; the reason, one line."""
-    folder.write_text(name, "".join(traceback.format_exception(error)))
+    folder.write_text(name, failure_text(error))
     return reason(error)
+
+
+def failure_text(error: BaseException) -> str:
+    """The error's traceback, with the workers' own in it."""
+    return "".join(traceback.format_exception(error))
 
 
 def reason(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,7 @@ import pyarrow.fs
 from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 
-from mbd_core.files import MANIFEST, check_replaceable, check_target_folder, check_writable, write_text
+from mbd_core.files import MANIFEST, check_replaceable, check_target_folder, check_writable, is_named, write_text
 
 UNFINISHED = f".{MANIFEST}.0.partial"
 PROBE = ".mbd-probe-"
@@ -128,7 +128,7 @@ class Folder:
         """Raise `ValueError` if no file can be made in the folder; on remote storage one is made and removed."""
         with self._errors("cannot be written", ValueError):
             if not self.is_remote:
-                check_writable(self.path.parent, self.path)
+                check_writable(self.path if self.path.is_dir() else self.path.parent, self.path)
                 return
             system, path = self._remote()
             probe = f"{path}/{PROBE}{secrets.token_hex(4)}"
@@ -178,6 +178,41 @@ class Folder:
         finally:
             if not keep:
                 shutil.rmtree(stage, ignore_errors=True)
+
+    @contextmanager
+    def mirrored(self, kind: str, files: Sequence[str]) -> Iterator["Mirror"]:
+        """Where this folder, a claimed one (`mbd_core.files.claim_folder`), is written file by file: its own path, or
+        for a remote one a temporary folder that begins with what lies there of `files`, patterns of names.
+
+        Raises `ValueError` if it cannot be written, or holds something else than a folder of `kind`.
+        """
+        self.check_writable()
+        if not self.is_remote:
+            yield Mirror(self, self.path)
+            return
+        with self._errors("cannot be read", ValueError):
+            system, path = self._remote()
+            found = _files(system, path)
+            if "" in found:
+                raise ValueError(f"{self} exists already and is not a folder; give a folder that is yet to be made")
+            manifest = _manifest(system, path, found)
+            if found:
+                check_replaceable(self.location, manifest, (), kind, overwrite=True)
+            stage = Path(tempfile.mkdtemp(prefix="mbd-mirror-"))
+            try:
+                mirror = Mirror(self, stage / (self.name or "folder"))
+                own = {name: found[name] for name in found if any(is_named(name, pattern) for pattern in files)}
+                if manifest is not None:
+                    _download(system, path, own, mirror.path)
+                    (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
+            except BaseException:
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
+        try:
+            yield mirror
+            mirror.close()
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
     def _upload(self, folder: Path, kind: str, *, overwrite: bool, kept: bool) -> None:
         self.check_target(kind, overwrite=overwrite)  # it may have been filled meanwhile
@@ -259,6 +294,42 @@ class Folder:
         except Exception as error:  # each storage raises types of its own
             reason = " ".join(str(error).split()) or type(error).__name__
             raise kind(f"{self.location} {what}: {reason}") from error
+
+
+class Mirror:
+    """A folder that fills file by file: its files are written at `path`, on this machine, and appear at `target`.
+
+    A remote one holds the manifest of an unfinished folder until it is closed.
+    """
+
+    def __init__(self, target: Folder, path: Path) -> None:
+        self.target, self.path, self._begun = target, path, False
+
+    def publish(self, name: str) -> None:
+        """Show at the target that a file was written, or removed. Raises `OSError`."""
+        if not self.target.is_remote:
+            return
+        with self.target._errors("cannot be written"):
+            system, path = self.target._remote()
+            if not self._begun:
+                self.target._put(system, f"{path}/{UNFINISHED}", (self.path / MANIFEST).read_bytes())
+                if system.exists(f"{path}/{MANIFEST}"):
+                    system.rm_file(f"{path}/{MANIFEST}")
+                self._begun = True
+            if (self.path / name).exists():
+                self.target._make_parent(system, f"{path}/{name}")
+                system.put_file(str(self.path / name), f"{path}/{name}")
+            elif system.exists(f"{path}/{name}"):
+                system.rm_file(f"{path}/{name}")
+
+    def close(self) -> None:
+        """Say that the folder is whole."""
+        if not self._begun:
+            return
+        with self.target._errors("cannot be written"):
+            system, path = self.target._remote()
+            self.target._put(system, f"{path}/{MANIFEST}", (self.path / MANIFEST).read_bytes())
+            system.rm_file(f"{path}/{UNFINISHED}")
 
 
 def fetch_model(model: str, *, cache: Path | None = None) -> str:

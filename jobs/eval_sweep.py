@@ -2,12 +2,14 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.storage import Folder, fetch_model
+from cluster.storage import Folder, Mirror, fetch_model
 from jobs.command_line import (
     CLUSTER,
     DATA,
@@ -25,11 +27,13 @@ from jobs.command_line import (
 )
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES
-from mbd_core.evaluation.sweep_folder import FAILURE, KIND, REPORT, claim_sweep_folder, write_report
+from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder, sweep_in
+from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
-from mbd_core.evaluation.sweep_report import build_aup, build_rows
+from mbd_core.evaluation.sweep_record import SweepRecord, record_of
 from mbd_core.evaluation.sweep_samples import collect_samples
-from mbd_core.evaluation.sweep_settings import sweep_settings
+from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
+from mbd_core.evaluation.sweep_summary import write_summary
 from mbd_core.evaluation.tasks import TASKS
 from mbd_core.tasks.split import Split
 
@@ -102,6 +106,15 @@ TaskFiles = Annotated[
         rich_help_panel=DATA,
     ),
 ]
+ShardText = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        help="Compute the I-th of N shards; jobs/report_sweep.py joins their folders.",
+        rich_help_panel=DATA,
+    ),
+]
 Out = Annotated[
     str,
     typer.Option(
@@ -125,6 +138,7 @@ def run(
     seed: Seed = 0,
     split: TaskSplit = "test",
     data: TaskFiles = None,
+    shard: ShardText = "1/1",
     max_rows: MaxRows = EngineConfig.max_rows,
     num_pages: NumPages = EngineConfig.num_pages,
     kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
@@ -138,13 +152,13 @@ def run(
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
     The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own. It writes
-    samples/*.parquet (one row a sample), plot.png, report.md and, last, report.json. At a URL they appear when the
-    sweep has ended; until then they lie in a temporary folder of the job's machine. A submitted job runs in a copy of
-    the working directory, so give it an absolute --out.
+    samples/*.parquet (one row a sample), as they come, then plot.png, report.md and report.json. Killed at any moment
+    and started again with the same command it computes what is missing. --overwrite replaces a finished sweep, or
+    another one. A submitted job runs in a copy of the working directory, so give it an absolute --out.
     """
     started = time.perf_counter()
-    folder = Folder.at(out)
-    folder.check_target(KIND, overwrite=overwrite, in_place=True)
+    out_folder, part_of = Folder.at(out), Shard.parse(shard)
+    out_folder.check_writable()
     fetched = {model: fetch_model(model) for model in names(models, "--models")}
     sweep = plan_sweep(
         SweepOptions(
@@ -167,44 +181,66 @@ def run(
     for note in sweep.notes:
         print(f"eval_sweep: note: {note}", file=sys.stderr)
     urls = {path: model for model, path in fetched.items() if path != model}
-    print(run_on_cluster(sweep, folder, urls=urls, num_actors=actors, overwrite=overwrite, started=started))
-    print(f"The report is in {folder}: report.md, {REPORT}, plot.png, samples/")
+    with out_folder.mirrored(KIND, FILES) as mirror:
+        record, parts = cut_sweep(sweep, mirror.path, shard=part_of, num_actors=actors)
+        check_sweep_folder(mirror.path, record, overwrite=overwrite)
+        print(run_on_cluster(sweep, record, parts, mirror, urls=urls, num_actors=actors, overwrite=overwrite))
+    seconds = time.perf_counter() - started
+    print(f"The report is in {out_folder}: report.md, {REPORT}, plot.png, samples/ ({seconds:.1f} s)")
+
+
+def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, num_actors: int) -> tuple[SweepRecord, list[Part]]:
+    """The sweep's record and all its parts; a sweep that the folder holds already is cut as it was there."""
+    rows = list(sweep.rows())
+    there = sweep_in(folder)
+    size = min(4 * sweep.engine.max_rows, -(-len(rows) // num_actors))
+    size = size if there is None else there.rows_per_part
+    parts = cut(rows, rows_per_part=size)
+    return record_of(sweep, rows, parts, shard=shard, rows_per_part=size), parts
 
 
 def run_on_cluster(
-    sweep: Sweep, out: Folder, *, urls: Mapping[str, str], num_actors: int, overwrite: bool, started: float
+    sweep: Sweep,
+    record: SweepRecord,
+    parts: Sequence[Part],
+    mirror: Mirror,
+    *,
+    urls: Mapping[str, str],
+    num_actors: int,
+    overwrite: bool,
 ) -> str:
-    """Decode, grade and write; the report as Markdown. Ray is imported here: it takes seconds, and bad input none.
+    """Decode, grade and write what is missing; the report as Markdown. Ray is imported here: it takes seconds, and bad
+    input none.
 
-    Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in `out`, or on
-    this machine if it is remote.
+    Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in the folder.
     """
     import ray
 
-    from actors.evaluation import plan_pool, run_sweep
-    from cluster.failures import CLUSTER_FAILURES, record_failure
+    from actors.evaluation import plan_pool, run_parts
+    from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)
-        with out.staged(KIND, overwrite=overwrite, keep=True) as folder:
-            claim_sweep_folder(folder, overwrite=overwrite)
+        settings = sweep_settings(sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus)
+        record = replace(record, settings=settings)
+        with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
+            folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
+            missing = [parts[number] for number in folder.missing()]
+            if len(missing) < len(folder.state.record.parts):
+                done = len(folder.state.record.parts) - len(missing)
+                print(f"eval_sweep: {done} of {len(folder.state.record.parts)} parts are there", file=sys.stderr)
             try:
-                samples = collect_samples(run_sweep(sweep, pool, urls=urls), sweep, folder=folder)
+                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, missing)
             except CLUSTER_FAILURES as error:
-                reason = record_failure(error, Folder.at(folder), FAILURE)
+                folder.write_files({FAILURE: failure_text(error).encode()})
                 raise RuntimeError(
-                    f"the sweep failed: {reason}; it lies unfinished in {folder}, with the traceback in {FAILURE}; "
-                    f"a sweep cannot be resumed: repeat the command{'' if out.is_remote else ' with --overwrite'}"
+                    f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
+                    f"traceback in {FAILURE}; the same command computes the rest"
                 ) from error
-            seconds = time.perf_counter() - started
-            settings = sweep_settings(
-                sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, seconds=seconds
-            )
-            rows = build_rows(samples)
-            labels = {problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets}
-            return write_report(folder, rows, build_aup(rows), labels=labels, settings=settings)
+            folder.remove(FAILURE)
+            return write_summary(folder).text
     finally:
         if is_ours:
             ray.shutdown()

@@ -96,18 +96,30 @@ def folder_beside(folder: Path, kind: str, *, overwrite: bool = False) -> Iterat
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def claim_folder(folder: Path, kind: str, files: Sequence[str], *, overwrite: bool = False) -> Path:
+def claim_folder(folder: Path, kind: str, files: Sequence[str]) -> Path:
     """Make `folder` for results that come one by one: `files`, patterns relative to it, will be the project's own.
 
-    Those of an earlier run are removed. Raises `ValueError` as `check_target_folder` does.
+    A folder that was claimed for this kind before keeps what it holds. Raises `ValueError` as `check_target_folder`
+    does for any other folder that is not empty.
     """
-    check_target_folder(folder, kind, overwrite=overwrite, in_place=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in _files(folder):
-        if name != MANIFEST:
-            (folder / name).unlink()
+    if folder_kind(folder) != kind:
+        check_target_folder(folder, kind, in_place=True)
+        folder.mkdir(parents=True, exist_ok=True)
     _write_manifest(folder, kind, files)
     return folder
+
+
+def folder_kind(folder: Path) -> str | None:
+    """What the project wrote at `folder`, by its manifest; `None` if it wrote nothing there."""
+    try:
+        return str(json.loads(_manifest(folder) or "")["kind"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def is_partial(path: Path) -> bool:
+    """Whether this is a file that `file_beside` began and a killed process did not finish."""
+    return PARTIAL.fullmatch(path.name) is not None
 
 
 def _write_manifest(folder: Path, kind: str, files: Sequence[str]) -> None:
@@ -133,7 +145,7 @@ def check_replaceable(
         raise ValueError(f"{folder} exists already and holds a {there}, not a {kind}; give another folder")
     if not overwrite:
         raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
-    foreign = [n for n in present if n != MANIFEST and not any(_is_named(n, p) for p in patterns)]
+    foreign = [n for n in present if n != MANIFEST and not any(is_named(n, p) for p in patterns)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
 
@@ -144,7 +156,7 @@ def _manifest(folder: Path) -> str | None:
     return None
 
 
-def _is_named(name: str, pattern: str) -> bool:
+def is_named(name: str, pattern: str) -> bool:
     """Whether a manifest's pattern, whose `*` does not reach into folders, names this file.
 
     A file that a killed process left beside its place (`file_beside`) goes by the name it would have had.
@@ -173,7 +185,7 @@ def check_name(target: Path) -> None:
 def check_writable(folder: Path, target: Path) -> None:
     """Raise `ValueError` if no file can be made in `folder`, or in the nearest of its parents that exists."""
     check_name(target)
-    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass

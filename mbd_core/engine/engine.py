@@ -227,6 +227,12 @@ class Engine:
         self.check_idle("prepare")
         return self._graphs.capture(() if decoding.canvas is not None else self._kinds.to_capture(decoding))
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that what follows is computed as by a new engine. Raises `ValueError` while
+        requests are being served."""
+        self.check_idle("forget_prefixes")
+        self.scheduler.pool.forget()
+
     def close(self) -> None:
         """Let go of the captured graphs, and of the other processes where there are several ranks."""
         self._graphs.release()

@@ -42,7 +42,8 @@ class DecodeStage:
     """Decodes tables of samples. Rows with different decoding configurations run together.
 
     `load` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in memory at
-    a time: it is closed before another model is loaded, and after a failure before it is loaded again.
+    a time: it is closed before another model is loaded, and after a failure before it is loaded again. It forgets the
+    prefixes of one table before the next, so that a row's numbers depend on its table alone, not on what ran before.
     """
 
     def __init__(self, load: Callable[[str], DecodingModel]) -> None:
@@ -53,6 +54,7 @@ class DecodeStage:
         """The table (`PLANNED_COLUMNS`) with texts and counts (`DECODED_COLUMNS`)."""
         rows = table.to_pylist()
         for name in dict.fromkeys(row["model"] for row in rows):
+            self._model(name).engine.forget_prefixes()
             self._decode(name, [row for row in rows if row["model"] == name])
         return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
 

@@ -39,20 +39,28 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
         lines.append(f"| *{model} (blksz={block_size})* |" + " |" * len(heads))
         for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
             best = {
-                task: best_row(
-                    row for row in rows if (row.key.model, row.key.method, row.key.task) == (model, method, task)
-                )
+                task: best_row(of_task)
                 for task in labels
+                if (of_task := [row for row in rows if _subject(row) == (model, method, task)])
             }
             summaries = [row.summary for row in best.values()]
             method_aups = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
-            values = [value for s in summaries for value in (s.accuracy, s.tpf)]
-            values += [mean([s.accuracy for s in summaries]), mean([s.tpf for s in summaries])]
+            cells = [cell for task in labels for cell in _pair(best.get(task))]
+            values = [mean([s.accuracy for s in summaries]), mean([s.tpf for s in summaries])]
             values += [mean([a.aup_eq41 for a in method_aups]), mean([a.aup_d3llm for a in method_aups])]
-            lines.append(f"| {method} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+            lines.append(f"| {method} | " + " | ".join([*cells, *(f"{value:.2f}" for value in values)]) + " |")
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
             configurations.append(f"- {model}, {method}: {varied}")
     return [*lines, "", "Configuration of each table row:", "", *configurations, ""]
+
+
+def _subject(row: ReportRow) -> tuple[str, str, str]:
+    return (row.key.model, row.key.method, row.key.task)
+
+
+def _pair(row: ReportRow | None) -> tuple[str, str]:
+    """Accuracy and TPF; a dash where the method has no sample of the task, as in a shard."""
+    return ("-", "-") if row is None else (f"{row.summary.accuracy:.2f}", f"{row.summary.tpf:.2f}")
 
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:

@@ -1,8 +1,6 @@
 """Writes a sweep's graded samples to its folder as they arrive, and gathers them by configuration for the report."""
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +10,63 @@ from tqdm import tqdm
 from mbd_core.decoding.request import Counts
 from mbd_core.evaluation.rates import GradedSample
 from mbd_core.evaluation.sample_tables import COUNTS
-from mbd_core.evaluation.sweep_folder import write_samples
-from mbd_core.evaluation.sweep_plan import Sweep
+from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_samples
+from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_report import ReportKey
 
+COLUMNS = (
+    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error"),
+    *("strict_correct", "flexible_correct", "decode_seconds", *COUNTS),
+)
 
-def collect_samples(tables: Iterable[pa.Table], sweep: Sweep, *, folder: Path) -> dict[ReportKey, list[GradedSample]]:
-    """Write every table as a part, show progress, and return the samples by configuration, in the sweep's order.
+Samples = dict[ReportKey, list[GradedSample]]
 
-    Raises `RuntimeError` if samples are missing at the end.
+
+def collect_samples(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, parts: Sequence[Part]) -> None:
+    """Write each table, with the number of its part, and show progress; `parts` are those that are to come.
+
+    Raises `RuntimeError` if some are missing at the end.
     """
-    samples: dict[ReportKey, list[GradedSample]] = {
-        ReportKey(model, variant.method, problem_set.task.name, json.dumps(asdict(variant.decoding))): []
-        for model, variants in sweep.variants.items()
-        for variant in variants
-        for problem_set in sweep.problem_sets
-    }
-    with tqdm(total=sweep.num_samples, unit="sample", desc="sweep", mininterval=1.0) as bar:
-        for number, table in enumerate(tables):
-            write_samples(folder, number, table)
-            for row in table.to_pylist():
-                samples[ReportKey(row["model"], row["method"], row["task"], row["config"])].append(graded_sample(row))
+    with tqdm(total=sum(len(part.rows) for part in parts), unit="sample", desc="sweep", mininterval=1.0) as bar:
+        for number, table in tables:
+            folder.write_part(number, table)
             bar.update(len(table))
-    num_collected = sum(len(graded) for graded in samples.values())
-    if num_collected != sweep.num_samples:
-        raise RuntimeError(f"{num_collected} of {sweep.num_samples} samples came back; {folder} holds them")
-    return samples
+    if missing := folder.missing():
+        raise RuntimeError(f"{len(missing)} of {len(parts)} parts did not come back; repeat the command for them")
+
+
+def load_samples(folders: Sequence[Path]) -> Samples:
+    """The samples of sweeps by configuration, in the order of their plans, those of one configuration by number.
+
+    A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two sweeps
+    that differ have a model's configuration and a problem in common: which of the rows counts?
+    """
+    samples: Samples = {}
+    plans: dict[tuple[ReportKey, str, int], int] = {}  # (configuration, problem, seed) -> the plan that it is of
+    found: list[tuple[int, int, ReportKey, GradedSample]] = []
+    known: list[Any] = []
+    for folder in folders:
+        record = read_record(folder)
+        for key in record.subjects():
+            samples.setdefault(key, [])
+        if record.plan not in known:
+            known.append(record.plan)
+        plan = known.index(record.plan)
+        for row in read_samples(folder, columns=COLUMNS):
+            key = ReportKey(row["model"], row["method"], row["task"], row["config"])
+            subject = (key, row["problem_id"], row["seed"])
+            if subject in plans:
+                if plans[subject] != plan:
+                    raise ValueError(
+                        f"{folder} and an earlier folder hold {row['problem_id']} of model '{key.model}' by method "
+                        f"'{key.method}', from sweeps that differ; join sweeps of different problems or models"
+                    )
+                continue
+            plans[subject] = plan
+            found.append((plan, row["sample"], key, graded_sample(row)))
+    for _, _, key, sample in sorted(found, key=lambda one: one[:2]):
+        samples[key].append(sample)
+    return {key: graded for key, graded in samples.items() if graded}
 
 
 def graded_sample(row: dict[str, Any]) -> GradedSample:

@@ -14,9 +14,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.sweep_plan import Sweep
 
 
-def sweep_settings(
-    sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float, seconds: float
-) -> dict[str, Any]:
+def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float) -> dict[str, Any]:
     """The settings by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
     return {
         "models": {name: _model_settings(model_folder(folder)) for name, folder in sweep.models.items()},
@@ -38,11 +36,17 @@ def sweep_settings(
         "actors": num_actors,
         "tensor_parallel": sweep.tensor_parallel,
         "notes": sweep.notes,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
-        f"each engine runs on {sweep.tensor_parallel}",
+        "machines": [machine_text(num_cpus, ranks=sweep.tensor_parallel)],
         "versions": {name: version(name) for name in ("torch", "ray", "transformers")},
-        "seconds": round(seconds, 1),
     }
+
+
+def machine_text(num_cpus: float, *, ranks: int) -> str:
+    """The machine of the job, on a cluster with `num_cpus` CPUs."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
+        f"each engine runs on {ranks}"
+    )
 
 
 def _model_settings(folder: Path) -> dict[str, Any]:

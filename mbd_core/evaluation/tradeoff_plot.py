@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from mbd_core.evaluation.sweep_report import ReportRow
 
 
-def draw_plot(rows: Sequence[ReportRow], path: Path, *, labels: Mapping[str, str]) -> None:
+def draw_plot(rows: Sequence[ReportRow], path: Path | BinaryIO, *, labels: Mapping[str, str]) -> None:
     """Write the plot as PNG; `labels` maps task names to panel titles, in panel order."""
     figure = Figure(figsize=(5.0 * len(labels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)

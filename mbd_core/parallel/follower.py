@@ -14,6 +14,7 @@ from mbd_core.parallel.orders import (
     Abort,
     Add,
     Command,
+    ForgetPrefixes,
     LoadAdapter,
     Preempt,
     Prepare,
@@ -71,6 +72,8 @@ def _obey(engine: Engine, command: Command, group: Group) -> None:
             engine.preempt()
         case Prepare(decoding):
             engine.prepare(decoding)
+        case ForgetPrefixes():
+            engine.forget_prefixes()
         case UnloadAdapter(name):
             engine.unload_adapter(name)
         case LoadAdapter() | UpdateWeights():

@@ -31,6 +31,7 @@ from mbd_core.parallel.orders import (
     Add,
     Change,
     Command,
+    ForgetPrefixes,
     LoadAdapter,
     Orders,
     Preempt,
@@ -117,6 +118,10 @@ class ParallelEngine(Engine):
         self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
         with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
             return super().prepare(decoding)
+
+    def forget_prefixes(self) -> None:
+        super().forget_prefixes()
+        self._commands.append(ForgetPrefixes())
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """`Engine.load_adapter`, on all ranks or on none."""

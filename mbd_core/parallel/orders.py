@@ -52,6 +52,11 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class ForgetPrefixes:
+    pass
+
+
+@dataclass(frozen=True)
 class LoadAdapter:
     name: str
     folder: Path
@@ -70,7 +75,7 @@ class UpdateWeights:
 
 
 Change = LoadAdapter | UpdateWeights
-Command = Add | Abort | Preempt | Prepare | UnloadAdapter | Change
+Command = Add | Abort | Preempt | Prepare | ForgetPrefixes | UnloadAdapter | Change
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,44 @@ def test_what_could_not_be_uploaded_is_kept_where_it_is_asked_for(tmp_path: Path
     shutil.rmtree(paths[0].parent, ignore_errors=True)
 
 
+def test_a_mirrored_folder_fills_file_by_file_and_begins_with_what_is_there(base: str, tmp_path: Path) -> None:
+    folder, files = Folder.at(f"{base}/sweep"), ["samples/part-*.txt", "report.txt"]
+
+    def interrupted() -> None:
+        with folder.mirrored("sweep", files) as mirror:
+            claim_folder(mirror.path, "sweep", files)
+            (mirror.path / "samples").mkdir()
+            (mirror.path / "samples" / "part-1.txt").write_text("1")
+            mirror.publish("samples/part-1.txt")
+            assert names(folder) == [UNFINISHED, "samples/part-1.txt"]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    put(folder, "notes.txt", "somebody else's")
+    with pytest.raises(ValueError, match="was not written to its end"):
+        folder.fetch(tmp_path / "cache")
+    with folder.mirrored("sweep", files) as mirror:
+        assert (mirror.path / "samples" / "part-1.txt").read_text() == "1"
+        assert not (mirror.path / "notes.txt").exists()
+        (mirror.path / "report.txt").write_text("whole")
+        (mirror.path / "samples" / "part-1.txt").unlink()
+        mirror.publish("report.txt")
+        mirror.publish("samples/part-1.txt")
+    assert names(folder) == [MANIFEST, "notes.txt", "report.txt"]
+    assert not mirror.path.parent.exists()
+    with folder.mirrored("sweep", files):
+        assert MANIFEST in names(folder), "nothing was written"
+    with pytest.raises(ValueError, match="holds a sweep, not a model"), folder.mirrored("model", files):
+        pass
+    put(Folder.at(f"{base}/foreign"), "a.txt", "mine")
+    with (
+        pytest.raises(ValueError, match="was not written by this project"),
+        Folder.at(f"{base}/foreign").mirrored("sweep", files),
+    ):
+        pass
+
+
 def test_a_model_is_fetched_once_a_version(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = Folder.at(base) / "tiny", tmp_path / "cache"
     with pytest.raises(ValueError, match=r"^no folder lies at \S*/tiny; give the URL of one$"):

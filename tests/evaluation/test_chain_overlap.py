@@ -4,10 +4,9 @@ import itertools
 import json
 from pathlib import Path
 
-import pyarrow as pa
+from written_sweeps import write_rows
 
 from mbd_core.evaluation.chain_overlap import chain, overlap_table, training_chains
-from mbd_core.evaluation.sweep_folder import write_samples
 from mbd_core.tasks import gsm_mini
 
 
@@ -34,7 +33,7 @@ def test_the_accuracy_is_split_by_whether_the_chain_was_trained(tmp_path: Path) 
         }
         for number, row in enumerate(problems)
     ]
-    write_samples(tmp_path, 0, pa.Table.from_pylist(samples))
+    write_rows(tmp_path, samples)
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "tasks": {"gsm-mini": {"n": 3}}}}))
     table = overlap_table([tmp_path], {chain(problems[0]["answer"])}).splitlines()
     assert table[2:] == ["| m | MBD | 0.9 | unseen | 2 | 50.00 |", "| m | MBD | 0.9 | in training | 1 | 100.00 |"]

@@ -70,6 +70,9 @@ class FakeEngine:
             for r in requests
         ]
 
+    def forget_prefixes(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

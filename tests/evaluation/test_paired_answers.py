@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
+from written_sweeps import write_rows
 
 from jobs.paired_test import main
 from mbd_core.evaluation.paired_answers import load_answers, pair_answers
-from mbd_core.evaluation.sweep_folder import write_samples
 
 SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
 
@@ -25,7 +24,7 @@ def sweep(folder: Path, model: str, right: dict[str, bool], *, seed: int = 0, ta
         }
         for problem, correct in right.items()
     ]
-    write_samples(folder, 0, pa.Table.from_pylist(rows))
+    write_rows(folder, rows)
     return folder
 
 

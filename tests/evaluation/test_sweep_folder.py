@@ -1,84 +1,234 @@
-"""A sweep's folder: nothing of the user's is touched, and what was written is read back."""
+"""A sweep's folder: no row is lost or repeated, whenever a process is killed, and no file of the user's is touched."""
 
+import json
+import multiprocessing
+import random
+import signal
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from sweep_rows import report_rows
+from written_sweeps import graded_table, planned_rows, sweep_record, write_parts
 
 from mbd_core.evaluation.sweep_folder import (
+    FAILURE,
+    LOCK,
+    RECORD,
     REPORT,
+    SweepFolder,
     check_sweep_folder,
-    claim_sweep_folder,
+    part_name,
     read_report,
     read_samples,
-    write_report,
-    write_samples,
 )
-from mbd_core.evaluation.sweep_report import build_aup
-from mbd_core.files import MANIFEST
+from mbd_core.evaluation.sweep_parts import Shard, cut
+from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.files import MANIFEST, write_json
 
-LABELS = {"a": "A", "b": "B"}
-
-
-def write_sweep(folder: Path, *, overwrite: bool = False, num_parts: int = 2) -> str:
-    """A whole sweep of `num_parts` tables of samples."""
-    claim_sweep_folder(folder, overwrite=overwrite)
-    for number in range(num_parts):
-        write_samples(folder, number, pa.table({"sample": [2 * number, 2 * number + 1]}))
-    rows = report_rows()
-    return write_report(folder, rows, build_aup(rows), labels=LABELS, settings={"seed": 7})
+ROWS = planned_rows()
+PARTS = cut(ROWS, rows_per_part=4)
+RECORDED = sweep_record(ROWS, PARTS)
 
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    text = write_sweep(tmp_path / "out")
-    parts = {"samples/part-00000.parquet", "samples/part-00001.parquet"}
-    assert files(tmp_path / "out") == {*parts, "plot.png", "report.md", REPORT, MANIFEST}
-    assert (tmp_path / "out" / "report.md").read_text() == text
-    assert [row["sample"] for row in read_samples(tmp_path / "out")] == [0, 1, 2, 3]
-    report = read_report(tmp_path / "out")
-    assert [row["accuracy"] for row in report["rows"]] == [row.summary.accuracy for row in report_rows()]
-    assert report["settings"] == {"seed": 7}
+def report_bytes(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in (REPORT, "report.md", "plot.png")]
 
 
-def test_a_folder_without_a_report_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no report.json"):
-        read_report(tmp_path)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweeps") / "whole"
+    write_parts(folder)
+    return folder
 
 
-def test_a_sweep_replaces_only_a_sweep_and_only_when_told_to(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(uninterrupted: Path) -> None:
+    parts = {part_name(part.number) for part in PARTS}
+    assert files(uninterrupted) == {*parts, "plot.png", "report.md", REPORT, RECORD, LOCK, MANIFEST}
+    samples = sorted(read_samples(uninterrupted), key=lambda row: row["sample"])
+    assert [row["sample"] for row in samples] == list(range(len(ROWS)))
+    assert samples == sorted((r for p in PARTS for r in graded_table(p).to_pylist()), key=lambda row: row["sample"])
+    report = read_report(uninterrupted)
+    assert sum(row["n"] for row in report["rows"]) == len(ROWS)
+    assert report["times"] == ["rows.tps", "rows.decode_seconds"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sweep_that_is_killed_at_random_points_ends_as_if_it_were_not(
+    seed: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """SIGKILL at random moments, again and again, until a run gets through."""
+    draw, out, exit_codes = random.Random(seed), tmp_path / "out", list[int | None]()
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    while 0 not in exit_codes:
+        process = context.Process(target=write_parts, args=(out,), kwargs={"seconds": 0.01, "done": writer.send})
+        process.start()
+        process.join(draw.random() * 0.08 if len(exit_codes) < 8 else None)
+        process.kill()
+        process.join()
+        exit_codes.append(process.exitcode)
+    assert -signal.SIGKILL in exit_codes
+    computed = Counter[int]()
+    while reader.poll():
+        computed.update([reader.recv()])
+    assert max(computed.values()) == 1, "what was written is not computed again"
+    assert report_bytes(out) == report_bytes(uninterrupted)
+    assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(len(ROWS)))
+    assert files(out) == files(uninterrupted), "nothing half-written is left"
+
+
+def test_a_finished_sweep_has_nothing_missing_and_its_report_comes_from_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_sweep(out)
+    write_parts(out)
+    before = report_bytes(out)
+    for name in (REPORT, "report.md", "plot.png"):
+        (out / name).unlink()
+    with SweepFolder.claim(out, RECORDED) as folder:
+        assert folder.missing() == []
+        write_summary(folder)
+    assert report_bytes(out) == before
+
+
+def test_a_part_is_written_once(tmp_path: Path) -> None:
+    with SweepFolder.claim(tmp_path / "out", RECORDED) as folder:
+        folder.write_part(0, graded_table(PARTS[0]))
+        folder.write_part(0, graded_table(PARTS[1]))
+        assert folder.missing() == [part.number for part in PARTS[1:]]
+    assert list(read_samples(tmp_path / "out")) == graded_table(PARTS[0]).to_pylist()
+
+
+def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
+    with (
+        SweepFolder.claim(tmp_path / "out", RECORDED),
+        pytest.raises(ValueError, match="another sweep is writing in"),
+    ):
+        SweepFolder.claim(tmp_path / "out", RECORDED)
+    SweepFolder.claim(tmp_path / "out", RECORDED).close()
+
+
+def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_parts(out)
+    listed = files(out)
+    tasks = RECORDED.plan["tasks"]
+    configurations = RECORDED.plan["configurations"]
+    for plan, sentence in (
+        ({"seed": 3}, "its seed is 0, not 3"),
+        ({"max_rows": 8}, "its max_rows is 4, not 8"),
+        ({"models": {"n": "digest"}}, "its models are m, not n"),
+        ({"models": {"m": "another"}}, "the files of model 'm' are others"),
+        ({"tasks": {"a": tasks["a"]}}, "its tasks are a, b, not a"),
+        ({"tasks": {**tasks, "b": {**tasks["b"], "problems": 9}}}, "task 'b' has 10 problems, not 9"),
+        ({"tasks": {**tasks, "b": {**tasks["b"], "max_tokens": 9}}}, "the max_tokens of task 'b' is 8, not 9"),
+        ({"tasks": {**tasks, "b": {**tasks["b"], "sha256": "1"}}}, "prompts or rule of task 'b' are others"),
+        ({"configurations": {"m": configurations["m"][:1]}}, "has 2 configurations, not 1, and has another of MBD"),
+        ({"configurations": {"m": configurations["m"][::-1]}}, "has its configurations in another order"),
+        ({"versions": {**RECORDED.plan["versions"], "torch": "2"}}, "it was made with torch 1, not 2"),
+    ):
+        with pytest.raises(ValueError, match="holds another sweep: ") as refusal:
+            check_sweep_folder(out, sweep_record(ROWS, PARTS, **plan))
+        assert sentence in str(refusal.value)
+        assert str(refusal.value).endswith("; give another folder, or --overwrite")
+    with pytest.raises(ValueError, match="it is shard 1/1, not 2/2"):
+        check_sweep_folder(out, replace(RECORDED, shard=Shard(2, 2)))
+    assert files(out) == listed
+
+
+def test_a_sweep_is_replaced_when_told_to_and_one_that_was_interrupted_is_ended(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_parts(out)
     with pytest.raises(ValueError, match="holds a sweep; give another folder, or --overwrite"):
         check_sweep_folder(out)
     check_sweep_folder(out, overwrite=True)
-    write_sweep(out, overwrite=True, num_parts=1)
-    assert [row["sample"] for row in read_samples(out)] == [0, 1], "no part of the earlier sweep is left"
+    with SweepFolder.claim(out, RECORDED, overwrite=True) as folder:
+        assert folder.missing() == [part.number for part in PARTS], "a finished one is computed again"
+        assert files(out) == {RECORD, LOCK, MANIFEST}
+        folder.write_part(2, graded_table(PARTS[2]))
+    with SweepFolder.claim(out, RECORDED, overwrite=True) as folder:
+        assert 2 not in folder.missing()
+    with SweepFolder.claim(out, sweep_record(ROWS, PARTS, seed=9), overwrite=True) as folder:
+        assert 2 in folder.missing()
 
 
-def test_an_interrupted_sweep_can_be_replaced(tmp_path: Path) -> None:
+def test_a_replacement_that_is_killed_midway_keeps_no_row_of_what_it_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    claim_sweep_folder(out)
-    write_samples(out, 0, pa.table({"sample": [0]}))
-    (out / "samples" / ".part-00001.parquet.123.partial.parquet").write_text("cut")  # killed while it wrote
-    write_sweep(out, overwrite=True)
-    assert ".part-00001.parquet.123.partial.parquet" not in str(files(out))
+    write_parts(out)
+
+    def killed(_: SweepFolder) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepFolder, "_clear", killed)
+        with pytest.raises(KeyboardInterrupt):
+            SweepFolder.claim(out, RECORDED, overwrite=True)
+    with SweepFolder.claim(out, RECORDED, overwrite=True) as folder:
+        assert len(folder.missing()) == len(PARTS)
+        assert files(out) == {RECORD, LOCK, MANIFEST}
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "samples/notes.parquet", "samples/mine/part-0.txt", "report.html"])
-def test_a_file_of_the_user_s_is_never_touched(tmp_path: Path, name: str) -> None:
-    """Neither in a folder without our manifest, nor beside our files in one that has it."""
-    foreign, ours = tmp_path / "foreign", tmp_path / "ours"
-    write_sweep(ours)
-    for folder in (foreign, ours):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("precious")
-        listed = files(folder)
-        with pytest.raises(ValueError, match=r"not written by this project"):
-            claim_sweep_folder(folder, overwrite=True)
-        assert files(folder) == listed
-        assert (folder / name).read_text() == "precious"
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "samples/notes.parquet", REPORT, "plot.png", FAILURE, part_name(1), part_name(99)]
+)
+def test_a_file_of_the_user_s_is_never_read_replaced_or_removed(name: str, overwrite: bool, tmp_path: Path) -> None:
+    """Neither in an interrupted sweep, nor in one that is to be replaced, nor without a sweep at all."""
+    out, foreign = tmp_path / "out", tmp_path / "foreign"
+    with SweepFolder.claim(out, RECORDED) as folder:
+        folder.write_part(0, graded_table(PARTS[0]))
+    for place in (out, foreign):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("parquet"):
+            pq.write_table(pa.table({"sample": [7]}), place / name)
+        else:
+            (place / name).write_text("precious")
+    precious, listed = (out / name).read_bytes(), files(out)
+    with pytest.raises(ValueError, match=r"not written by this project"):
+        SweepFolder.claim(foreign, RECORDED, overwrite=overwrite)
+    ours = (REPORT, "plot.png", FAILURE, part_name(1))
+    if name in ours:
+        with pytest.raises(ValueError, match=r"was not written by this sweep, whose file has that name; move it"):
+            SweepFolder.claim(out, RECORDED, overwrite=overwrite)
+    else:
+        write_parts(out, overwrite=overwrite)
+        assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(len(ROWS)))
+    with pytest.raises(ValueError, match=r"cannot be replaced: .* was not written by this project; move it"):
+        SweepFolder.claim(out, sweep_record(ROWS, PARTS, seed=9), overwrite=True)
+    assert (out / name).read_bytes() == precious
+    assert listed <= files(out)
+
+
+def test_a_file_that_appears_while_a_sweep_runs_is_not_replaced(tmp_path: Path) -> None:
+    with SweepFolder.claim(tmp_path / "out", RECORDED) as folder:
+        folder.write_part(0, graded_table(PARTS[0]))
+        for name in (part_name(1), "report.md"):
+            (tmp_path / "out" / name).write_text("precious")
+        with pytest.raises(OSError, match=r"part-00001\.parquet was not written by this sweep"):
+            folder.write_part(1, graded_table(PARTS[1]))
+        with pytest.raises(OSError, match=r"report\.md was not written by this sweep"):
+            write_summary(folder)
+    assert {(tmp_path / "out" / name).read_text() for name in (part_name(1), "report.md")} == {"precious"}
+
+
+def test_folders_that_hold_no_sweep_of_ours_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no report.json"):
+        read_report(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no sweep: it has no sweep.json"):
+        list(read_samples(tmp_path))
+    write_json(tmp_path / MANIFEST, {"kind": "sweep", "files": ["samples/part-*.parquet"]})
+    check_sweep_folder(tmp_path, RECORDED)  # it was killed before it wrote its record
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "part-00000.parquet").write_text("of an earlier version")
+    with pytest.raises(ValueError, match=r"it has no sweep.json, and samples/part-00000.parquet in it; move that"):
+        check_sweep_folder(tmp_path, RECORDED, overwrite=True)
+    (tmp_path / RECORD).write_text(json.dumps({"mine": 1}))
+    with pytest.raises(ValueError, match=r"sweep.json was not written by this version of the project"):
+        check_sweep_folder(tmp_path, RECORDED)

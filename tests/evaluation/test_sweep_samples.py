@@ -1,5 +1,7 @@
-"""A sweep without Ray, stage by stage: every sample is written and gathered under its configuration."""
+"""A sweep without Ray, stage by stage: every sample is written, gathered under its configuration, and repeatable."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,38 +10,52 @@ import pytest
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
 from mbd_core.evaluation.grade_stage import grade_table
-from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
-from mbd_core.evaluation.sweep_folder import read_samples
+from mbd_core.evaluation.sweep_folder import SweepFolder, read_samples
+from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep_record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep_report import ReportKey
-from mbd_core.evaluation.sweep_samples import collect_samples
+from mbd_core.evaluation.sweep_samples import collect_samples, load_samples
 from mbd_core.serving.load import load_engine
 
-
-@pytest.fixture(scope="module")
-def sweep(tiny_model_dir: Path) -> Sweep:
-    engine = EngineConfig(max_rows=4, num_pages=128)
-    options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=3, max_tokens=8, engine=engine)
-    return plan_sweep(options)
+ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
 
 
-@pytest.fixture(scope="module")
-def graded(sweep: Sweep, tiny_model_dir: Path) -> list[pa.Table]:
-    """The sweep's samples, decoded and graded, four at a time."""
+def planned(folder: Path, *, limit: int = 3, rows_per_part: int = 2) -> tuple[Sweep, list[Part], SweepRecord]:
+    options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=limit, max_tokens=8, engine=ENGINE)
+    sweep = plan_sweep(options)
+    rows = list(sweep.rows())
+    parts = cut(rows, rows_per_part=rows_per_part)
+    return sweep, parts, record_of(sweep, rows, parts, shard=Shard(), rows_per_part=rows_per_part)
 
+
+def decode_stage(folder: Path) -> DecodeStage:
     def load(_name: str) -> DecodingModel:
-        loaded = load_engine(tiny_model_dir, sweep.engine)
+        loaded = load_engine(folder, ENGINE)
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
-    planned, stage = pa.Table.from_pylist(list(sweep.rows()), schema=PLANNED_COLUMNS), DecodeStage(load)
-    return [grade_table(stage(planned.slice(start, 4))) for start in range(0, len(planned), 4)]
+    return DecodeStage(load)
 
 
-def test_every_sample_is_written_and_gathered(sweep: Sweep, graded: list[pa.Table], tmp_path: Path) -> None:
-    samples = collect_samples(graded, sweep, folder=tmp_path)
-    rows = [row for table in graded for row in table.to_pylist()]
-    assert list(read_samples(tmp_path)) == rows
-    assert sum(map(len, samples.values())) == len(rows) == sweep.num_samples == 6
+@pytest.fixture(scope="module")
+def graded(tiny_model_dir: Path) -> list[tuple[int, pa.Table]]:
+    """The sweep's parts, decoded and graded one after the other."""
+    _, parts, _ = planned(tiny_model_dir)
+    stage = decode_stage(tiny_model_dir)
+    return [(part.number, grade_table(stage(part.table()))) for part in parts]
+
+
+def test_every_sample_is_written_and_gathered(
+    tiny_model_dir: Path, graded: list[tuple[int, pa.Table]], tmp_path: Path
+) -> None:
+    sweep, parts, record = planned(tiny_model_dir)
+    with SweepFolder.claim(tmp_path / "out", record) as folder:
+        collect_samples(reversed(graded), folder, parts)
+    rows = [row for _, table in graded for row in table.to_pylist()]
+    assert list(read_samples(tmp_path / "out")) == rows
+    samples = load_samples([tmp_path / "out"])
+    assert list(samples) == list(record.subjects())
+    assert sum(map(len, samples.values())) == len(rows) == sweep.num_samples == record.num_samples == 6
     for row in rows:
         gathered = samples[ReportKey(row["model"], row["method"], row["task"], row["config"])]
         counts = [(s.counts.num_tokens, s.counts.num_forwards) for s in gathered if s.counts is not None]
@@ -48,6 +64,32 @@ def test_every_sample_is_written_and_gathered(sweep: Sweep, graded: list[pa.Tabl
         assert sum(s.cut for s in gathered) == sum(r["finish_reason"] == "length" for r in rows) / 2 > 0
 
 
-def test_missing_samples_are_an_error(sweep: Sweep, graded: list[pa.Table], tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="4 of 6 samples came back"):
-        collect_samples(graded[:1], sweep, folder=tmp_path)
+def test_missing_parts_are_an_error(tiny_model_dir: Path, graded: list[tuple[int, pa.Table]], tmp_path: Path) -> None:
+    _, parts, record = planned(tiny_model_dir)
+    with (
+        SweepFolder.claim(tmp_path / "out", record) as folder,
+        pytest.raises(RuntimeError, match="2 of 3 parts did not come back"),
+    ):
+        collect_samples(graded[:1], folder, parts)
+
+
+def test_a_part_is_the_same_whatever_its_engine_decoded_before(
+    tiny_model_dir: Path, graded: list[tuple[int, pa.Table]]
+) -> None:
+    """Also the forwards of prompts that an engine would otherwise find in its cache."""
+    _, parts, _ = planned(tiny_model_dir)
+    number, table = graded[-1]
+    alone = grade_table(decode_stage(tiny_model_dir)(parts[number].table()))
+    again = decode_stage(tiny_model_dir)
+    again(parts[number].table())
+    for other in (alone, grade_table(again(parts[number].table()))):
+        assert other.drop_columns("decode_seconds") == table.drop_columns("decode_seconds")
+
+
+def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) -> None:
+    _, _, record = planned(tiny_model_dir)
+    assert SweepRecord.of_json(json.loads(json.dumps(record.as_json()))) == record
+    assert difference(record, planned(tiny_model_dir)[2]) is None
+    assert difference(record, replace(record, settings={"machines": ["another"]})) is None
+    fewer = planned(tiny_model_dir, limit=2)[2]
+    assert difference(record, fewer) == "task 'gsm-mini' has 3 problems, not 2"

@@ -12,6 +12,8 @@ from mbd_core.files import (
     claim_folder,
     file_beside,
     folder_beside,
+    folder_kind,
+    is_partial,
     write_json,
 )
 
@@ -97,20 +99,22 @@ def test_what_was_there_comes_back_where_the_new_folder_does_not_take_its_place(
     assert (folder / "weights").read_text() == "one" and [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_claimed_folder_gives_up_its_own_files_and_no_others(tmp_path: Path) -> None:
+def test_a_claimed_folder_keeps_what_it_holds(tmp_path: Path) -> None:
     patterns = ["samples/part-*.parquet", "report.json"]
     folder = claim_folder(tmp_path / "sweep", "sweep", patterns)
+    assert folder_kind(folder) == "sweep" and folder_kind(tmp_path) is None
     (folder / "samples").mkdir()
-    for name in ("samples/part-0.parquet", "report.json", "samples/.part-1.parquet.7.partial.parquet"):
+    names = ["report.json", "samples/.part-1.parquet.7.partial.parquet", "samples/part-0.parquet"]
+    for name in names:
         (folder / name).write_text("old")
-    with pytest.raises(ValueError, match="--overwrite"):
-        claim_folder(folder, "sweep", patterns)
-    (folder / "samples/part-9.csv").write_text("mine")
-    with pytest.raises(ValueError, match=r"part-9\.csv in it was not written"):
-        claim_folder(folder, "sweep", patterns, overwrite=True)
-    (folder / "samples/part-9.csv").unlink()
-    claim_folder(folder, "sweep", patterns, overwrite=True)
-    assert list(everything(folder)) == [MANIFEST]
+    claim_folder(folder, "sweep", patterns)
+    assert sorted(everything(folder)) == sorted([MANIFEST, *names])
+    assert [name for name in names if is_partial(Path(name))] == names[1:2]
+    with pytest.raises(ValueError, match="holds a sweep, not a model"):
+        claim_folder(folder, "model", patterns)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="was not written by this project"):
+        claim_folder(tmp_path, "sweep", patterns)
 
 
 @pytest.mark.parametrize("files", ["*", ["*.txt"]])

@@ -1,13 +1,17 @@
 """The sweep job: every sample comes back graded and counted, and what cannot be run is refused in one sentence."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
+import psutil
 import pytest
 from planned_samples import planned_samples
 
@@ -17,12 +21,15 @@ from cluster import local
 from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
+from jobs.report_sweep import main as report_main
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.grade_stage import grade_table
-from mbd_core.evaluation.sweep_folder import read_samples
+from mbd_core.evaluation.sweep_folder import read_report, read_samples
 from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def decoder(folder: Path, *names: str, tensor_parallel: int = 1) -> DecodeActor:
@@ -32,9 +39,9 @@ def decoder(folder: Path, *names: str, tensor_parallel: int = 1) -> DecodeActor:
 
 def test_two_ranks_decode_as_one_and_hold_one_model_at_a_time(tiny_model_dir: Path) -> None:
     table = planned_samples(["a", "b"], prompts=["How many?", "Tom has 3 pens."], buffer_sizes=[1, 4])
-    one = decoder(tiny_model_dir, "a", "b")(table).to_pylist()
+    one = decoder(tiny_model_dir, "a", "b").decode(table).to_pylist()
     parallel = decoder(tiny_model_dir, "a", "b", tensor_parallel=2)
-    two = parallel(table).to_pylist()
+    two = parallel.decode(table).to_pylist()
     parallel.close()
     for alone, cut in zip(one, two, strict=True):
         assert cut["error"] is None
@@ -51,13 +58,14 @@ def test_graphs_are_captured_before_the_first_sample(tiny_model_dir: Path, monke
 
     monkeypatch.setattr(Engine, "prepare", prepare)
     actor = decoder(tiny_model_dir)
-    assert len(actor(planned_samples([tiny_model_dir.name], prompts=["How many?"]))) == 1 and prepared == [False]
+    assert len(actor.decode(planned_samples([tiny_model_dir.name], prompts=["How many?"]))) == 1
+    assert prepared == [False]
     actor.close()
 
 
 def test_a_request_that_cannot_be_served_keeps_its_row(tiny_model_dir: Path) -> None:
     table = planned_samples([tiny_model_dir.name], prompts=["How many?", "word " * 600])
-    short, overlong = grade_table(decoder(tiny_model_dir)(table)).to_pylist()
+    short, overlong = grade_table(decoder(tiny_model_dir).decode(table)).to_pylist()
     assert short["error"] is None
     assert short["num_forwards"] > 0
     assert "exceed the model's 512 positions" in overlong["error"]
@@ -84,7 +92,7 @@ def test_a_sweep_accounts_for_every_sample(
     assert main(command) == 0
     assert capsys.readouterr().err.count("random-bd: decoding.t2t was asked for") == 1
 
-    samples = pq.read_table(out / "samples").to_pylist()
+    samples = list(read_samples(out))
     keys = Counter((s["model"], s["method"], s["task"], s["problem_id"], s["config"]) for s in samples)
     assert set(keys.values()) == {1}
     assert len(keys) == 2 * 2 * 4 * 4
@@ -130,19 +138,72 @@ def test_a_sweep_accounts_for_every_sample(
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.rglob("*.partial*"))
 
-    assert main(command) == 2, "a finished report is not overwritten"
-    assert json.loads((out / "report.json").read_text()) == report
+
+def sweep_command(folder: Path, out: Path | Folder) -> list[str]:
+    command = ["--models", str(folder), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
+    return [*command, "--out", str(out)]
+
+
+def test_parts_and_shards_end_up_as_the_uninterrupted_sweep(
+    ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep that lost a part and its report, and two shards that are joined."""
+    out, size = tmp_path / "out", ["--limit", "6", "--max-rows", "1"]
+    assert main([*sweep_command(tiny_model_dir, out), *size]) == 0
+    whole = without_times(out)
+    first, second = sorted((out / "samples").iterdir())
+    kept = first.stat().st_ino
+    second.unlink()
+    assert main([*sweep_command(tiny_model_dir, out), *size]) == 0
+    assert "1 of 2 parts are there" in capsys.readouterr().err
+    assert first.stat().st_ino == kept
+    assert without_times(out) == whole
+    for index in (1, 2):
+        assert main([*sweep_command(tiny_model_dir, tmp_path / str(index)), *size, "--shard", f"{index}/2"]) == 0
+    joined = tmp_path / "joined"
+    assert report_main([str(tmp_path / "1"), str(tmp_path / "2"), "--out", str(joined)]) == 0
+    assert without_times(joined) == whole
+
+
+def without_times(folder: Path) -> dict[str, Any]:
+    content = read_report(folder)
+    for row in content["rows"]:
+        for name in content["times"]:
+            del row[name.removeprefix("rows.")]
+    return content
+
+
+def test_a_driver_that_is_killed_leaves_no_worker_and_no_half_row(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """SIGKILL once the first part is written; the same command then ends the sweep."""
+    out = tmp_path / "out"
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "12", "--max-rows", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    script = [sys.executable, str(ROOT / "jobs" / "eval_sweep.py"), *command]
+    with (tmp_path / "log").open("w") as log:
+        driver = subprocess.Popen(script, env=environment, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 240
+        while not list((out / "samples").glob("part-*.parquet")) and driver.poll() is None:
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        children = psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else []
+        driver.kill()
+        driver.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+        written = {path.name: path.stat().st_ino for path in (out / "samples").glob("part-*.parquet")}
+        assert subprocess.run(script, env=environment, stdout=log, stderr=log, check=False).returncode == 0
+    assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(12))
+    assert {name: (out / "samples" / name).stat().st_ino for name in written} == written
 
 
 def test_overwrite_replaces_a_sweep_and_no_file_of_the_user_s(
     ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
-    command += ["--out", str(out)]
+    command = sweep_command(tiny_model_dir, out)
     assert main([*command, "--limit", "3"]) == 0
     assert main([*command, "--limit", "1"]) == 2
-    assert "holds a sweep; give another folder, or --overwrite" in capsys.readouterr().err
+    assert "task 'gsm-mini' has 3 problems, not 1; give another folder, or --overwrite" in capsys.readouterr().err
     assert len(list(read_samples(out))) == 3
     assert main([*command, "--limit", "1", "--overwrite"]) == 0
     assert len(list(read_samples(out))) == 1
@@ -174,57 +235,60 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     def grade_nothing(_: Any) -> Any:
         raise OSError("no space left")
 
-    monkeypatch.setattr(evaluation, "grade_table", grade_nothing)
+    monkeypatch.setattr(evaluation, "grade_part", grade_nothing)
     out = tmp_path / "out"
-    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
-    command += ["--limit", "1", "--out", str(out)]
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "1"]
     assert main(command) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        f"eval_sweep: the sweep failed: OSError: no space left; it lies unfinished in {out}, with the traceback in "
-        "failure.txt; a sweep cannot be resumed: repeat the command with --overwrite"
+        f"eval_sweep: the sweep failed: OSError: no space left; what was computed lies in {out}, with the traceback "
+        "in failure.txt; the same command computes the rest"
     )
     traceback = (out / "failure.txt").read_text()
     assert traceback.startswith("Traceback")
     assert "in grade_nothing" in traceback
     monkeypatch.undo()
-    assert main([*command, "--overwrite"]) == 0
+    assert main(command) == 0
     assert not (out / "failure.txt").exists()
 
 
-def test_a_sweep_at_a_url_is_published_when_it_ends(
+def test_a_sweep_at_a_url_appears_part_by_part(
     ray_cluster: Any,
     tiny_model_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And stays on this machine, whole, if the storage does not take it."""
+    """If the storage does not take a file, the same command goes on with what it did take."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out = Folder.at(f"memory://{tmp_path.name}/sweep")
-    command = ["--models", str(tiny_model_dir), "--tasks", "gsm-mini", "--methods", "single", "--max-tokens", "8"]
-    command += ["--limit", "1", "--out", str(out)]
-    system, _ = out._remote()
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "1"]
+    system, path = out._remote()
+    put_file, put = system.put_file, list[str]()
 
-    def fail(*_: Any) -> None:
-        raise ConnectionError("the network is down")
+    def fail_at_the_second_part(source: str, target: str) -> None:
+        if "part-" in target and any("part-" in name for name in put):
+            raise ConnectionError("the network is down")
+        put.append(target)
+        put_file(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(system, "put_file", fail)
+        patch.setattr(system, "put_file", fail_at_the_second_part)
         assert main(command) == 1
-    sentence = capsys.readouterr().err.strip().splitlines()[-1]
-    kept = Path(sentence.partition("what should lie there is in ")[2].partition(":")[0])
-    assert sentence == (
-        f"eval_sweep: {out} cannot be written; what should lie there is in {kept}: the network is down"
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
+        f"eval_sweep: {out} cannot be written: the network is down"
     )
-    assert (kept / "report.json").exists()
+    assert len(system.glob(f"{path}/samples/part-*")) == 1
+    with pytest.raises(ValueError, match="was not written to its end"):
+        out.fetch(tmp_path / "reports")
 
-    assert main(command) == 2
-    assert "exists already and holds a sweep; give another folder, or --overwrite" in capsys.readouterr().err
-    assert main([*command, "--overwrite"]) == 0
-    assert f"The report is in {out}" in capsys.readouterr().out
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "1 of 2 parts are there" in printed.err and f"The report is in {out}" in printed.out
     fetched = out.fetch(tmp_path / "reports")
-    assert len(list(read_samples(fetched))) == 1
-    assert list(tmp_path.glob("mbd-stage-*")) == [kept.parent]
+    assert Counter(row["sample"] for row in read_samples(fetched)) == Counter(range(8))
+    assert main([*command, "--seed", "9"]) == 2
+    assert "its seed is 0, not 9" in capsys.readouterr().err
+    assert not list(tmp_path.glob("mbd-*"))
 
 
 def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(

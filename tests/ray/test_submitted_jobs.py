@@ -86,7 +86,7 @@ def test_a_model_is_trained_and_swept_on_s3(
     fetched = out.fetch(tmp_path / "reports")
     assert [row["model"] for row in read_report(fetched)["rows"]] == ["model"]
     assert sorted(path.name for path in fetched.iterdir()) == [
-        *(MANIFEST, "plot.png", "report.json", "report.md", "samples"),
+        *(MANIFEST, "plot.png", "report.json", "report.md", "samples", "sweep.json"),
     ]
 
 

@@ -1,0 +1,59 @@
+"""Report sweeps from their rows alone: no model and no cluster."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs.command_line import DATA, OUTPUT, Overwrite, command
+from mbd_core.evaluation.sweep_folder import REPORT
+from mbd_core.evaluation.sweep_summary import rewrite_summary, summarize_sweeps
+from mbd_core.files import check_target_folder, folder_beside
+
+KIND = "sweep report"
+
+
+def run(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="--out folders of sweeps or of their shards.", rich_help_panel=DATA),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder to write; several sweeps need one.",
+            show_default="the sweep's own",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Report sweeps from their rows alone, without a model: one anew, or several joined.
+
+    python jobs/report_sweep.py out/shard-1 out/shard-2 --out out/joined
+
+    Shards of one sweep give the report of the sweep. Sweeps of different models, methods or problems are joined if no
+    two of them hold the same sample. A sweep that is not finished is reported as far as it is.
+    """
+    if out is None:
+        if len(folders) > 1:
+            raise ValueError("several sweeps are joined in a folder of their own: give --out")
+        summary = rewrite_summary(folders[0])
+    else:
+        check_target_folder(out, KIND, overwrite=overwrite)
+        summary = summarize_sweeps(folders)
+        with folder_beside(out, KIND, overwrite=overwrite) as folder:
+            for name, content in summary.files.items():
+                (folder / name).write_bytes(content)
+    print(summary.text)
+    print(f"The report is in {out or folders[0]}: report.md, {REPORT}, plot.png")
+    if summary.num_samples < summary.num_planned:
+        print(f"report_sweep: note: {summary.num_samples} of {summary.num_planned} samples are there", file=sys.stderr)
+
+
+main = command(run)
+
+if __name__ == "__main__":
+    sys.exit(main())

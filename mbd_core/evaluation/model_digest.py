@@ -1,0 +1,28 @@
+"""A digest of a model folder, by which a sweep knows that it goes on with the model that it began with."""
+
+import hashlib
+from pathlib import Path
+
+from mbd_core.files import MANIFEST
+
+WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
+NUM_PROBES, PROBE_BYTES = 64, 64 * 2**10  # of a larger one, evenly spread
+LEFT_OUT = (MANIFEST, "generation_config.json")  # what it recommends is not what it is
+
+
+def model_digest(folder: Path) -> str:
+    """A hash of the files' names, sizes and contents; large files at 64 places, for training changes all of them."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        if file.name in LEFT_OUT or file.suffix == ".md":
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            if size <= WHOLE_BYTES:
+                digest.update(content.read())
+                continue
+            for number in range(NUM_PROBES):
+                content.seek(number * (size - PROBE_BYTES) // (NUM_PROBES - 1))
+                digest.update(content.read(PROBE_BYTES))
+    return digest.hexdigest()[:16]

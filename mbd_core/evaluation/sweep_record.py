@@ -1,0 +1,160 @@
+"""What a sweep's folder records of its plan: enough to go on with it, to refuse another one, and to report it."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Self
+
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.evaluation.model_digest import model_digest
+from mbd_core.evaluation.sweep_parts import Part, Row, Shard
+from mbd_core.evaluation.sweep_plan import Sweep
+from mbd_core.evaluation.sweep_report import ReportKey
+
+VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
+# Columns of a row that are no part of its problem.
+APART = ("sample", "model", "method", "config", "max_tokens", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
+
+    plan           what decides the rows: models by digest, configurations, problems, sizes, versions (`plan_of`)
+    shard          the part of the sweep that lies in this folder
+    rows_per_part  how the sweep is cut, and into how many parts
+    labels         column heads by task
+    settings       what a reader of the report needs besides (`sweep_settings`)
+    """
+
+    plan: Mapping[str, Any]
+    shard: Shard
+    rows_per_part: int
+    num_parts: int
+    labels: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    def parts(self) -> list[int]:
+        """The numbers of the parts that belong into this folder."""
+        return [number for number in range(self.num_parts) if self.shard.holds(number)]
+
+    def subjects(self) -> Iterator[ReportKey]:
+        """The subjects of the report's rows, in its order."""
+        for model, configurations in self.plan["configurations"].items():
+            for method, config in configurations:
+                for task in self.plan["tasks"]:
+                    yield ReportKey(model, method, task, config)
+
+    @property
+    def num_samples(self) -> int:
+        """Of all shards together."""
+        return sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Self:
+        return cls(**{**content, "shard": Shard(**content["shard"])})
+
+
+def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
+    """What decides the rows of a sweep; `rows` are all its rows."""
+    return {
+        "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()},
+        "configurations": {
+            name: [[variant.method, json.dumps(asdict(variant.decoding))] for variant in variants]
+            for name, variants in sweep.variants.items()
+        },
+        "tasks": {
+            problem_set.task.name: {
+                "problems": len(problem_set.problems),
+                "rule": problem_set.task.rule,
+                "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == problem_set.task.name),
+                "sha256": _problems_digest(rows, problem_set.task.name),
+            }
+            for problem_set in sweep.problem_sets
+        },
+        "seed": sweep.seed,
+        "max_rows": sweep.engine.max_rows,
+        "tensor_parallel": sweep.tensor_parallel,
+        "versions": {name: version(name) for name in VERSIONS},
+    }
+
+
+def _problems_digest(rows: Sequence[Row], task: str) -> str:
+    """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `APART`."""
+    first = next(row for row in rows if row["task"] == task)
+    digest = hashlib.sha256()
+    for row in rows:
+        if all(row[name] == first[name] for name in ("model", "task", "method", "config")):
+            asked = {name: value for name, value in row.items() if name not in APART}
+            digest.update(json.dumps(asked, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def record_of(
+    sweep: Sweep, rows: Sequence[Row], parts: Sequence[Part], *, shard: Shard, rows_per_part: int
+) -> SweepRecord:
+    """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
+    return SweepRecord(
+        plan=plan_of(sweep, rows),
+        shard=shard,
+        rows_per_part=rows_per_part,
+        num_parts=len(parts),
+        labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
+        settings={},
+    )
+
+
+def difference(there: SweepRecord, here: SweepRecord) -> str | None:
+    """What differs between the sweep of a folder and the one that is to be written there; `None` if nothing does."""
+    said = list(_differences(there.plan, here.plan))
+    if there.shard != here.shard:
+        said.append(f"it is shard {there.shard}, not {here.shard}")
+    return "; ".join(said) or None
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    if list(there["models"]) != list(here["models"]):
+        yield f"its models are {', '.join(there['models'])}, not {', '.join(here['models'])}"
+    else:
+        for name, digest in here["models"].items():
+            if there["models"][name] != digest:
+                yield f"the files of model '{name}' are others"
+            yield from _other_configurations(name, there["configurations"][name], here["configurations"][name])
+    if list(there["tasks"]) != list(here["tasks"]):
+        yield f"its tasks are {', '.join(there['tasks'])}, not {', '.join(here['tasks'])}"
+    else:
+        for name, task in here["tasks"].items():
+            yield from _other_problems(name, there["tasks"][name], task)
+    for name in ("seed", "max_rows", "tensor_parallel"):
+        if there[name] != here[name]:
+            yield f"its {name} is {there[name]}, not {here[name]}"
+    for name in VERSIONS:
+        if there["versions"].get(name) != here["versions"][name]:
+            yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"
+
+
+def _other_configurations(model: str, there: Sequence[Any], here: Sequence[Any]) -> Iterator[str]:
+    if there == here:
+        return
+    only_here = [method for method, config in here if [method, config] not in there]
+    only_there = [method for method, config in there if [method, config] not in here]
+    if not (only_here or only_there):
+        yield f"model '{model}' has its configurations in another order"
+        return
+    extra = [f"lacks one of {name}" for name in only_here[:1]] + [f"has another of {name}" for name in only_there[:1]]
+    yield f"model '{model}' has {len(there)} configurations, not {len(here)}, and {' and '.join(extra)}"
+
+
+def _other_problems(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    if there["problems"] != here["problems"]:
+        yield f"task '{name}' has {there['problems']} problems, not {here['problems']}"
+    elif there["max_tokens"] != here["max_tokens"]:
+        yield f"the max_tokens of task '{name}' is {there['max_tokens']}, not {here['max_tokens']}"
+    elif there != here:
+        yield f"the problems, prompts or rule of task '{name}' are others"

@@ -1,0 +1,92 @@
+"""A sweep's report from its rows alone, without a model: of one folder, or of several joined."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.sweep_folder import SweepFolder, read_record
+from mbd_core.evaluation.sweep_record import SweepRecord
+from mbd_core.evaluation.sweep_report import build_aup, build_rows
+from mbd_core.evaluation.sweep_samples import load_samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSummary:
+    """The content of a report's files, by name, and how many of the samples that belong into it are there."""
+
+    files: dict[str, bytes]
+    num_samples: int
+    num_planned: int
+
+    @property
+    def text(self) -> str:
+        return self.files["report.md"].decode()
+
+
+def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
+    """The report of the rows in the folders. Shards of one sweep, once they are all there, give the sweep's report.
+
+    Raises `ValueError` for a folder without a sweep, for sweeps that cannot be joined, and if there are no rows.
+    """
+    records = [read_record(folder) for folder in folders]
+    _check_joinable(folders, records)
+    rows = build_rows(load_samples(folders))
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, folders))}: no sample is there yet")
+    labels = {task: label for record in records for task, label in record.labels.items()}
+    labels = {task: label for task, label in labels.items() if any(row.key.task == task for row in rows)}
+    num_samples = sum(row.summary.n for row in rows)
+    num_planned = sum(record.num_samples for record in _distinct(records))
+    settings = _joined_settings(folders, records)
+    if num_samples < num_planned:
+        settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
+    files = report_files(rows, build_aup(rows), labels=labels, settings=settings)
+    return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def write_summary(folder: SweepFolder) -> SweepSummary:
+    """Write the report of a sweep's folder into it."""
+    summary = summarize_sweeps([folder.path])
+    folder.write_files(summary.files)
+    return summary
+
+
+def rewrite_summary(path: Path) -> SweepSummary:
+    """Write the report of a sweep's folder anew. Raises `ValueError` if no sweep lies there, or one is running."""
+    record = read_record(path)
+    with SweepFolder.claim(path, record) as folder:
+        return write_summary(folder)
+
+
+def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> None:
+    """Raise `ValueError` if one name means different things in two folders."""
+    for subject, one in (("models", "the files of model"), ("tasks", "the rule or max_tokens of task")):
+        seen: dict[str, tuple[Any, Path]] = {}
+        for folder, record in zip(folders, records, strict=True):
+            for name, content in record.plan[subject].items():
+                same = content if subject == "models" else (content["rule"], content["max_tokens"])
+                first = seen.setdefault(name, (same, folder))
+                if first[0] != same:
+                    raise ValueError(f"{first[1]} and {folder} cannot be joined: {one} '{name}' differ")
+
+
+def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:
+    """One record of each plan."""
+    plans = [record.plan for record in records]
+    return [record for number, record in enumerate(records) if plans.index(record.plan) == number]
+
+
+def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
+    """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran."""
+    distinct = _distinct(records)
+    if len(distinct) > 1:
+        return {
+            str(folder): _joined_settings([folder], [record]) for folder, record in zip(folders, records, strict=True)
+        }
+    machines = dict.fromkeys(machine for record in records for machine in record.settings.get("machines", []))
+    settings = {**distinct[0].settings, "machines": list(machines)}
+    if len(records) == 1 and records[0].shard.count > 1:
+        settings["shard"] = str(records[0].shard)
+    return settings

@@ -1,0 +1,90 @@
+"""Reports from rows alone: shards give the sweep's own, and what cannot be joined is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from written_sweeps import WHOLE, graded_table, planned_rows, sweep_record, write_parts
+
+from jobs.report_sweep import main
+from mbd_core.evaluation.sweep_folder import REPORT, SweepFolder, read_report
+from mbd_core.evaluation.sweep_parts import Shard, cut
+from mbd_core.evaluation.sweep_summary import summarize_sweeps
+
+NAMES = (REPORT, "report.md", "plot.png")
+
+
+def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parts(tmp_path / "whole")
+    for index in (1, 2, 3):
+        write_parts(tmp_path / str(index), shard=Shard(index, 3))
+    assert main([str(tmp_path / name) for name in "312"] + ["--out", str(tmp_path / "joined")]) == 0
+    for name in NAMES:
+        assert (tmp_path / "joined" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    part = read_report(tmp_path / "2")
+    assert part["settings"]["shard"] == "2/3"
+    assert part["settings"]["incomplete"] == f"{sum(row['n'] for row in part['rows'])} of 40 samples are there"
+    assert "incomplete" not in capsys.readouterr().out
+    assert main([str(tmp_path / name) for name in "12"] + ["--out", str(tmp_path / "joined"), "--overwrite"]) == 0
+    assert "of 40 samples are there" in capsys.readouterr().err
+
+
+def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
+    write_parts(tmp_path / "whole")
+    once, twice = summarize_sweeps([tmp_path / "whole"]), summarize_sweeps([tmp_path / "whole"] * 2)
+    assert once.files == twice.files
+
+
+def test_a_report_is_written_anew_in_place_also_of_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned_rows()
+    parts = cut(rows, rows_per_part=4)
+    out = tmp_path / "out"
+    with SweepFolder.claim(out, sweep_record(rows, parts)) as folder:
+        assert main([str(out)]) == 2
+        assert "another sweep is writing in" in capsys.readouterr().err
+        folder.write_part(0, graded_table(parts[0]))
+    assert main([str(out)]) == 0
+    assert "4 of 40 samples are there" in capsys.readouterr().err
+    report = read_report(out)
+    assert sum(row["n"] for row in report["rows"]) == 4
+    write_parts(out)
+    assert "incomplete" not in read_report(out)["settings"]
+
+
+def test_sweeps_of_different_models_and_tasks_are_joined(tmp_path: Path) -> None:
+    write_parts(tmp_path / "m", models=("m",))
+    write_parts(tmp_path / "n", models=("n",), tasks=("a",), problems=3)
+    summary = summarize_sweeps([tmp_path / "m", tmp_path / "n"])
+    report = json.loads(summary.files[REPORT])
+    counts = {(row["model"], row["task"]): row["n"] for row in report["rows"]}
+    assert counts == {("m", "a"): 10, ("m", "b"): 10, ("n", "a"): 3}
+    assert set(report["settings"]) == {str(tmp_path / "m"), str(tmp_path / "n")}
+    table = [line for line in summary.text.splitlines() if line.startswith("| MBD")]
+    assert [cell.strip() for cell in table[1].split("|")][4:6] == ["-", "-"]
+
+
+def test_what_cannot_be_joined_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned_rows(problems=3)
+    parts = cut(rows, rows_per_part=4)
+    task = {"problems": 3, "rule": "strict", "max_tokens": 8, "sha256": "0"}
+    for name, plan in (
+        ("one", {}),
+        ("rows", {"max_rows": 8}),
+        ("model", {"models": {"m": "another"}}),
+        ("tokens", {"tasks": {"a": {**task, "max_tokens": 9}, "b": task}}),
+    ):
+        with SweepFolder.claim(tmp_path / name, sweep_record(rows, parts, shard=WHOLE, **plan)) as folder:
+            for part in parts:
+                folder.write_part(part.number, graded_table(part))
+    for other, sentence in (
+        ("rows", "hold a/2 of model 'm' by method 'MBD', from sweeps that differ"),
+        ("model", "cannot be joined: the files of model 'm' differ"),
+        ("tokens", "cannot be joined: the rule or max_tokens of task 'a' differ"),
+        ("none", "holds no sweep"),
+    ):
+        assert main([str(tmp_path / "one"), str(tmp_path / other), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and len(error.splitlines()) == 1
+    assert main([str(tmp_path / "one"), str(tmp_path / "rows")]) == 2
+    assert "give --out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,115 @@
+"""The sweep's command without a cluster: what it refuses before Ray starts, and that it goes on with what is there.
+
+The stages run one after the other in this process; `tests/ray/test_eval_sweep.py` has them on Ray.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.data
+
+from actors import evaluation
+from actors.evaluation import DecodeActor, EnginePool, grade_part, pack, unpack
+from cluster import local
+from cluster.topology import Topology
+from jobs.eval_sweep import main
+from mbd_core.evaluation.sweep_folder import REPORT, read_samples
+from mbd_core.evaluation.sweep_parts import Part
+from mbd_core.evaluation.sweep_plan import Sweep
+
+
+class Cluster:
+    """In the place of a Ray cluster: one engine, and a fault after `fails_after` parts."""
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+        self.fails_after: int | None = None
+
+    def plan_pool(self, sweep: Sweep, *, num_engines: int) -> EnginePool:
+        return EnginePool(engine=sweep.engine, topology=Topology(processes=num_engines), cluster_cpus=2)
+
+    def run_parts(self, parts: Sequence[Part], sweep: Sweep, pool: EnginePool, **_: Any) -> Iterator[Any]:
+        actor = DecodeActor(sweep.models, pool.engine)
+        for number, part in enumerate(reversed(parts)):
+            if number == self.fails_after:
+                raise ray.exceptions.RayError("a node is gone")
+            self.parts.append(part.number)
+            yield unpack(grade_part(actor(pack(part.number, part.table()))))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(local, "connect", lambda **_: False)
+    monkeypatch.setattr(evaluation, "plan_pool", cluster.plan_pool)
+    monkeypatch.setattr(evaluation, "run_parts", cluster.run_parts)
+    return cluster
+
+
+def command(model: Path, out: Path | str, *more: str) -> list[str]:
+    options = {"--models": model, "--tasks": "gsm-mini", "--methods": "single", "--max-tokens": "8", "--limit": "6"}
+    options |= {"--max-rows": "1", "--num-pages": "64", "--out": out}
+    return [*(str(part) for option in options.items() for part in option), *more]
+
+
+def test_the_same_command_computes_only_what_is_missing(
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tiny_model_dir, tmp_path / "whole")) == 0
+    out = tmp_path / "out"
+    cluster.parts, cluster.fails_after = [], 1
+    assert main(command(tiny_model_dir, out)) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
+        f"eval_sweep: the sweep failed: a node is gone; what was computed lies in {out}, with the traceback in "
+        "failure.txt; the same command computes the rest"
+    )
+    cluster.fails_after = None
+    assert main(command(tiny_model_dir, out)) == 0
+    assert "1 of 2 parts are there" in capsys.readouterr().err
+    assert cluster.parts == [1, 0]
+    assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(6))
+    assert not (out / "failure.txt").exists()
+    assert (out / "plot.png").read_bytes() == (tmp_path / "whole" / "plot.png").read_bytes()
+    report = (out / REPORT).read_bytes()
+    assert main(command(tiny_model_dir, out)) == 0
+    assert len(cluster.parts) == 2 and (out / REPORT).read_bytes() == report
+    assert main(command(tiny_model_dir, out, "--overwrite")) == 0
+    assert len(cluster.parts) == 4
+
+
+def test_a_model_of_the_same_name_with_other_weights_is_another_sweep(
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, copy = tmp_path / "out", shutil.copytree(tiny_model_dir, tmp_path / tiny_model_dir.name)
+    assert main(command(copy, out)) == 0
+    assert main(command(tiny_model_dir, out)) == 0, "the same files elsewhere are the same model"
+    weights = next(copy.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert main(command(copy, out)) == 2
+    assert f"the files of model '{copy.name}' are others; give another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file/sweep", "dangling/sweep", "dangling", "/proc/sweep", "sweep-with-a-file"])
+def test_a_folder_that_cannot_be_written_is_one_sentence_before_a_cluster_starts(
+    place: str,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "connect", lambda **_: pytest.fail("no cluster is needed for it"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "sweep-with-a-file" / "samples").mkdir(parents=True)
+    (tmp_path / "sweep-with-a-file" / "samples" / "part-00000.parquet").write_text("precious")
+    assert main(command(tiny_model_dir, tmp_path / place)) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "cannot be written" in error or "exists already" in error

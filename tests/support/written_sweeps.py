@@ -1,0 +1,108 @@
+"""Sweeps' folders made by hand, without a model.
+
+Rows follow from their numbers, so that a sweep that was interrupted can be compared with one that was not.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from mbd_core.evaluation.sample_tables import COUNTS, GRADED_COLUMNS
+from mbd_core.evaluation.sweep_folder import SweepFolder
+from mbd_core.evaluation.sweep_parts import Part, Shard, cut
+from mbd_core.evaluation.sweep_record import SweepRecord
+from mbd_core.evaluation.sweep_summary import write_summary
+
+WHOLE = Shard()
+CONFIGS = ('{"block_size": 4, "tau_m2t": 0.7}', '{"block_size": 4, "tau_m2t": 0.9}')
+
+
+def planned_rows(
+    *, models: Sequence[str] = ("m",), tasks: Sequence[str] = ("a", "b"), problems: int = 10
+) -> list[Any]:
+    """The plan's rows: every problem of every task, whose prompt is as long as its number, by two configurations."""
+    subjects = (
+        {"model": model, "method": "MBD", "task": task, "problem_id": f"{task}/{number}", "config": config}
+        for model in models
+        for task in tasks
+        for number in range(problems)
+        for config in CONFIGS
+    )
+    asked = {"reference": "4", "entry_point": "", "max_tokens": 8, "seed": 0}
+    return [
+        {"sample": number, **row, "prompt": "?" * int(row["problem_id"][2:]), **asked}
+        for number, row in enumerate(subjects)
+    ]
+
+
+def sweep_record(rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = WHOLE, **plan: Any) -> SweepRecord:
+    """The record of a sweep of `rows`, with other values of its plan where they are given."""
+    tasks = dict.fromkeys(row["task"] for row in rows)
+    problems = {task: len({row["problem_id"] for row in rows if row["task"] == task}) for task in tasks}
+    models = dict.fromkeys(row["model"] for row in rows)
+    return SweepRecord(
+        plan={
+            "models": dict.fromkeys(models, "digest"),
+            "configurations": {model: [["MBD", config] for config in CONFIGS] for model in models},
+            "tasks": {
+                task: {"problems": problems[task], "rule": "strict", "max_tokens": 8, "sha256": "0"} for task in tasks
+            },
+            "seed": 0,
+            "max_rows": 4,
+            "tensor_parallel": 1,
+            "versions": dict.fromkeys(("mbd-cluster", "torch", "transformers", "math-verify"), "1"),
+            **plan,
+        },
+        shard=shard,
+        rows_per_part=4,
+        num_parts=len(parts),
+        labels={task: task.upper() for task in tasks},
+        settings={"seed": 0, "machines": []},
+    )
+
+
+def graded_table(part: Part) -> pa.Table:
+    """The part as it comes back: what its rows hold follows from their numbers."""
+    rows = [
+        {
+            **row,
+            **dict.fromkeys(COUNTS, 1),
+            "text": f"answer {row['sample']}",
+            "num_tokens": 5 + row["sample"] % 7,
+            "num_forwards": 2 + row["sample"] % 3,
+            "decode_seconds": 0.1 * (1 + row["sample"] % 5),
+            "correct": row["sample"] % 3 > 0,
+        }
+        for row in part.rows
+    ]
+    return pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+
+
+def write_parts(
+    path: Path,
+    *,
+    shard: Shard = WHOLE,
+    seconds: float = 0.0,
+    overwrite: bool = False,
+    done: Callable[[int], None] = lambda _: None,
+    **size: Any,
+) -> str:
+    """Write what is missing of a sweep, a part in `seconds`, and its report; the report."""
+    rows = planned_rows(**size)
+    parts = cut(rows, rows_per_part=4)
+    with SweepFolder.claim(path, sweep_record(rows, parts, shard=shard), overwrite=overwrite) as folder:
+        for number in folder.missing():
+            time.sleep(seconds)
+            folder.write_part(number, graded_table(parts[number]))
+            done(number)
+        return write_summary(folder).text
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A sweep's folder whose one part holds these rows, whatever columns they have."""
+    planned = planned_rows(problems=1, tasks=("a",))
+    with SweepFolder.claim(path, sweep_record(planned, [Part(0, planned)])) as folder:
+        folder.write_part(0, pa.Table.from_pylist(list(rows)))
