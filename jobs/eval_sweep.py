@@ -123,6 +123,8 @@ Out = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
+WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
+
 
 def run(
     models: Models,
@@ -151,10 +153,9 @@ def run(
     A method has a name (mbd_core/decoding/methods.py) or is defined by its decoding fields, and the grid reaches into
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
-    The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own. It writes
-    samples/*.parquet (one row a sample), as they come, then plot.png, report.md and report.json. Killed at any moment
-    and started again with the same command it computes what is missing. --overwrite replaces a finished sweep, or
-    another one. A submitted job runs in a copy of the working directory, so give it an absolute --out.
+    The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
+    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, then plot.png, report.md
+    and report.json. The same command again computes what is missing; --overwrite replaces a finished sweep or another.
     """
     started = time.perf_counter()
     out_folder, part_of = Folder.at(out), Shard.parse(shard)
@@ -180,13 +181,11 @@ def run(
     )
     for note in sweep.notes:
         print(f"eval_sweep: note: {note}", file=sys.stderr)
-    urls = {path: model for model, path in fetched.items() if path != model}
     with out_folder.mirrored(KIND, FILES) as mirror:
         record, parts = cut_sweep(sweep, mirror.path, shard=part_of, num_actors=actors)
         check_sweep_folder(mirror.path, record, overwrite=overwrite)
-        print(run_on_cluster(sweep, record, parts, mirror, urls=urls, num_actors=actors, overwrite=overwrite))
-    seconds = time.perf_counter() - started
-    print(f"The report is in {out_folder}: report.md, {REPORT}, plot.png, samples/ ({seconds:.1f} s)")
+        print(run_on_cluster(sweep, record, parts, mirror, fetched=fetched, num_actors=actors, overwrite=overwrite))
+    print(f"The report is in {out_folder}: {WRITTEN} ({time.perf_counter() - started:.1f} s)")
 
 
 def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, num_actors: int) -> tuple[SweepRecord, list[Part]]:
@@ -205,7 +204,7 @@ def run_on_cluster(
     parts: Sequence[Part],
     mirror: Mirror,
     *,
-    urls: Mapping[str, str],
+    fetched: Mapping[str, str],
     num_actors: int,
     overwrite: bool,
 ) -> str:
@@ -220,6 +219,7 @@ def run_on_cluster(
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
+    urls = {path: model for model, path in fetched.items() if path != model}
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)

@@ -163,9 +163,8 @@ class Engine:
         for name in [o.request_id for o in outputs if o.output is not None]:
             self.abort(name)
         for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
-            output = self.abort(sequence.request.request_id)
-            assert output is not None
-            outputs.append(aborted_step(output, weights=sequence.weights or (0, 0)))
+            if (output := self.abort(sequence.request.request_id)) is not None:
+                outputs.append(aborted_step(output, weights=sequence.weights or (0, 0)))
         return outputs
 
     def preempt(self) -> str | None:
@@ -228,8 +227,7 @@ class Engine:
         return self._graphs.capture(() if decoding.canvas is not None else self._kinds.to_capture(decoding))
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows is computed as by a new engine. Raises `ValueError` while
-        requests are being served."""
+        """Empty the prefix cache. Raises `ValueError` while requests are being served."""
         self.check_idle("forget_prefixes")
         self.scheduler.pool.forget()
 
@@ -242,8 +240,7 @@ class Engine:
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter, a folder in PEFT's layout; from now on requests can name it as their `adapter`.
 
-        Raises `ValueError`, and nothing has changed, if the engine has no place for it, and if it does not fit the
-        model or asks for what is not supported (`checkpoint.adapter`).
+        `ValueError`, and nothing has changed, if there is no place for it, or it does not fit (`checkpoint.adapter`).
         """
         self.adapters.place(name, self.adapters.read(name, folder))
 
@@ -305,28 +302,25 @@ class Engine:
             return not running and not any(s.num_preemptions for s in waiting)
         return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
 
-    # -- sleep --------------------------------------------------------------------------------------------------
-
     @property
     def asleep(self) -> bool:
         """Whether its memory is given back; it takes no requests."""
         return self._dormant is not None
 
     def sleep(self) -> int:
-        """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes of
-        its tensors. Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
+        """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes.
+        Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
         self.check_idle("sleep")
         if self.asleep:
             raise ValueError("the engine sleeps already")
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
-        cache = self.runner.cache
-        self._dormant = DormantMemory(lost=(cache.k, cache.v), kept=(*self.model.parameters(), *self.model.buffers()))
+        weights = (*self.model.parameters(), *self.model.buffers())
+        self._dormant = DormantMemory(lost=(self.runner.cache.k, self.runner.cache.v), kept=weights)
         return self._dormant.num_bytes
 
     def wake_up(self) -> None:
-        """Take the memory again; `prepare` captures graphs anew. Raises `ValueError` for an engine that is awake, and
-        torch's error where the memory is taken."""
+        """Take the memory again; `prepare` captures graphs anew. `ValueError` awake, torch's where memory is short."""
         if self._dormant is None:
             raise ValueError("wake_up() needs an engine that sleeps")
         self._dormant.restore()

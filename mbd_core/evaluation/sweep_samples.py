@@ -16,7 +16,7 @@ from mbd_core.evaluation.sweep_report import ReportKey
 
 COLUMNS = (
     *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error"),
-    *("strict_correct", "flexible_correct", "decode_seconds", *COUNTS),
+    *("strict_correct", "flexible_correct", "finish_reason", "decode_seconds", *COUNTS),
 )
 
 Samples = dict[ReportKey, list[GradedSample]]

@@ -83,7 +83,7 @@ def test_what_cannot_be_asked_is_refused(gsm8k: Path, changes: dict[str, Any], s
 def test_a_report_says_how_it_was_asked(gsm8k: Path) -> None:
     train = str(gsm8k / "train.jsonl")
     sweep = plan_sweep(options(gsm8k, recipe="blockbatch", examples=[train]))
-    settings = sweep_settings(sweep, engine=sweep.engine, num_actors=1, num_cpus=2, seconds=1.0)
+    settings = sweep_settings(sweep, engine=sweep.engine, num_actors=1, num_cpus=2)
     assert settings["recipe"] == "blockbatch (BlockBatch, Table 1 and Appendix E.3)"
     asked = settings["tasks"]["gsm8k"]
     assert (asked["examples"], asked["examples_from"], asked["max_tokens"]) == (5, train, 256)
