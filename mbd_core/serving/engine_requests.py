@@ -109,7 +109,7 @@ def _api_error(
     fields = {
         "prompt": prompt_field,
         "max_tokens": asked.budget_field,
-        "decoding": "decoding",
+        "decoding": "decoding" if asked.speed is None else "speed",
         "rollout": "return_step_map",
         "grammar": asked.grammar_field,
         "template": "template",
