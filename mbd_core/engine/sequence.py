@@ -12,6 +12,7 @@ from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.resident_adapters import ResidentAdapter
 from mbd_core.engine.step_map import StepMap
+from mbd_core.engine.text_scores import TextScores
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class SequenceState:
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that filled the positions of its slots
     guide              its way through its grammar, if it has one
+    text_scores        where it is scored: the scores of its tokens
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
@@ -88,6 +90,7 @@ class SequenceState:
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
     step_map: StepMap | None = field(init=False)
+    text_scores: TextScores | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -99,6 +102,7 @@ class SequenceState:
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
         self.rollout = Rollout() if request.rollout else None
+        self.text_scores = TextScores(request) if request.scored else None
         self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
 
     @property
@@ -173,6 +177,7 @@ class SequenceState:
             counts=self.counts(),
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
             rollout=self.rollout,
+            scores=() if self.text_scores is None else tuple(self.text_scores.scores),
         )
 
 
