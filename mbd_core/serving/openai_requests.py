@@ -55,6 +55,7 @@ class Only:
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Speed = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
@@ -74,6 +75,7 @@ class GenerationRequest(Strict, StructuredFields):
     """What the two generating routes have in common.
 
     decoding          `DecodingConfig` fields of this request, parts as objects
+    speed             instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest
     top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
     return_token_ids  the ids of the prompt's and the answer's tokens in the reply
     return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
@@ -86,6 +88,7 @@ class GenerationRequest(Strict, StructuredFields):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     decoding: dict[str, Any] | None = None
+    speed: Speed | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -125,6 +128,8 @@ class GenerationRequest(Strict, StructuredFields):
             raise ValueError(f"stop: a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
         if "" in self.stop_strings:
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
+        if self.speed is not None and self.decoding is not None:
+            raise ValueError("speed: chooses the decoding, which decoding gives already; give one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
         if self.frames and not self.stream:
@@ -193,7 +198,8 @@ class GenerationRequest(Strict, StructuredFields):
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
-    logprobs: Annotated[Any, Only(0)] = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Any, Only(0, 1)] = None
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
     template: Template | None = None
@@ -218,15 +224,27 @@ class CompletionRequest(GenerationRequest):
             )
         return self
 
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _not_of_the_prompt(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and info.data.get("echo"):
-            raise ValueError(
-                "with echo it asks for log-probabilities of the prompt's tokens, which are not defined for a model "
-                "that fills a block's positions together; leave one of both out"
-            )
-        return value
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's own tokens are asked for."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> "CompletionRequest":
+        if not self.scores_prompt:
+            if self.max_tokens == 0:
+                raise ValueError("max_tokens: 0 is for echo with logprobs; give 1 or more")
+            if self.logprobs:
+                raise ValueError("logprobs: 1 is for echo with logprobs; give 0, or leave it out")
+            return self
+        if self.max_tokens not in (0, 1):
+            raise ValueError("max_tokens: echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
+        for name in ("decoding", "speed", "stop", "template", "stream", "return_step_map", self.grammar_field):
+            if name is not None and getattr(self, name) not in (None, False, []):
+                raise ValueError(f"{name}: has no effect on echo with logprobs, which scores the prompt; leave it out")
+        if self.num_choices > 1:
+            raise ValueError("n: echo with logprobs scores each prompt once; leave it out")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:

@@ -13,6 +13,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
+from mbd_core.decoding.speed_front import SpeedPoint
 from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_requests import check_number, engine_requests
@@ -23,6 +24,7 @@ from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.prompt_scores import ScoredAnswer, score_requests
 from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, check_calls, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
@@ -184,13 +186,25 @@ class OpenAIServer:
             chat=chat,
             num_choices=asked.num_choices,
             seed=seed if asked.draws else None,
+            speed=None if asked.speed is None else route.point(asked.speed)[0],
         )
-        logprobs = None
+        logprobs, measured = None, watch.measured(stream)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            return ScoredAnswer(
+                asked,
+                reply,
+                measured,
+                texts=route.token_texts,
+                decode=route.decode,
+                details=token_details(asked, None, route.decode),
+                echoes=asked.echoes(route.decode),
+                on_close=on_close,
+            )
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
         return Answer(
             reply,
-            watch.measured(stream),
+            measured,
             streamed=bool(asked.stream),
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
@@ -232,6 +246,8 @@ class _Route:
         else:
             field, number, read = "prompt", len(asked.prompts), partial(self._plain_prompts, asked)
         check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            return score_requests(asked, read(), self.model, seed=seed), None
         template = None
         if isinstance(asked, CompletionRequest) and asked.template is not None:
             template = template_tokens(asked.template, partial(text_ids, self.model, field="template", special=False))
@@ -270,7 +286,20 @@ class _Route:
             check_calls(self.model)
         return [chat_ids(self.model, asked.turns, tools=asked.shown_tools)]
 
+    def point(self, speed: float) -> tuple[float, SpeedPoint]:
+        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
+        front = self.model.speed_front
+        if front is None:
+            message = (
+                "speed: this model has no measured front; measure one with jobs/eval_sweep.py and put it into the "
+                "model's folder with jobs/speed_front.py, or give decoding"
+            )
+            raise ApiError(400, message, param="speed", code="invalid_value")
+        return front.at(speed)
+
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
+        if asked.speed is not None:
+            return self.model.decoding(self.point(asked.speed)[1].decoding)
         try:
             decoding = self.model.decoding(asked.decoding or {})
         except ValueError as error:
