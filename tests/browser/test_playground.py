@@ -284,10 +284,11 @@ def test_it_is_readable_in_any_light_on_any_screen(watched: Watched, scheme: Any
             page.keyboard.press("Home")
             for _ in range(3):
                 page.keyboard.press("ArrowRight")
+            assert cells(page, side, "new") and page.inner_text(f'[data-side="{side}"] .answer')
         picture = tmp_path / f"{scheme}-{width}.png"
         page.screenshot(path=picture, full_page=True)
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         pale = [(round(ratio, 2), place) for ratio, place in page.evaluate(CONTRAST) if ratio < 4.5]
         assert not pale, pale
-        assert page.eval_on_selector(".cell", "e => getComputedStyle(e).transitionDuration") == "0s"
+        assert page.eval_on_selector(".slot .cell", "e => getComputedStyle(e).transitionDuration") == "0s"

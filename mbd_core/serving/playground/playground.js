@@ -32,7 +32,7 @@ class Side {
   }
 
   clear() {
-    Object.assign(this, { frames: [], text: "", tokens: 0, mbd: null, drawn: 0, waiting: false });
+    Object.assign(this, { frames: [], text: "", tokens: 0, mbd: null, drawn: 0, waiting: false, ended: false });
     this.parts[".error"].hidden = true;
     this.slider.disabled = true;
     this.showFrame(0);
@@ -65,11 +65,21 @@ class Side {
     this.waiting = true;
     const draw = () => {
       this.waiting = false;
-      this.draw();
-      this.showFrame(this.frames.length);
+      if (!this.ended) this.drawLast();
     };
     if (CALM.matches) setTimeout(draw, Math.max(0, CALM_MS - (performance.now() - this.drawn)));
     else requestAnimationFrame(draw);
+  }
+
+  drawLast() {
+    this.draw();
+    this.showFrame(this.frames.length);
+  }
+
+  // Nothing comes any more: what is shown is the reader's choice from now on.
+  end() {
+    this.ended = true;
+    this.drawLast();
   }
 
   draw() {
@@ -182,6 +192,8 @@ async function run(side, signal) {
     for await (const [kind, data] of events(answer.body)) side.take(kind, data);
   } catch (error) {
     if (error.name !== "AbortError") side.fail(error.message);
+  } finally {
+    side.end();
   }
 }
 
