@@ -29,6 +29,7 @@ from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
 from actors.metrics_page import CONTENT_TYPE, metrics_page
+from actors.playground_page import playground_file
 from actors.replica_source import ReplicaSource
 from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
@@ -222,6 +223,18 @@ class Gateway:
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
         return JSONResponse(openapi_document())
+
+    @api.get("/")
+    async def playground(self) -> Response:
+        return playground_file("index.html")
+
+    @api.get("/playground.css")
+    async def playground_style(self) -> Response:
+        return playground_file("playground.css")
+
+    @api.get("/playground.js")
+    async def playground_script(self) -> Response:
+        return playground_file("playground.js")
 
     # What follows needs an API key, where keys are set.
 

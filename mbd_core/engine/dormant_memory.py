@@ -7,21 +7,20 @@ bytes for a while. Addresses may differ afterwards, so nothing that holds one (a
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class DormantMemory:
     """Storages whose bytes are given back, with copies on the host of those that must come again as they were."""
 
     def __init__(self, *, lost: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Zeros will come in the place of what the `lost` tensors hold. What `kept` ones on a GPU hold waits on the
-        host; those on a CPU stay where they are."""
+        """Zeros will come in the place of what the `lost` tensors hold; what `kept` ones hold waits on the host."""
         self.num_bytes = 0
         """Bytes that were given back."""
         self._empty = [(whole, self._release(whole)) for whole in _storages(lost)]
         self._kept: list[tuple[Tensor, Tensor]] = []
-        for whole in _storages(tensor for tensor in kept if tensor.is_cuda):
-            self._kept.append((whole, whole.cpu()))
+        for whole in _storages(kept):
+            self._kept.append((whole, whole.to("cpu", copy=True)))
             self._release(whole)
         if any(tensor.is_cuda for tensor in lost):
             torch.cuda.empty_cache()
@@ -46,6 +45,11 @@ class DormantMemory:
             whole.zero_()
             self._empty.pop()
         self.num_bytes = 0
+
+
+def gpu_tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers that are on a GPU; on a CPU a copy on the host would give nothing back."""
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda]
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
-from mbd_core.engine.dormant_memory import DormantMemory
+from mbd_core.engine.dormant_memory import DormantMemory, gpu_tensors
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.model_runner import ModelRunner
@@ -315,8 +315,8 @@ class Engine:
             raise ValueError("the engine sleeps already")
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
-        weights = (*self.model.parameters(), *self.model.buffers())
-        self._dormant = DormantMemory(lost=(self.runner.cache.k, self.runner.cache.v), kept=weights)
+        cache = self.runner.cache
+        self._dormant = DormantMemory(lost=(cache.k, cache.v), kept=gpu_tensors(self.model))
         return self._dormant.num_bytes
 
     def wake_up(self) -> None:

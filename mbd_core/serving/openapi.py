@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from mbd_core.serving.frame_events import FRAME, FrameEvent
+from mbd_core.serving.frame_events import FrameEvent
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
 from mbd_core.serving.operations import ModelOrder, SleepOrder, WeightsUpdate
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "where `frames` was asked for, is a FrameEvent.",
         "type": "object",
         "required": ["data"],
-        "properties": {"event": {"const": FRAME}, "data": {"type": "string"}},
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     },
     "Model": {
         "type": "object",

@@ -27,13 +27,28 @@ def asked(number: int) -> Request:
 
 
 def test_views_and_shared_tensors_come_again_as_they_were() -> None:
-    whole = torch.arange(12.0)
-    half, other = whole[6:], torch.ones(5)
-    dormant = DormantMemory(lost=(whole, half, other), kept=(torch.ones(3),))
-    assert dormant.num_bytes == (12 + 5) * 4 and whole.untyped_storage().nbytes() == 0
+    whole, kept = torch.arange(12.0), torch.arange(8.0)
+    half, other, tail = whole[6:], torch.ones(5), kept[5:]
+    dormant = DormantMemory(lost=(whole, half, other), kept=(tail, kept))
+    assert dormant.num_bytes == (12 + 5 + 8) * 4
+    assert not any(t.untyped_storage().nbytes() for t in (whole, other, kept))
     dormant.restore()
     half += 2
+    tail += 1
     assert whole.tolist() == [0.0] * 6 + [2.0] * 6 and other.tolist() == [0.0] * 5
+    assert kept.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+def test_weights_that_waited_on_the_host_decode_as_before(engine: Engine) -> None:
+    """What happens on a GPU: the fused forward's joint weights are views of the same memory."""
+    before = engine.generate([asked(n) for n in range(4)])
+    weights = [*engine.model.parameters(), *engine.model.buffers()]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights}
+    dormant = DormantMemory(lost=(), kept=weights)
+    assert dormant.num_bytes == sum(memory.values()) > 0
+    assert not any(t.untyped_storage().nbytes() for t in weights)
+    dormant.restore()
+    assert [o.tokens for o in engine.generate([asked(n) for n in range(4)])] == [o.tokens for o in before]
 
 
 def test_an_engine_wakes_up_as_it_was(engine: Engine) -> None:

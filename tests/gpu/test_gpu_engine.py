@@ -9,6 +9,10 @@ import torch
 from mbd_core.bench.gpu_checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
 from mbd_core.bench.roofline import measure_machine
 from mbd_core.bench.step_timing import StepCase
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -30,6 +34,19 @@ def test_every_kind_of_step_is_captured_and_replays_the_eager_one(family: str) -
 def test_steady_steps_never_wait_for_the_device(family: str) -> None:
     row = steady_steps_never_wait(check_model(family, CUDA), StepCase(rows=4, buffer_size=2, prefix=64, steps=12))
     assert row["checked"] is True and row["steps_replayed"] > 0
+
+
+def test_an_engine_gives_its_memory_back_and_decodes_as_before() -> None:
+    decoding = DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4)
+    request = Request(request_id="a", prompt=tuple(range(20, 60)), max_tokens=40, decoding=decoding, ignore_eos=True)
+    engine = Engine(check_model("sdar", CUDA), EngineConfig(max_rows=2, num_pages=4000))
+    captured, before = engine.prepare(decoding), engine.generate([request])[0]
+    held = torch.cuda.memory_allocated(CUDA)
+    freed = engine.sleep()
+    assert torch.cuda.memory_allocated(CUDA) <= held - freed < held
+    engine.wake_up()
+    assert engine.prepare(decoding) == captured > 0
+    assert engine.generate([request])[0].tokens == before.tokens
 
 
 def test_a_gpu_is_measured() -> None:

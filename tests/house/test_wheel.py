@@ -23,6 +23,8 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assert not list(installed.rglob("*.pyc")) and (installed / "mbd_core/trace/replay.html").is_file()
+    page = ROOT / "mbd_core/serving/playground"
+    assert {p.name for p in (installed / page.relative_to(ROOT)).iterdir()} == {p.name for p in page.iterdir()}
     for path in (ROOT / "mbd_core/checkpoint/shipped").glob("*/*"):
         if path.suffix != ".pyc":
             assert (installed / path.relative_to(ROOT)).read_bytes() == path.read_bytes()

@@ -93,7 +93,7 @@ def test_only_who_has_a_key_is_served(url: str) -> None:
         check_error(httpx.post(url + route, json={}, timeout=LIMIT), 401, "invalid_api_key")
     for route in ("/health", "/ready", "/version", "/openapi.json"):
         assert httpx.get(url + route, timeout=LIMIT).status_code == 200
-    assert httpx.get(f"{url}/ready", timeout=LIMIT).json() == {"ready": True}
+    assert httpx.get(f"{url}/ready", timeout=LIMIT).json() == {"ready": True, "asleep": False}
 
 
 def test_keys_change_without_a_restart(url: str, keys_file: Path) -> None:

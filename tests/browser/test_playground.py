@@ -1,0 +1,294 @@
+"""The playground in headless Chromium, before a gateway in this process: what it shows is what the API says."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_in_process import running_gateway
+from playwright.sync_api import Browser, Page, Route, sync_playwright
+
+from actors.serving_args import ServingArgs
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+MODEL, LIMIT = "tiny-mbd", 120
+KEY = "ann-0123456789abcdef"
+EVIL = "</script><b>'\"&"
+SIDES = {"singlebd": 1, "multibd": 4}
+CONTRAST = """() => {
+  const channel = (c) => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] === 1) return c; } return [255, 255, 255]; };
+  const texts = [...document.querySelectorAll("body *")].filter((e) => !e.disabled && e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
+  return texts.map((e) => { const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), e.outerHTML.slice(0, 80)]; });
+}"""  # noqa: E501
+
+
+def serving_args(keys: Path | None) -> ServingArgs:
+    model = {"model": MODEL, "engine": {"max_rows": 4, "num_pages": 200}}
+    fields = {"device": "cpu", "models": [model], "api_keys": None if keys is None else str(keys)}
+    return ServingArgs.model_validate(fields)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_gateway(serving_args(None)) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Watched:
+    """Pages whose every complaint and every request to another server is an error."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self._browser, self._url = browser, url
+        self.complaints: list[str] = []
+
+    def open(self, **settings: Any) -> Page:
+        page = self._browser.new_page(**({"viewport": {"width": 1400, "height": 1000}} | settings))
+        page.set_default_timeout(LIMIT * 1000)
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda r: None if r.url.startswith((self._url, "data:")) else self.complaints.append(r.url))
+        page.goto(f"{self._url}/")
+        page.wait_for_selector('#sides [data-side="multibd"]')
+        return page
+
+
+@pytest.fixture
+def watched(browser: Browser, url: str) -> Iterator[Watched]:
+    pages = Watched(browser, url)
+    yield pages
+    for context in browser.contexts:
+        context.close()
+    assert pages.complaints == []
+
+
+def finish(page: Page) -> str:
+    """Press the button and wait for the end; what the status line then says."""
+    page.click("#run")
+    page.wait_for_selector("#stop:disabled")
+    return page.inner_text("#status")
+
+
+def counter(page: Page, side: str, name: str) -> str:
+    return page.inner_text(f'[data-side="{side}"] [data-counter="{name}"]')
+
+
+def cells(page: Page, side: str, kind: str) -> set[int]:
+    query = f'[data-side="{side}"] .cell.{kind}'
+    return set(page.eval_on_selector_all(query, "all => all.map((e) => Number(e.dataset.position))"))
+
+
+def streamed(url: str, page: Page, slots: int) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """The frames, text and counts of the request that the page makes."""
+    taus = {name: float(page.input_value(f"#{name}")) for name in ("tau_m2t", "tau_add", "tau_semi")}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": page.input_value("#prompt")}],
+        "max_tokens": int(page.input_value("#tokens")),
+        "stream": True,
+        "frames": True,
+        "decoding": {"buffer_size": slots, **taus},
+    }
+    text = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=LIMIT).text
+    data = [json.loads(e.partition("data: ")[2]) for e in text.split("\n\n") if e and "[DONE]" not in e]
+    chunks = [d for d in data if "frame" not in d]
+    answer = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    return [d["frame"] for d in data if "frame" in d], answer, chunks[-1]["mbd"]
+
+
+def test_both_answers_are_shown_forward_by_forward(watched: Watched, url: str, tmp_path: Path) -> None:
+    page = watched.open()
+    status = finish(page)
+    page.screenshot(path=tmp_path / "playground.png", full_page=True)
+    assert (tmp_path / "playground.png").stat().st_size > 20_000
+    for side, slots in SIDES.items():
+        frames, answer, counts = streamed(url, page, slots)
+        assert page.inner_text(f'[data-side="{side}"] .answer').strip() == answer.strip() != ""
+        assert counter(page, side, "tokens") == str(counts["num_tokens"])
+        assert counter(page, side, "forwards") == str(counts["num_forwards"]) == str(len(frames))
+        assert counter(page, side, "tpf") == f"{counts['tpf']:.2f}"
+        assert float(counter(page, side, "speed")) > 0
+        assert f"{counts['num_tokens']} tokens in {counts['num_forwards']} forwards" in status
+        page.focus(f'[data-side="{side}"] .forward input')
+        page.keyboard.press("Home")
+        assert page.locator(f'[data-side="{side}"] .slot.empty').count() == slots
+        for frame in frames:
+            page.keyboard.press("ArrowRight")
+            expected: dict[str, set[int]] = {"masked": set(), "new": set(), "edited": set()}
+            places = count(frame["position"])
+            for slot in frame["slots"]:
+                for offset, token in enumerate(slot["tokens"]):
+                    place = next(places)
+                    for kind, holds in (
+                        ("masked", token is None),
+                        ("new", offset in slot["accepted"]),
+                        ("edited", offset in slot["edited"]),
+                    ):
+                        expected[kind] |= {place} if holds else set()
+            assert {kind: cells(page, side, kind) for kind in expected} == expected
+            states = page.eval_on_selector_all(f'[data-side="{side}"] .slot', "all => all.map((e) => e.classList[1])")
+            assert states == [s["state"] for s in frame["slots"]] + ["empty"] * (slots - len(frame["slots"]))
+    assert int(counter(page, "multibd", "forwards")) < int(counter(page, "singlebd", "forwards"))
+
+
+def test_settings_reach_the_requests(watched: Watched) -> None:
+    page = watched.open()
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
+    page.fill("#tau_m2t", "0.35")
+    page.fill("#temperature", "0.8")
+    assert page.inner_text('output[for="tau_m2t"]') == "0.35"
+    page.select_option("#slots", "2")
+    page.select_option("#route", "text")
+    page.uncheck("#turns")
+    page.fill("#tokens", "20")
+    finish(page)
+    assert sorted(b["decoding"]["buffer_size"] for b in bodies) == [1, 2]
+    for body in bodies:
+        assert body["decoding"]["tau_m2t"] == 0.35 and body["decoding"]["tau_add"] == 0.1
+        assert (body["temperature"], body["max_tokens"], body["prompt"]) == (0.8, 20, page.input_value("#prompt"))
+
+
+def test_an_api_key_is_asked_for_and_kept_in_memory_alone(browser: Browser, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"ann {KEY}\n")
+    with running_gateway(serving_args(keys)) as (url, _):
+        pages = Watched(browser, url)
+        page = pages.open()
+        status = finish(page)
+        assert status.startswith("A request failed")
+        alert = page.inner_text('[data-side="singlebd"] [role="alert"]')
+        assert alert == "an API key of this server is needed; send it as 'Authorization: Bearer KEY'"
+        page.fill("#key", KEY)
+        assert "tokens in" in finish(page)
+        kept = (
+            "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, document.body.innerHTML])"
+        )
+        assert KEY not in page.evaluate(kept)
+        page.reload()
+        assert page.input_value("#key") == ""
+        page.context.close()
+    assert all("401" in complaint for complaint in pages.complaints), pages.complaints
+
+
+def test_nothing_but_this_server_may_run_or_be_asked(url: str) -> None:
+    for path, kind in (("/", "text/html"), ("/playground.css", "text/css"), ("/playground.js", "text/javascript")):
+        answer = httpx.get(url + path, timeout=LIMIT)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith(kind)
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    page = httpx.get(f"{url}/", timeout=LIMIT).text
+    assert "http:" not in page and "https:" not in page and "style=" not in page and "onclick" not in page
+
+
+def event(frame: dict[str, Any]) -> str:
+    fields = {"index": 0, "forward": 1, "position": -1, "num_slots": 1} | frame
+    return f"event: frame\ndata: {json.dumps({'choices': [], 'frame': fields})}\n\n"
+
+
+def test_texts_are_text_and_edits_are_marked(watched: Watched) -> None:
+    page = watched.open()
+    slot = {"state": "ACTIVE", "tokens": [3, 4, 5, None], "texts": [" ", EVIL, "\n", None], "accepted": [1]}
+    chunk = {"choices": [{"delta": {"content": EVIL}, "token_ids": [4, 5]}]}
+    sent = event({"slots": [slot | {"edited": [2]}]}) + f"data: {json.dumps(chunk)}\n\n"
+    failure = f"data: {json.dumps({'error': {'message': EVIL}})}\n\n"
+
+    def answer(route: Route) -> None:
+        single = route.request.post_data_json["decoding"]["buffer_size"] == 1
+        route.fulfill(content_type="text/event-stream", body=sent + ("data: [DONE]\n\n" if single else failure))
+
+    page.route("**/v1/chat/completions", answer)
+    finish(page)
+    own = '[data-side="singlebd"]'
+    page.wait_for_selector(f"{own} .cell.edited")
+    assert page.inner_text(f"{own} .cell.new") == page.inner_text(f"{own} .answer") == EVIL
+    assert page.eval_on_selector_all(f"{own} .cell", "all => all.map((e) => e.textContent)") == ["␣", EVIL, "⏎", ""]
+    assert cells(page, "singlebd", "known") == {-1} and cells(page, "singlebd", "edited") == {1}
+    assert page.inner_text('[data-side="multibd"] [role="alert"]') == EVIL
+    assert page.locator("main b").count() == 0
+
+
+def test_a_run_can_be_stopped(watched: Watched) -> None:
+    page = watched.open()
+    page.route("**/v1/chat/completions", lambda route: None)  # never answered
+    page.click("#run")
+    assert page.inner_text("#status") == "Decoding…"
+    page.click("#stop")
+    page.wait_for_selector("#stop:disabled")
+    assert "SingleBD was stopped" in page.inner_text("#status")
+
+
+def test_it_works_by_keyboard_and_names_every_control(watched: Watched) -> None:
+    page = watched.open()
+    nameless = "[...document.querySelectorAll('input, select, textarea')].filter((e) => !e.labels.length).length"
+    assert page.evaluate(nameless) == 0
+    snapshot = page.locator("main").aria_snapshot()
+    for name in ("Question", "API key, if one is needed", "Accept a token above tau_m2t", "Forward", "Run both"):
+        assert name in snapshot
+    reached = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(
+            "[document.activeElement.id || document.activeElement.className, "
+            "getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        assert focused[0] == "" or focused[1] != "none", focused
+        reached.append(focused[0])
+        if focused[0] == "run":
+            break
+    for name in (
+        "skip",
+        "prompt",
+        "model",
+        "route",
+        "tokens",
+        "slots",
+        "key",
+        "tau_m2t",
+        "temperature",
+        "turns",
+        "run",
+    ):
+        assert name in reached
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#status:has-text('tokens in')")
+    live = page.eval_on_selector_all("[aria-live]", "all => all.map((e) => e.id)")
+    assert live == ["status"], "one calm line speaks, not every forward"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_readable_in_any_light_on_any_screen(watched: Watched, scheme: Any, tmp_path: Path) -> None:
+    for width in (380, 1400):
+        page = watched.open(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+        finish(page)
+        for side in SIDES:  # a forward in the middle has slots in several states
+            page.focus(f'[data-side="{side}"] .forward input')
+            page.keyboard.press("Home")
+            for _ in range(3):
+                page.keyboard.press("ArrowRight")
+            assert cells(page, side, "new") and page.inner_text(f'[data-side="{side}"] .answer')
+        picture = tmp_path / f"{scheme}-{width}.png"
+        page.screenshot(path=picture, full_page=True)
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        pale = [(round(ratio, 2), place) for ratio, place in page.evaluate(CONTRAST) if ratio < 4.5]
+        assert not pale, pale
+        assert page.eval_on_selector(".slot .cell", "e => getComputedStyle(e).transitionDuration") == "0s"
