@@ -1,7 +1,7 @@
 """The first stage of a sweep: every row of a table is decoded by the engine of its model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +29,20 @@ class Failure:
     """Why a request has no output."""
 
     error: str
+
+
+def sample_requests(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number."""
+    prompts = chat_prompts(tokenizer, [question(row["prompt"]) for row in rows])
+    return [
+        Request(
+            request_id=str(row["sample"]),
+            prompt=tuple(prompt),
+            max_tokens=row["max_tokens"],
+            decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+        )
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
 
 
 class ModelRefused(ValueError):
@@ -74,16 +88,7 @@ class DecodeStage:
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
         tokenizer = self._model(name).tokenizer
-        prompts = chat_prompts(tokenizer, [question(row["prompt"]) for row in rows])
-        requests = [
-            Request(
-                request_id=str(row["sample"]),
-                prompt=tuple(prompt),
-                max_tokens=row["max_tokens"],
-                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
-            )
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
+        requests = sample_requests(tokenizer, rows)
         results = self._results(name, requests)
         for row in rows:
             result = results[str(row["sample"])]

@@ -1,11 +1,29 @@
-"""Rates computed from raw counts: accuracy, TPF, TPS and NFE over the samples of one configuration."""
+"""Rates computed from raw counts: accuracy, TPF and NFE over the samples of one configuration.
+
+Samples have no seconds: their batches mix configurations. `speed.py` has those of timed runs.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mbd_core.decoding.request import Counts
 from mbd_core.evaluation.statistics import mean_and_stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    num_forwards: int
+    num_store_forwards: int
+    num_prefill_forwards: int
+
+    @property
+    def tpf(self) -> float:
+        """Useful tokens per forward."""
+        return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +31,7 @@ class GradedSample:
     """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong."""
 
     correct: bool
-    counts: Counts | None
+    counts: SampleCounts | None
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
 
@@ -26,9 +44,8 @@ class Summary:
     accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
-    tps                all useful tokens / all decode seconds: the rate of one request while others share its batch
     nfe                mean forwards per sample
-    errors             samples without counts; they do not enter tpf, tps and nfe
+    errors             samples without counts; they do not enter tpf and nfe
     """
 
     n: int
@@ -40,13 +57,11 @@ class Summary:
     tpf: float
     tpf_stderr: float
     tpf_ratio_of_sums: float
-    tps: float
     nfe: float
     num_tokens: int
     num_forwards: int
     num_store_forwards: int
     num_prefill_forwards: int
-    decode_seconds: float
 
 
 def summarize(samples: Sequence[GradedSample]) -> Summary:
@@ -58,7 +73,6 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     share = sum(s.correct for s in samples) / n
     tokens = sum(c.num_tokens for c in counts)
     forwards = sum(c.num_forwards for c in counts)
-    seconds = sum(c.decode_seconds for c in counts)
     tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
     return Summary(
         n=n,
@@ -70,13 +84,11 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=tokens / forwards if forwards else 0.0,
-        tps=tokens / seconds if seconds else 0.0,
         nfe=forwards / len(counts) if counts else 0.0,
         num_tokens=tokens,
         num_forwards=forwards,
         num_store_forwards=sum(c.num_store_forwards for c in counts),
         num_prefill_forwards=sum(c.num_prefill_forwards for c in counts),
-        decode_seconds=seconds,
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mbd_core.evaluation.aup import AupPoint
+from mbd_core.evaluation.speed import Speed
+from mbd_core.evaluation.speed_table import speed_lines
 from mbd_core.evaluation.statistics import mean
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
 
@@ -17,7 +19,12 @@ CAPTION = (
 
 
 def render_markdown(
-    rows: Sequence[ReportRow], aups: Sequence[AupRow], *, labels: Mapping[str, str], settings: Mapping[str, Any]
+    rows: Sequence[ReportRow],
+    aups: Sequence[AupRow],
+    times: Sequence[Speed],
+    *,
+    labels: Mapping[str, str],
+    settings: Mapping[str, Any],
 ) -> str:
     """The report as Markdown. `labels` maps task names to column heads, in column order."""
     lines = ["# Evaluation sweep", "", CAPTION, ""]
@@ -26,6 +33,8 @@ def render_markdown(
     lines += _aup_lines(aups, labels)
     lines += ["## What was run", ""]
     lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
+    if times:
+        lines += speed_lines(times, labels, {row.key: row.varied for row in rows})
     return "\n".join(lines) + "\n"
 
 
@@ -65,22 +74,21 @@ def _pair(row: ReportRow | None) -> tuple[str, str]:
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## Every configuration", ""]
-    lines.append("| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | TPS | NFE | Errors |")
-    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append("| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | NFE | Errors |")
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
         lines.append(
             f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
             f"| {s.accuracy:.2f} ± {s.accuracy_stderr:.2f} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {s.tps:.1f} | {s.nfe:.1f} | {s.errors} |"
+            f"| {s.tpf_ratio_of_sums:.2f} | {s.nfe:.1f} | {s.errors} |"
         )
     return [
         *lines,
         "",
         "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
-        "(before EOS) per NFE. TPS: useful tokens / decode seconds of a request beside the others of its batch, on "
-        "the machine named below; no warm-up is left out. An error (a request that could not be decoded) counts as "
-        "wrong and is left out of the rates. se: standard error, binomial for accuracy.",
+        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. An error (a request that could "
+        "not be decoded) counts as wrong and is left out of the rates. se: standard error, binomial for accuracy.",
         "",
     ]
 

@@ -11,13 +11,12 @@ from mbd_core.evaluation.rates import GradedSample, summarize
 def test_mean_of_ratios_and_ratio_of_sums_are_different_numbers() -> None:
     found = summarize(
         [
-            graded_sample(tokens=10, forwards=10, seconds=2.0),
-            graded_sample(tokens=90, forwards=30, correct=False, seconds=3.0),
+            graded_sample(tokens=10, forwards=10),
+            graded_sample(tokens=90, forwards=30, correct=False),
         ]
     )
     assert found.tpf == pytest.approx(2.0)
     assert found.tpf_ratio_of_sums == pytest.approx(2.5)
-    assert found.tps == pytest.approx(20.0)
     assert found.nfe == pytest.approx(20.0)
     assert found.accuracy == 50.0
     assert found.accuracy_stderr == pytest.approx(100 * math.sqrt(0.25 / 2))
@@ -29,7 +28,7 @@ def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
     failed = GradedSample(correct=False, counts=None)
     alone, beside = summarize(good), summarize([*good, failed])
     assert (beside.n, beside.errors, beside.accuracy) == (4, 1, 75.0)
-    assert (beside.tpf, beside.tps, beside.nfe) == (alone.tpf, alone.tps, alone.nfe)
+    assert (beside.tpf, beside.nfe) == (alone.tpf, alone.nfe)
     assert summarize([failed]).tpf == 0.0
     with pytest.raises(ValueError, match="no samples"):
         summarize([])

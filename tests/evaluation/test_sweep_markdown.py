@@ -10,7 +10,7 @@ from mbd_core.evaluation.sweep_report import build_aup
 
 def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
     rows = report_rows()
-    text = render_markdown(rows, build_aup(rows), labels={"a": "A", "b": "B"}, settings={"seed": 7})
+    text = render_markdown(rows, build_aup(rows), [], labels={"a": "A", "b": "B"}, settings={"seed": 7})
     table = [line for line in text.splitlines() if line.startswith("|")][:6]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells[0][:7] == ["Model", "A Acc ↑", "A TPF ↑", "B Acc ↑", "B TPF ↑", "Average Acc ↑", "Average TPF ↑"]
