@@ -3,11 +3,10 @@
 Samples have no seconds: their batches mix configurations. `speed.py` has those of timed runs.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mbd_core.evaluation.statistics import mean_and_stderr
+from mbd_core.evaluation.statistics import mean_and_stderr, wilson_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,8 @@ class GradedSample:
 class Summary:
     """The results of a configuration on `n` samples.
 
-    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_stderr` its binomial standard error
+    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
+                       bounds of its 95 % Wilson interval
     accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
@@ -51,7 +51,8 @@ class Summary:
     n: int
     errors: int
     accuracy: float
-    accuracy_stderr: float
+    accuracy_low: float
+    accuracy_high: float
     accuracy_strict: float | None
     accuracy_flexible: float | None
     tpf: float
@@ -70,15 +71,17 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
-    share = sum(s.correct for s in samples) / n
+    num_correct = sum(s.correct for s in samples)
+    low, high = wilson_interval(num_correct, n)
     tokens = sum(c.num_tokens for c in counts)
     forwards = sum(c.num_forwards for c in counts)
     tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
     return Summary(
         n=n,
         errors=n - len(counts),
-        accuracy=100 * share,
-        accuracy_stderr=100 * math.sqrt(share * (1 - share) / n),
+        accuracy=100 * num_correct / n,
+        accuracy_low=100 * low,
+        accuracy_high=100 * high,
         accuracy_strict=_percent([s.strict_correct for s in samples]),
         accuracy_flexible=_percent([s.flexible_correct for s in samples]),
         tpf=tpf,
