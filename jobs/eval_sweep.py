@@ -236,7 +236,8 @@ def run_on_cluster(
                 there = f"{len(record.parts) - len(missing)} of {len(record.parts)} parts are there"
                 print(f"eval_sweep: {there}", file=sys.stderr)
             try:
-                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, missing)
+                own = [work.parts[number] for number in record.parts]
+                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, own)
                 timed = time_cases(cases, sweep, pool, concurrency=record.plan["timing"]["concurrency"], urls=urls)
                 collect_times(timed, folder, cases)
             except CLUSTER_FAILURES as error:

@@ -11,12 +11,12 @@ from mbd_core.evaluation.statistics import mean
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
 
 CAPTION = (
-    "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each pair "
-    "of cells shows the row's configuration with the best accuracy on that task, on ties the higher TPF. It was chosen "
-    "on the samples that it is reported on, so with many configurations the accuracies are biased upwards. Average "
-    "columns are means over the tasks. AUP covers all configurations of the row for each task, then the mean over "
-    "tasks: Eq. 4.1 is the trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and weights (no "
-    "point at TPF 1)."
+    "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each "
+    "pair of cells shows the row's configuration with the best accuracy on that task, on ties the higher TPF. It was "
+    "chosen on the samples that it is reported on, so with many configurations the accuracies are biased upwards. "
+    "Average columns are means over the tasks. AUP covers all configurations of the row for each task, then the mean "
+    "over tasks: Eq. 4.1 is the trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and "
+    "weights (no point at TPF 1)."
 )
 
 

@@ -12,6 +12,7 @@ from mbd_core.evaluation.rates import GradedSample, SampleCounts
 from mbd_core.evaluation.sample_tables import COUNTS
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_samples
 from mbd_core.evaluation.sweep_parts import Part
+from mbd_core.evaluation.sweep_progress import SweepProgress
 from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.timed_cases import TimedCase
 
@@ -24,16 +25,21 @@ Samples = dict[ReportKey, list[GradedSample]]
 
 
 def collect_samples(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, parts: Sequence[Part]) -> None:
-    """Write each table, with the number of its part, and show progress; `parts` are those that are to come.
+    """Write each table, with the number of its part, and show progress; `parts` are all parts of the folder.
 
     Raises `RuntimeError` if some are missing at the end.
     """
-    with tqdm(total=sum(len(part.rows) for part in parts), unit="sample", desc="sweep", mininterval=1.0) as bar:
+    missing = set(folder.missing())
+    progress = SweepProgress(parts, missing)
+    total = sum(len(part.rows) for part in parts if part.number in missing)
+    with tqdm(total=total, unit="sample", desc="sweep", mininterval=1.0) as bar:
         for number, table in tables:
             folder.write_part(number, table)
             bar.update(len(table))
-    if missing := folder.missing():
-        raise RuntimeError(f"{len(missing)} of {len(parts)} parts did not come back; repeat the command for them")
+            for line in progress.done(number):
+                bar.write(f"sweep: {line}", file=sys.stderr)
+    if still := folder.missing():
+        raise RuntimeError(f"{len(still)} of {len(parts)} parts did not come back; repeat the command for them")
 
 
 def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
