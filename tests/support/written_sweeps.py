@@ -75,8 +75,8 @@ def graded_table(part: Part) -> pa.Table:
             **row,
             **dict.fromkeys(COUNTS, 1),
             "text": f"answer {row['sample']}",
-            "num_tokens": 5 + row["sample"] % 7,
-            "num_forwards": 2 + row["sample"] % 3,
+            "num_tokens": 5 + row["sample"] * 7919 % 97,
+            "num_forwards": 1 + row["sample"] * 31 % 13,
             "correct": row["sample"] % 3 > 0,
         }
         for row in part.rows
