@@ -122,8 +122,13 @@ def run_parts(
         for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
             yield unpack(packed)
     except RayTaskError as error:
-        # Ray passes an actor's exception on as text: its class and message are a line of the traceback.
-        refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)
+        refusal = model_refused(error)
         if refusal is None:
             raise
-        raise ModelRefused(refusal[1]) from error
+        raise refusal from error
+
+
+def model_refused(error: RayTaskError) -> ModelRefused | None:
+    """The `ModelRefused` that an actor raised. Ray passes it on as text: its class and message are a line of it."""
+    refusal = re.search(rf"^\S*{ModelRefused.__name__}: (.*)$", str(error), re.MULTILINE)
+    return None if refusal is None else ModelRefused(refusal[1])

@@ -70,7 +70,7 @@ def sweep(cluster: LocalCluster, out: Path, *, limit: int) -> None:
     submit(
         cluster,
         *("python", "jobs/eval_sweep.py", "--models", "tiny-bd,tiny-mbd", "--tasks", "gsm-mini,code-mini"),
-        *("--grid", "tau_m2t=0.7,0.9;buffer_size=4", "--limit", str(limit)),
+        *("--grid", "tau_m2t=0.7,0.9;buffer_size=4", "--limit", str(limit), "--timed", "4"),
         *("--out", str(out / "sweep"), "--overwrite"),
     )
 

@@ -1,9 +1,8 @@
 """Sweep models x methods x thresholds over tasks on Ray Data: the options, the cluster, and the report."""
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from jobs.command_line import (
     CLUSTER,
     DATA,
     DECODING,
+    ENGINE,
     MODEL,
     OUTPUT,
     KvMemoryFraction,
@@ -30,11 +30,12 @@ from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES
 from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder, sweep_in
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
-from mbd_core.evaluation.sweep_record import SweepRecord, record_of
-from mbd_core.evaluation.sweep_samples import collect_samples
+from mbd_core.evaluation.sweep_record import SweepRecord, difference, record_of
+from mbd_core.evaluation.sweep_samples import collect_samples, collect_times
 from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
 from mbd_core.evaluation.sweep_summary import write_summary
 from mbd_core.evaluation.tasks import TASKS
+from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.tasks.split import Split
 
 LIST = "NAME,..."
@@ -121,9 +122,19 @@ Out = Annotated[
         "--out", metavar="DIR|URL", help="Folder to write, or a URL as s3://bucket/path.", rich_help_panel=OUTPUT
     ),
 ]
+TimedProblems = Annotated[
+    int,
+    typer.Option(
+        "--timed",
+        help="Problems a task on which each configuration is timed by itself, after the sweep; 0: none.",
+        min=0,
+        rich_help_panel=DATA,
+    ),
+]
+Concurrency = Annotated[
+    int, typer.Option(help="Requests under way where throughput is timed.", min=1, rich_help_panel=ENGINE)
+]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
-
-WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
 
 
 def run(
@@ -141,6 +152,8 @@ def run(
     split: TaskSplit = "test",
     data: TaskFiles = None,
     shard: ShardText = "1/1",
+    timed: TimedProblems = Timing.problems,
+    concurrency: Concurrency = Timing.concurrency,
     max_rows: MaxRows = EngineConfig.max_rows,
     num_pages: NumPages = EngineConfig.num_pages,
     kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
@@ -148,16 +161,16 @@ def run(
     tensor_parallel: TensorParallel = 1,
     overwrite: Overwrite = False,
 ) -> None:
-    """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, TPS and AUP.
+    """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
 
     A method has a name (mbd_core/decoding/methods.py) or is defined by its decoding fields, and the grid reaches into
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
     The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
-    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, then plot.png, report.md
-    and report.json. The same command again computes what is missing; --overwrite replaces a finished sweep or another.
+    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, then times the
+    configurations one by one (--timed), and writes plot.png, report.md and report.json. The same command again
+    computes what is missing; --overwrite replaces a finished sweep or another.
     """
-    started = time.perf_counter()
     out_folder, part_of = Folder.at(out), Shard.parse(shard)
     out_folder.check_writable()
     fetched = {model: fetch_model(model) for model in names(models, "--models")}
@@ -179,43 +192,56 @@ def run(
             tensor_parallel=tensor_parallel,
         )
     )
-    for note in sweep.notes:
-        print(f"eval_sweep: note: {note}", file=sys.stderr)
     with out_folder.mirrored(KIND, FILES) as mirror:
-        record, parts = cut_sweep(sweep, mirror.path, shard=part_of, num_actors=actors)
-        check_sweep_folder(mirror.path, record, overwrite=overwrite)
-        print(run_on_cluster(sweep, record, parts, mirror, fetched=fetched, num_actors=actors, overwrite=overwrite))
-    print(f"The report is in {out_folder}: {WRITTEN} ({time.perf_counter() - started:.1f} s)")
+        timing = Timing(problems=timed, concurrency=concurrency)
+        work = cut_sweep(sweep, mirror.path, shard=part_of, timing=timing, num_actors=actors)
+        check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
+        print_notes(sweep.notes)
+        print(run_on_cluster(sweep, work, mirror, fetched=fetched, num_actors=actors, overwrite=overwrite))
+    print(f"The report is in {out_folder}: report.md, {REPORT}, plot.png, samples/")
 
 
-def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, num_actors: int) -> tuple[SweepRecord, list[Part]]:
-    """The sweep's record and all its parts; a sweep that the folder holds already is cut as it was there."""
+def print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"eval_sweep: note: {note}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that is to be done for a sweep, and its record."""
+
+    record: SweepRecord
+    parts: Sequence[Part]
+    cases: Sequence[TimedCase]
+
+
+def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, timing: Timing, num_actors: int) -> Work:
+    """A sweep in parts; one that the folder holds already is cut as it was there, with however many actors."""
     rows = list(sweep.rows())
-    there = sweep_in(folder)
-    size = min(4 * sweep.engine.max_rows, -(-len(rows) // num_actors))
-    size = size if there is None else there.rows_per_part
-    parts = cut(rows, rows_per_part=size)
-    return record_of(sweep, rows, parts, shard=shard, rows_per_part=size), parts
+
+    def work(size: int) -> Work:
+        parts = cut(rows, rows_per_part=size)
+        record = record_of(sweep, rows, parts, shard=shard, rows_per_part=size, timing=timing)
+        return Work(record, parts, timed_cases(rows, timing))
+
+    cut_anew, there = work(min(4 * sweep.engine.max_rows, -(-len(rows) // num_actors))), sweep_in(folder)
+    if there is None or difference(there, cut_anew.record) is not None:
+        return cut_anew
+    return work(there.rows_per_part)
 
 
 def run_on_cluster(
-    sweep: Sweep,
-    record: SweepRecord,
-    parts: Sequence[Part],
-    mirror: Mirror,
-    *,
-    fetched: Mapping[str, str],
-    num_actors: int,
-    overwrite: bool,
+    sweep: Sweep, work: Work, mirror: Mirror, *, fetched: Mapping[str, str], num_actors: int, overwrite: bool
 ) -> str:
-    """Decode, grade and write what is missing; the report as Markdown. Ray is imported here: it takes seconds, and bad
-    input none.
+    """Decode, grade, time and write what is missing; the report as Markdown. Ray is imported here: it takes seconds,
+    and bad input none.
 
     Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in the folder.
     """
     import ray
 
     from actors.evaluation import plan_pool, run_parts
+    from actors.timing import time_cases
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
@@ -224,15 +250,19 @@ def run_on_cluster(
     try:
         pool = plan_pool(sweep, num_engines=num_actors)
         settings = sweep_settings(sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus)
-        record = replace(record, settings=settings)
+        record = replace(work.record, settings=settings)
         with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
             folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
-            missing = [parts[number] for number in folder.missing()]
-            if len(missing) < len(folder.state.record.parts):
-                done = len(folder.state.record.parts) - len(missing)
-                print(f"eval_sweep: {done} of {len(folder.state.record.parts)} parts are there", file=sys.stderr)
+            missing = [work.parts[number] for number in folder.missing()]
+            cases = [work.cases[number] for number in folder.missing_cases()]
+            if len(missing) < len(record.parts):
+                there = f"{len(record.parts) - len(missing)} of {len(record.parts)} parts are there"
+                print(f"eval_sweep: {there}", file=sys.stderr)
             try:
-                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, missing)
+                own = [work.parts[number] for number in record.parts]
+                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, own)
+                timed = time_cases(cases, sweep, pool, concurrency=record.plan["timing"]["concurrency"], urls=urls)
+                collect_times(timed, folder, cases)
             except CLUSTER_FAILURES as error:
                 folder.write_files({FAILURE: failure_text(error).encode()})
                 raise RuntimeError(

@@ -78,7 +78,9 @@ def run(
     if report["isolation"] is not None:
         print(f"Programs ran under {MEANING[report['isolation']]}")
     parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
-    share = f"{report['correct']} of {report['samples']} samples right ({100 * report['accuracy_of_samples']:.2f} %)"
+    share = f"{report['correct']} of {report['samples']} samples right ({100 * report['accuracy_of_samples']:.2f} %"
+    low, high = report["wilson_interval"]
+    share += f", 95 % Wilson interval {100 * low:.1f} to {100 * high:.1f})"
     print("; ".join([f"{found.label}: {share}", *parts]))
     if report["problems_without_a_sample"]:
         print(f"{report['problems_without_a_sample']} of {report['problems']} problems have no sample")

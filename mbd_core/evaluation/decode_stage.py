@@ -1,7 +1,7 @@
 """The first stage of a sweep: every row of a table is decoded by the engine of its model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,25 @@ class Failure:
     """Why a request has no output."""
 
     error: str
+
+
+def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+    """A request for each row of `PLANNED_COLUMNS`, as long as the model holds it; its id is the row's number."""
+    positions, requests = model.engine.admission.model.max_positions, []
+    for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
+        request = Request(
+            request_id=str(row["sample"]),
+            prompt=tuple(prompt),
+            max_tokens=row["max_tokens"],
+            decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+        )
+        requests.append(fitted(request, positions) if row["may_shorten"] else request)
+    return requests
+
+
+def stop_strings(rows: Sequence[Mapping[str, Any]]) -> Stops:
+    """The strings that end the requests of `sample_requests`, by their ids."""
+    return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
 class ModelRefused(ValueError):
@@ -77,19 +96,11 @@ class DecodeStage:
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
-        tokenizer, positions = model.tokenizer, model.engine.admission.model.max_positions
-        requests = []
-        for row, prompt in zip(rows, prompt_ids(tokenizer, [row["input"] for row in rows]), strict=True):
-            request = Request(
-                request_id=str(row["sample"]),
-                prompt=tuple(prompt),
-                max_tokens=row["max_tokens"],
-                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
-            )
-            requests.append(fitted(request, positions) if row["may_shorten"] else request)
-            row["max_tokens"] = requests[-1].max_tokens
+        tokenizer, requests = model.tokenizer, sample_requests(model, rows)
         del model  # the engine may be closed from here on
-        stops = {str(row["sample"]): json.loads(row["stop"]) for row in rows}
+        for row, request in zip(rows, requests, strict=True):
+            row["max_tokens"] = request.max_tokens
+        stops = stop_strings(rows)
         results = self._results(name, requests, stops)
         for row in rows:
             result = results[str(row["sample"])]

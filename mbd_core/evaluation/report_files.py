@@ -6,17 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.sweep_markdown import render_markdown
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow
 from mbd_core.evaluation.tradeoff_plot import draw_plot
 
-TIMES = ("tps", "decode_seconds")  # the fields of a row that differ from run to run; all others follow from the plan
-
 
 def report_files(
-    rows: Sequence[ReportRow], aups: Sequence[AupRow], *, labels: Mapping[str, str], settings: Mapping[str, Any]
+    rows: Sequence[ReportRow],
+    aups: Sequence[AupRow],
+    times: Sequence[Speed],
+    *,
+    labels: Mapping[str, str],
+    settings: Mapping[str, Any],
 ) -> dict[str, bytes]:
-    """The files by name, `report.json` last. `labels` maps task names to column heads."""
+    """The files by name, `report.json` last. `labels` maps task names to column heads.
+
+    What was timed is in `times` of `report.json` and in the last section of `report.md`; all else is the same bytes
+    for the same plan.
+    """
     content = {
         "rows": [
             {
@@ -30,12 +38,12 @@ def report_files(
         ],
         "aup": [asdict(aup) for aup in aups],
         "settings": settings,
-        "times": [f"rows.{name}" for name in TIMES],
+        "times": [{**asdict(speed), "config": json.loads(speed.config)} for speed in times],
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     return {
         "plot.png": plot.getvalue(),
-        "report.md": render_markdown(rows, aups, labels=labels, settings=settings).encode(),
+        "report.md": render_markdown(rows, aups, times, labels=labels, settings=settings).encode(),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mbd_core.evaluation.graders import Grade, grade, grade_program, program_of
 from mbd_core.evaluation.problem_set import ProblemSet
 from mbd_core.evaluation.sandbox import available_isolation
+from mbd_core.evaluation.statistics import wilson_interval
 from mbd_core.evaluation.tasks import Problem, Task
 from mbd_core.files import write_json, write_text
 
@@ -126,6 +127,7 @@ def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str,
         "samples": len(grades),
         "correct": correct,
         "accuracy_of_samples": correct / len(grades),
+        "wilson_interval": wilson_interval(correct, len(grades)),
         **counts,
         "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "isolation": available_isolation() if problem_set.task.rule in ("code", "plus") else None,

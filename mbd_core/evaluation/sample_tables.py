@@ -20,7 +20,7 @@ PLANNED_COLUMNS = pa.schema(
 DECODED_COLUMNS = pa.schema(
     [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
     + [pa.field(name, pa.int64()) for name in COUNTS]
-    + [pa.field("decode_seconds", pa.float64()), pa.field("error", pa.string())]
+    + [pa.field("error", pa.string())]
 )
 GRADED_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]

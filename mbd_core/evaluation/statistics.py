@@ -1,7 +1,9 @@
-"""The statistics of the reports: a mean with its standard error, and the sign test."""
+"""The statistics of the reports: a mean with its standard error, a share with its interval, and the sign test."""
 
 import math
 from collections.abc import Sequence
+
+Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 
 
 def mean(values: Sequence[float]) -> float:
@@ -16,6 +18,18 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
         return center, 0.0
     variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
     return center, math.sqrt(variance / len(values))
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927), from 0 to 1. Unlike share ± error it never leaves that range,
+    and it has a width also where all of few trials, or none, succeed."""
+    if n == 0:
+        return 0.0, 1.0
+    share, spread = successes / n, Z_95**2 / n
+    center = (share + spread / 2) / (1 + spread)
+    half = Z_95 / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    low = 0.0 if successes == 0 else center - half
+    return low, 1.0 if successes == n else center + half
 
 
 def sign_test(wins: int, losses: int) -> float:

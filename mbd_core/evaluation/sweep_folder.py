@@ -2,6 +2,7 @@
 
     sweep.json                  the record of the sweep (`SweepRecord`), and by what its files are known as its own
     samples/part-*.parquet      one row for each sample; a part is written beside its place and renamed
+    times/case-*.parquet        one row for each request of a timed configuration
     report.md, report.json, plot.png
 
 Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
@@ -38,7 +39,8 @@ REPORT = "report.json"
 FAILURE = "failure.txt"  # the traceback of a sweep that failed
 REPORT_FILES = ("plot.png", "report.md", REPORT)
 LOCK = ".mbd-sweep.lock"
-FILES = (RECORD, LOCK, "samples/part-*.parquet", *REPORT_FILES, FAILURE)
+FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
+TABLES = ("samples", "times")  # the folders of what carries an id
 MARK = b"mbd-sweep"  # the key of the id in a part's metadata
 
 
@@ -75,7 +77,7 @@ class FolderState:
         """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
         if name in (MANIFEST, RECORD, LOCK) or is_partial(Path(name)):
             return True
-        if name.startswith("samples/"):
+        if Path(name).parts[0] in TABLES:
             return part_id(folder / name) in (self.id, *self.previous)
         return name in self.digests and _digest(folder / name) in self.digests[name]
 
@@ -133,21 +135,33 @@ class SweepFolder:
 
     def missing(self) -> list[int]:
         """The numbers of the parts that are still to be computed."""
-        return [number for number in self.state.record.parts if not self._has(number)]
+        return [number for number in self.state.record.parts if not self._has(part_name(number))]
+
+    def missing_cases(self) -> list[int]:
+        """The numbers of the cases that are still to be timed."""
+        return [number for number in self.state.record.cases if not self._has(case_name(number))]
 
     def write_part(self, number: int, table: pa.Table) -> None:
         """Write a part of the samples, durably, whole or not at all; a part that is there already stays as it is."""
         assert number in self.state.record.parts, f"part {number} is not of this shard"
-        if self._has(number):
+        self._write_table(part_name(number), table)
+
+    def write_case(self, number: int, table: pa.Table) -> None:
+        """Write the timed requests of a case, as `write_part` does a part."""
+        assert number in self.state.record.cases, f"case {number} is not of this shard"
+        self._write_table(case_name(number), table)
+
+    def _write_table(self, name: str, table: pa.Table) -> None:
+        if self._has(name):
             return
-        path = self.path / part_name(number)
+        path = self.path / name
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
         with file_beside(path) as beside:
             pq.write_table(table.replace_schema_metadata({MARK: self.state.id}), beside)
             _sync(beside)
         _sync(path.parent)
-        self._published(part_name(number))
+        self._published(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
         """Write files of the report; `OSError` if somebody else's lies in the place of one."""
@@ -175,8 +189,8 @@ class SweepFolder:
             self.state.record = replace(self.state.record, settings=settings)
             self._save()
 
-    def _has(self, number: int) -> bool:
-        return part_id(self.path / part_name(number)) == self.state.id
+    def _has(self, name: str) -> bool:
+        return part_id(self.path / name) == self.state.id
 
     def _save(self) -> None:
         self.state.save(self.path)
@@ -184,7 +198,7 @@ class SweepFolder:
 
     def _clear(self) -> None:
         """Remove what is left of replaced sweeps and of killed processes; without all parts, the report too."""
-        outdated = (*REPORT_FILES, FAILURE) if self.missing() else ()
+        outdated = (*REPORT_FILES, FAILURE) if self.missing() or self.missing_cases() else ()
         for name in files_in(self.path):
             if is_partial(Path(name)):
                 (self.path / name).unlink()
@@ -194,6 +208,15 @@ class SweepFolder:
 
 def part_name(number: int) -> str:
     return f"samples/part-{number:05d}.parquet"
+
+
+def case_name(number: int) -> str:
+    return f"times/case-{number:05d}.parquet"
+
+
+def tables_of(record: SweepRecord) -> list[str]:
+    """The names of all files that carry the id of a finished sweep."""
+    return [*map(part_name, record.parts), *map(case_name, record.cases)]
 
 
 def part_id(path: Path) -> str | None:
@@ -206,8 +229,10 @@ def part_id(path: Path) -> str | None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """The relative names of the files in a sweep's folder and in its folder of samples."""
-    found = (path for place in (folder, folder / "samples") if place.is_dir() for path in place.iterdir())
+    """The relative names of the files in a sweep's folder and in its folders of tables."""
+    found = (
+        path for place in (folder, *(folder / name for name in TABLES)) if place.is_dir() for path in place.iterdir()
+    )
     return sorted(str(path.relative_to(folder)) for path in found if path.is_symlink() or not path.is_dir())
 
 
@@ -227,7 +252,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
             raise ValueError(f"{folder} cannot be used: it has no {RECORD}, and {strange[0]} in it; move that")
         return
     if record is not None and is_resumable(folder, there, record, overwrite=overwrite):
-        for name in (*map(part_name, there.record.parts), *REPORT_FILES, FAILURE):
+        for name in (*tables_of(there.record), *REPORT_FILES, FAILURE):
             if (folder / name).exists() and not there.owns(folder, name):
                 raise ValueError(f"{folder / name} was not written by this sweep, whose file has that name; move it")
         return
@@ -247,7 +272,7 @@ def is_resumable(folder: Path, there: FolderState, record: SweepRecord, *, overw
 
 def is_finished(folder: Path, state: FolderState) -> bool:
     """Whether all parts and the report are there."""
-    return state.owns(folder, REPORT) and all(part_id(folder / part_name(n)) == state.id for n in state.record.parts)
+    return state.owns(folder, REPORT) and all(part_id(folder / name) == state.id for name in tables_of(state.record))
 
 
 def sweep_in(folder: Path) -> SweepRecord | None:
@@ -282,6 +307,18 @@ def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Itera
         path = folder / part_name(number)
         if part_id(path) == state.id:
             yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+
+
+def read_times(folder: Path) -> Iterator[dict[str, Any]]:
+    """A sweep's timed requests as rows of `TIMED_COLUMNS`, none where nothing was timed; `ValueError` if no sweep lies
+    there."""
+    state = FolderState.load(folder)
+    if state is None:
+        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    for number in state.record.cases:
+        path = folder / case_name(number)
+        if part_id(path) == state.id:
+            yield from pq.read_table(path).to_pylist()
 
 
 def _digest(path: Path) -> str | None:

@@ -4,20 +4,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mbd_core.evaluation.aup import AupPoint
+from mbd_core.evaluation.rates import Summary
+from mbd_core.evaluation.speed import Speed
+from mbd_core.evaluation.speed_table import speed_lines
 from mbd_core.evaluation.statistics import mean
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
 
 CAPTION = (
-    "Accuracy (Acc, percent) and tokens per forward (TPF, mean over samples). Each pair of cells shows the row's "
-    "configuration with the best accuracy on that task, on ties the higher TPF. It was chosen on the samples that "
-    "it is reported on, so with many configurations the accuracies are biased upwards. Average columns are means over "
-    "the tasks. AUP covers all configurations of the row for each task, then the mean over tasks: Eq. 4.1 is the "
-    "trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and weights (no point at TPF 1)."
+    "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each "
+    "pair of cells shows the row's configuration with the best accuracy on that task, on ties the higher TPF. It was "
+    "chosen on the samples that it is reported on, so with many configurations the accuracies are biased upwards. "
+    "Average columns are means over the tasks. AUP covers all configurations of the row for each task, then the mean "
+    "over tasks: Eq. 4.1 is the trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and "
+    "weights (no point at TPF 1)."
 )
 
 
 def render_markdown(
-    rows: Sequence[ReportRow], aups: Sequence[AupRow], *, labels: Mapping[str, str], settings: Mapping[str, Any]
+    rows: Sequence[ReportRow],
+    aups: Sequence[AupRow],
+    times: Sequence[Speed],
+    *,
+    labels: Mapping[str, str],
+    settings: Mapping[str, Any],
 ) -> str:
     """The report as Markdown. `labels` maps task names to column heads, in column order."""
     lines = ["# Evaluation sweep", "", CAPTION, ""]
@@ -26,6 +35,8 @@ def render_markdown(
     lines += _aup_lines(aups, labels)
     lines += ["## What was run", ""]
     lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
+    if times:
+        lines += speed_lines(times, labels, {row.key: row.varied for row in rows})
     return "\n".join(lines) + "\n"
 
 
@@ -60,30 +71,32 @@ def _subject(row: ReportRow) -> tuple[str, str, str]:
 
 def _pair(row: ReportRow | None) -> tuple[str, str]:
     """Accuracy and TPF; a dash where the method has no sample of the task, as in a shard."""
-    return ("-", "-") if row is None else (f"{row.summary.accuracy:.2f}", f"{row.summary.tpf:.2f}")
+    return ("-", "-") if row is None else (accuracy_text(row.summary), f"{row.summary.tpf:.2f}")
+
+
+def accuracy_text(summary: Summary) -> str:
+    """The accuracy with its interval."""
+    return f"{summary.accuracy:.2f} [{summary.accuracy_low:.1f}, {summary.accuracy_high:.1f}]"
 
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## Every configuration", ""]
-    lines.append(
-        "| Model | Method | Task | Config | n | Acc ± se | TPF ± se | TPF (sums) | TPS | NFE | Cut | Errors |"
-    )
-    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append("| Model | Method | Task | Config | n | Acc [95 %] | TPF ± se | TPF (sums) | NFE | Cut | Errors |")
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
         lines.append(
             f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
-            f"| {s.accuracy:.2f} ± {s.accuracy_stderr:.2f} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {s.tps:.1f} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
+            f"| {accuracy_text(s)} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
+            f"| {s.tpf_ratio_of_sums:.2f} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
         )
     return [
         *lines,
         "",
         "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
-        "(before EOS) per NFE. TPS: useful tokens / decode seconds of a request beside the others of its batch, on "
-        "the machine named below; no warm-up is left out. Cut: answers that ended at the limit of "
-        "their tokens. An error (a request that could not be decoded) counts as wrong and is left out of the rates. "
-        "se: standard error, binomial for accuracy.",
+        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. Cut: answers that ended at the "
+        "limit of their tokens. An error (a request that could not be decoded) counts as wrong and is left out of the "
+        "rates. [95 %]: Wilson interval. se: standard error.",
         "",
     ]
 

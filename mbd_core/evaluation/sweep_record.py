@@ -12,6 +12,7 @@ from mbd_core.evaluation.model_digest import model_digest
 from mbd_core.evaluation.sweep_parts import Part, Row, Shard
 from mbd_core.evaluation.sweep_plan import Sweep
 from mbd_core.evaluation.sweep_report import ReportKey
+from mbd_core.evaluation.timed_cases import Timing, timed_cases
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
 # Columns of a row that are no part of its problem.
@@ -25,6 +26,7 @@ class SweepRecord:
     plan           what decides the rows: models by digest, configurations, problems, sizes, versions (`plan_of`)
     shard          the part of the sweep that lies in this folder
     rows_per_part  how the sweep is cut, and into how many parts
+    num_cases      configurations and tasks that are timed (`timed_cases`)
     labels         column heads by task
     settings       what a reader of the report needs besides (`sweep_settings`)
     """
@@ -33,6 +35,7 @@ class SweepRecord:
     shard: Shard
     rows_per_part: int
     num_parts: int
+    num_cases: int
     labels: Mapping[str, str]
     settings: Mapping[str, Any]
 
@@ -40,6 +43,11 @@ class SweepRecord:
     def parts(self) -> list[int]:
         """The numbers of the parts that belong into this folder."""
         return [number for number in range(self.num_parts) if self.shard.holds(number)]
+
+    @property
+    def cases(self) -> list[int]:
+        """The numbers of the timed cases that belong into this folder."""
+        return [number for number in range(self.num_cases) if self.shard.holds(number)]
 
     def subjects(self) -> Iterator[ReportKey]:
         """The subjects of the report's rows, in its order."""
@@ -61,7 +69,7 @@ class SweepRecord:
         return cls(**{**content, "shard": Shard(**content["shard"])})
 
 
-def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
+def plan_of(sweep: Sweep, rows: Sequence[Row], timing: Timing) -> dict[str, Any]:
     """What decides the rows of a sweep; `rows` are all its rows."""
     return {
         "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()},
@@ -78,6 +86,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
             }
             for problem_set in sweep.problem_sets
         },
+        "timing": asdict(timing),
         "seed": sweep.seed,
         "max_rows": sweep.engine.max_rows,
         "tensor_parallel": sweep.tensor_parallel,
@@ -97,14 +106,21 @@ def _problems_digest(rows: Sequence[Row], task: str) -> str:
 
 
 def record_of(
-    sweep: Sweep, rows: Sequence[Row], parts: Sequence[Part], *, shard: Shard, rows_per_part: int
+    sweep: Sweep,
+    rows: Sequence[Row],
+    parts: Sequence[Part],
+    *,
+    shard: Shard,
+    rows_per_part: int,
+    timing: Timing,
 ) -> SweepRecord:
     """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
     return SweepRecord(
-        plan=plan_of(sweep, rows),
+        plan=plan_of(sweep, rows, timing),
         shard=shard,
         rows_per_part=rows_per_part,
         num_parts=len(parts),
+        num_cases=len(timed_cases(rows, timing)),
         labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
         settings={},
     )
@@ -134,6 +150,9 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     for name in ("seed", "max_rows", "tensor_parallel"):
         if there[name] != here[name]:
             yield f"its {name} is {there[name]}, not {here[name]}"
+    for name, value in here["timing"].items():
+        if there["timing"][name] != value:
+            yield f"its configurations are timed with {name}={there['timing'][name]}, not {value}"
     for name in VERSIONS:
         if there["versions"].get(name) != here["versions"][name]:
             yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"

@@ -1,5 +1,6 @@
 """Writes a sweep's graded samples to its folder as they arrive, and gathers them by configuration for the report."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,32 +8,48 @@ from typing import Any
 import pyarrow as pa
 from tqdm import tqdm
 
-from mbd_core.decoding.request import Counts
-from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.rates import GradedSample, SampleCounts
 from mbd_core.evaluation.sample_tables import COUNTS
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_samples
 from mbd_core.evaluation.sweep_parts import Part
+from mbd_core.evaluation.sweep_progress import SweepProgress
 from mbd_core.evaluation.sweep_report import ReportKey
+from mbd_core.evaluation.timed_cases import TimedCase
 
 COLUMNS = (
     *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error"),
-    *("strict_correct", "flexible_correct", "finish_reason", "decode_seconds", *COUNTS),
+    *("strict_correct", "flexible_correct", "finish_reason", *COUNTS),
 )
 
 Samples = dict[ReportKey, list[GradedSample]]
 
 
 def collect_samples(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, parts: Sequence[Part]) -> None:
-    """Write each table, with the number of its part, and show progress; `parts` are those that are to come.
+    """Write each table, with the number of its part, and show progress; `parts` are all parts of the folder.
 
     Raises `RuntimeError` if some are missing at the end.
     """
-    with tqdm(total=sum(len(part.rows) for part in parts), unit="sample", desc="sweep", mininterval=1.0) as bar:
+    missing = set(folder.missing())
+    progress = SweepProgress(parts, missing)
+    total = sum(len(part.rows) for part in parts if part.number in missing)
+    with tqdm(total=total, unit="sample", desc="sweep", mininterval=1.0) as bar:
         for number, table in tables:
             folder.write_part(number, table)
             bar.update(len(table))
-    if missing := folder.missing():
-        raise RuntimeError(f"{len(missing)} of {len(parts)} parts did not come back; repeat the command for them")
+            for line in progress.done(number):
+                bar.write(f"sweep: {line}", file=sys.stderr)
+    if still := folder.missing():
+        raise RuntimeError(f"{len(still)} of {len(parts)} parts did not come back; repeat the command for them")
+
+
+def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
+    """Write the timed requests of each case, and show progress and what could not be timed."""
+    with tqdm(total=len(cases), unit="configuration", desc="timing", disable=not cases) as bar:
+        for number, table in tables:
+            folder.write_case(number, table)
+            bar.update()
+            for error in filter(None, table["error"].to_pylist()):
+                bar.write(f"{table['method'][0]} on {table['task'][0]} cannot be timed: {error}", file=sys.stderr)
 
 
 def load_samples(folders: Sequence[Path]) -> Samples:
@@ -73,7 +90,7 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
     """The sample of a row of `GRADED_COLUMNS`."""
     counts = None
     if row["error"] is None:
-        counts = Counts(**{name: row[name] for name in COUNTS}, decode_seconds=row["decode_seconds"])
+        counts = SampleCounts(**{name: row[name] for name in COUNTS})
     return GradedSample(
         correct=row["correct"],
         counts=counts,

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mbd_core.evaluation.report_files import report_files
-from mbd_core.evaluation.sweep_folder import SweepFolder, read_record
+from mbd_core.evaluation.speed import Speed, speeds
+from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
-from mbd_core.evaluation.sweep_report import build_aup, build_rows
+from mbd_core.evaluation.sweep_report import ReportRow, build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import load_samples
+from mbd_core.evaluation.timed_cases import config_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,19 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     settings = _joined_settings(folders, records)
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
-    files = report_files(rows, build_aup(rows), labels=labels, settings=settings)
+    files = report_files(rows, build_aup(rows), _times(folders, rows), labels=labels, settings=settings)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def _times(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
+    """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
+    known: dict[tuple[str, str, str, str], Path] = {}
+    timed = [
+        row for folder in folders for row in read_times(folder) if known.setdefault(config_of(row), folder) == folder
+    ]
+    order = {(row.key.model, row.key.method, row.key.task, row.key.config): n for n, row in enumerate(rows)}
+    found = {(speed.model, speed.method, speed.task, speed.config): speed for speed in speeds(timed)}
+    return [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
 
 
 def write_summary(folder: SweepFolder) -> SweepSummary:

@@ -1,4 +1,7 @@
-"""The accuracy-TPF plot: one panel for each task, one curve for each model and method, standard errors as bars."""
+"""The accuracy-TPF plot: one panel for each task, one curve for each model and method, with error bars.
+
+The bars are 95 % Wilson intervals of the accuracy and standard errors of the TPF.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +27,7 @@ def draw_plot(rows: Sequence[ReportRow], path: Path | BinaryIO, *, labels: Mappi
                 [s.tpf for s in curve],
                 [s.accuracy for s in curve],
                 xerr=[s.tpf_stderr for s in curve],
-                yerr=[s.accuracy_stderr for s in curve],
+                yerr=[[s.accuracy - s.accuracy_low for s in curve], [s.accuracy_high - s.accuracy for s in curve]],
                 marker="osD^vP*X"[number % 8],
                 color=f"C{number % 10}",
                 capsize=2,

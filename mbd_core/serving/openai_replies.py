@@ -107,8 +107,8 @@ class Reply:
         }
 
     def measures(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> dict[str, float]:
-        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, seed, speed, the
-        oldest and the newest weights that decoded any of them (`StepOutput.weights`)."""
+        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, seed, speed,
+        the oldest and the newest weights that decoded any of them (`StepOutput.weights`)."""
         columns = [asdict(c) for c in counts]
         total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
         versions = {"oldest_weights": min(w[0] for w in weights), "newest_weights": max(w[1] for w in weights)}

@@ -57,7 +57,7 @@ def test_programs_are_graded_on_base_and_plus_inputs(tmp_path: Path, capsys: pyt
     assert (report["samples"], report["correct"], report["base_correct"]) == (4, 2, 3)
     assert report["problems_without_a_sample"] == 1
     assert [row["task_id"] for row in lines_of(out / "evalplus.jsonl")] == ["HumanEval/900"] * 4
-    assert "2 of 4 samples right (50.00 %)" in capsys.readouterr().out
+    assert "2 of 4 samples right (50.00 %, 95 % Wilson interval 15.0 to 85.0)" in capsys.readouterr().out
     assert main(command) == 2  # what is there is not replaced unasked
     assert main([*command, "--overwrite"]) == 0
 

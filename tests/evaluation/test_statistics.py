@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mbd_core.evaluation.statistics import mean_and_stderr, sign_test
+from mbd_core.evaluation.statistics import mean_and_stderr, sign_test, wilson_interval
 
 
 def test_sign_test_is_the_binomial_tail() -> None:
@@ -12,6 +12,17 @@ def test_sign_test_is_the_binomial_tail() -> None:
     assert sign_test(31, 48) == sign_test(48, 31)
     assert sign_test(0, 0) == sign_test(5, 5) == 1.0
     assert sign_test(6, 0) == 2 * 0.5**6
+
+
+def test_the_wilson_interval_has_its_known_values_and_solves_its_equation() -> None:
+    assert wilson_interval(3, 4) == (pytest.approx(0.30064, abs=1e-5), pytest.approx(0.95441, abs=1e-5))
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.27753, abs=1e-5))
+    assert wilson_interval(10, 10) == (pytest.approx(1 - 0.27753, abs=1e-5), 1.0)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    for successes, n in ((1, 7), (1200, 1319), (82, 164)):
+        for bound in wilson_interval(successes, n):  # where the share lies 1.96 standard errors of the bound away
+            error = math.sqrt(bound * (1 - bound) / n)
+            assert abs(successes / n - bound) / error == pytest.approx(1.959964, abs=1e-5)
 
 
 def test_the_standard_error_is_that_of_the_mean() -> None:

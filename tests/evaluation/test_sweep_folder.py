@@ -23,9 +23,11 @@ from mbd_core.evaluation.sweep_folder import (
     part_name,
     read_report,
     read_samples,
+    read_times,
 )
 from mbd_core.evaluation.sweep_parts import Shard, cut
 from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
 from mbd_core.files import MANIFEST, write_json
 
 ROWS = planned_rows()
@@ -56,7 +58,7 @@ def test_what_is_written_is_read_back(uninterrupted: Path) -> None:
     assert samples == sorted((r for p in PARTS for r in graded_table(p).to_pylist()), key=lambda row: row["sample"])
     report = read_report(uninterrupted)
     assert sum(row["n"] for row in report["rows"]) == len(ROWS)
-    assert report["times"] == ["rows.tps", "rows.decode_seconds"]
+    assert report["times"] == []
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,6 +106,30 @@ def test_a_part_is_written_once(tmp_path: Path) -> None:
     assert list(read_samples(tmp_path / "out")) == graded_table(PARTS[0]).to_pylist()
 
 
+def test_timed_cases_are_missing_until_they_are_written_and_the_report_waits_for_them(tmp_path: Path) -> None:
+    out, record = tmp_path / "out", sweep_record(ROWS, PARTS, num_cases=3)
+    timed = {"model": "m", "method": "MBD", "task": "a", "config": ROWS[0]["config"], "run": "together"}
+    timed |= {"concurrency": 1, "num_tokens": 4, "num_forwards": 1, "begun": 0.0, "ended": 2.0, "decode_seconds": 1.0}
+    table = pa.Table.from_pylist([timed], schema=TIMED_COLUMNS)
+    with SweepFolder.claim(out, record) as folder:
+        for part in PARTS:
+            folder.write_part(part.number, graded_table(part))
+        folder.write_case(1, table)
+        assert folder.missing() == [] and folder.missing_cases() == [0, 2]
+        write_summary(folder)
+    (out / "times" / "case-00009.parquet").write_text("precious")
+    with SweepFolder.claim(out, record, overwrite=True) as folder:
+        assert folder.missing_cases() == [0, 2], "it is not finished, so it is gone on with"
+        assert not (out / REPORT).exists()
+        for number in folder.missing_cases():
+            folder.write_case(number, table)
+        write_summary(folder)
+    assert [row["num_tokens"] for row in read_times(out)] == [4, 4, 4]
+    check_sweep_folder(out, record)
+    with pytest.raises(ValueError, match=r"case-00009\.parquet in it was not written by this project"):
+        check_sweep_folder(out, record, overwrite=True)
+
+
 def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
     with (
         SweepFolder.claim(tmp_path / "out", RECORDED),
@@ -130,6 +156,7 @@ def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path:
         ({"tasks": {**tasks, "b": {**tasks["b"], "sha256": "1"}}}, "prompts or rule of task 'b' are others"),
         ({"configurations": {"m": configurations["m"][:1]}}, "has 2 configurations, not 1, and has another of MBD"),
         ({"configurations": {"m": configurations["m"][::-1]}}, "has its configurations in another order"),
+        ({"timing": {"problems": 2, "concurrency": 8}}, "are timed with concurrency=3, not 8"),
         ({"versions": {**RECORDED.plan["versions"], "torch": "2"}}, "it was made with torch 1, not 2"),
     ):
         with pytest.raises(ValueError, match="holds another sweep: ") as refusal:

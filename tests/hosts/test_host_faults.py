@@ -156,7 +156,7 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_mode
     """Its engine is on one host and the grading on the other: each takes a CPU."""
     out, log = tmp_path / "sweep", tmp_path / "job.log"
     options = {"--models": tiny_model_dir, "--tasks": "gsm-mini,code-mini", "--grid": "tau_m2t=0.5,0.9;buffer_size=2"}
-    options |= {"--limit": 16, "--max-tokens": 32, "--max-rows": 2, "--out": out}
+    options |= {"--limit": 16, "--max-tokens": 32, "--max-rows": 2, "--timed": 0, "--out": out}
     arguments = [str(part) for option in options.items() for part in option]
     job = cluster.submit("python", "jobs/eval_sweep.py", *arguments, log=log)
 

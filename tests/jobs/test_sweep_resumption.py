@@ -3,6 +3,7 @@
 The stages run one after the other in this process; `tests/ray/test_eval_sweep.py` has them on Ray.
 """
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,16 @@ import pytest
 import ray
 import ray.data
 
-from actors import evaluation
+from actors import evaluation, timing
 from actors.evaluation import DecodeActor, EnginePool, grade_part, pack, unpack
+from actors.timing import TimingActor
 from cluster import local
 from cluster.topology import Topology
 from jobs.eval_sweep import main
-from mbd_core.evaluation.sweep_folder import REPORT, read_samples
+from mbd_core.evaluation.sweep_folder import read_report, read_samples
 from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_plan import Sweep
+from mbd_core.evaluation.timed_cases import TimedCase
 
 
 class Cluster:
@@ -29,6 +32,7 @@ class Cluster:
     def __init__(self) -> None:
         self.parts: list[int] = []
         self.fails_after: int | None = None
+        self.cases: list[int] = []
 
     def plan_pool(self, sweep: Sweep, *, num_engines: int) -> EnginePool:
         return EnginePool(engine=sweep.engine, topology=Topology(processes=num_engines), cluster_cpus=2)
@@ -41,6 +45,14 @@ class Cluster:
             self.parts.append(part.number)
             yield unpack(grade_part(actor(pack(part.number, part.table()))))
 
+    def time_cases(
+        self, cases: Sequence[TimedCase], sweep: Sweep, pool: EnginePool, *, concurrency: int, **_: Any
+    ) -> Iterator[Any]:
+        actor = TimingActor(sweep.models, pool.engine, tensor_parallel=1, concurrency=concurrency)
+        for case in cases:
+            self.cases.append(case.number)
+            yield case.number, actor.time(case)
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
@@ -48,12 +60,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(local, "connect", lambda **_: False)
     monkeypatch.setattr(evaluation, "plan_pool", cluster.plan_pool)
     monkeypatch.setattr(evaluation, "run_parts", cluster.run_parts)
+    monkeypatch.setattr(timing, "time_cases", cluster.time_cases)
     return cluster
 
 
 def command(model: Path, out: Path | str, *more: str) -> list[str]:
     options = {"--models": model, "--tasks": "gsm-mini", "--methods": "single", "--max-tokens": "8", "--limit": "6"}
-    options |= {"--max-rows": "1", "--num-pages": "64", "--out": out}
+    options |= {"--max-rows": "1", "--num-pages": "64", "--timed": "2", "--concurrency": "3", "--out": out}
     return [*(str(part) for option in options.items() for part in option), *more]
 
 
@@ -75,11 +88,20 @@ def test_the_same_command_computes_only_what_is_missing(
     assert Counter(row["sample"] for row in read_samples(out)) == Counter(range(6))
     assert not (out / "failure.txt").exists()
     assert (out / "plot.png").read_bytes() == (tmp_path / "whole" / "plot.png").read_bytes()
-    report = (out / REPORT).read_bytes()
+    whole, report = read_report(tmp_path / "whole"), read_report(out)
+    times = report.pop("times")
+    assert [(speed["num_alone"], speed["num_together"], speed["concurrency"]) for speed in times] == [(2, 6, 3)]
+    assert len(whole.pop("times")) == 1 and json.dumps(report) == json.dumps(whole)
+    texts = [(folder / "report.md").read_text().partition("## Speed") for folder in (out, tmp_path / "whole")]
+    assert texts[0][0] == texts[1][0] and texts[0][2]
+    cluster.cases = []
     assert main(command(tiny_model_dir, out)) == 0
-    assert len(cluster.parts) == 2 and (out / REPORT).read_bytes() == report
-    assert main(command(tiny_model_dir, out, "--overwrite")) == 0
-    assert len(cluster.parts) == 4
+    assert len(cluster.parts) == 2 and not cluster.cases
+    assert read_report(out) == {**report, "times": times}
+    assert main(command(tiny_model_dir, out, "--overwrite", "--actors", "6")) == 0
+    assert len(cluster.parts) == 4, "cut as it was"
+    assert main(command(tiny_model_dir, out, "--overwrite", "--actors", "6", "--seed", "1")) == 0
+    assert len(cluster.parts) == 4 + 6, "another sweep is cut for its actors"
 
 
 def test_a_model_of_the_same_name_with_other_weights_is_another_sweep(

@@ -79,7 +79,7 @@ def test_a_model_is_trained_and_swept_on_s3(
 
     out = Folder.at(f"{s3}/sweeps/first")
     sweep = f"python jobs/eval_sweep.py --models {run}/model --tasks gsm-mini --limit 1 --methods single "
-    sweep += f"--max-tokens 8 --out {out}"
+    sweep += f"--max-tokens 8 --timed 0 --out {out}"
     code, log = ended(client, submit(client, sweep, **WORKING_DIR, env_vars=env_vars))
     assert code == 0, log
     assert f"The report is in {out}: report.md, {REPORT}, plot.png, samples/" in log

@@ -2,19 +2,17 @@
 
 import json
 
-from mbd_core.decoding.request import Counts
-from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.rates import GradedSample, SampleCounts
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_rows
 
 
-def graded_sample(*, tokens: int, forwards: int, correct: bool = True, seconds: float = 1.0) -> GradedSample:
-    counts = Counts(
+def graded_sample(*, tokens: int, forwards: int, correct: bool = True) -> GradedSample:
+    counts = SampleCounts(
         num_prompt_tokens=5,
         num_tokens=tokens,
         num_forwards=forwards,
         num_store_forwards=1,
         num_prefill_forwards=1,
-        decode_seconds=seconds,
     )
     return GradedSample(correct=correct, counts=counts)
 

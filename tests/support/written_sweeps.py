@@ -38,7 +38,9 @@ def planned_rows(
     ]
 
 
-def sweep_record(rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = WHOLE, **plan: Any) -> SweepRecord:
+def sweep_record(
+    rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = WHOLE, num_cases: int = 0, **plan: Any
+) -> SweepRecord:
     """The record of a sweep of `rows`, with other values of its plan where they are given."""
     tasks = dict.fromkeys(row["task"] for row in rows)
     problems = {task: len({row["problem_id"] for row in rows if row["task"] == task}) for task in tasks}
@@ -50,6 +52,7 @@ def sweep_record(rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = W
             "tasks": {
                 task: {"problems": problems[task], "rule": "strict", "max_tokens": 8, "sha256": "0"} for task in tasks
             },
+            "timing": {"problems": 2, "concurrency": 3},
             "seed": 0,
             "max_rows": 4,
             "tensor_parallel": 1,
@@ -59,6 +62,7 @@ def sweep_record(rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = W
         shard=shard,
         rows_per_part=4,
         num_parts=len(parts),
+        num_cases=num_cases,
         labels={task: task.upper() for task in tasks},
         settings={"seed": 0, "machines": []},
     )
@@ -71,9 +75,8 @@ def graded_table(part: Part) -> pa.Table:
             **row,
             **dict.fromkeys(COUNTS, 1),
             "text": f"answer {row['sample']}",
-            "num_tokens": 5 + row["sample"] % 7,
-            "num_forwards": 2 + row["sample"] % 3,
-            "decode_seconds": 0.1 * (1 + row["sample"] % 5),
+            "num_tokens": 5 + row["sample"] * 7919 % 97,
+            "num_forwards": 1 + row["sample"] * 31 % 13,
             "correct": row["sample"] % 3 > 0,
         }
         for row in part.rows

@@ -1,0 +1,145 @@
+"""Runs of one configuration by itself on a clock: requests one at a time, then always some under way together."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.request import Output, Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.answer_ends import AnswerEnds
+from mbd_core.evaluation.decode_stage import DecodingModel, ModelRefused, sample_requests, stop_strings
+from mbd_core.evaluation.timed_cases import TimedCase
+
+ALONE, TOGETHER = "alone", "together"
+COPIED = ("model", "method", "task", "config", "problem_id")  # columns of the plan
+TIMED_COLUMNS = pa.schema(
+    [(name, pa.string()) for name in (*COPIED, "run")]
+    + [(name, pa.int64()) for name in ("concurrency", "num_tokens", "num_forwards")]
+    + [(name, pa.float64()) for name in ("begun", "ended", "decode_seconds")]
+    + [("error", pa.string())]
+)
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class TimedOutput:
+    """An output, and when the engine was given its request and gave it back."""
+
+    output: Output
+    begun: float
+    ended: float
+
+
+def run_timed(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    concurrency: int,
+    ends: AnswerEnds,
+    clock: Clock = time.perf_counter,
+) -> Iterator[TimedOutput]:
+    """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
+    when one is back. In the order in which they end."""
+    waiting, begun = deque(requests), dict[str, float]()
+    while waiting or begun:
+        while waiting and len(begun) < concurrency:
+            request = waiting.popleft()
+            begun[request.request_id] = clock()
+            engine.add(request)
+        for step in engine.step():
+            if (output := ends.end(step)) is not None:
+                if step.output is None:
+                    engine.abort(step.request_id)
+                yield TimedOutput(output, begun.pop(step.request_id), clock())
+
+
+class TimedStage:
+    """Times cases, with an engine of the case's own buffer size, `concurrency` batch rows and no prefix cache.
+
+    `load` loads a model by its name for a buffer size; its `ValueError` becomes a `ModelRefused`. An engine is kept
+    for the cases that follow with the same model and buffer size.
+    """
+
+    def __init__(
+        self, load: Callable[[str, int], DecodingModel], *, concurrency: int, clock: Clock = time.perf_counter
+    ) -> None:
+        self._load, self._concurrency, self._clock = load, concurrency, clock
+        self._loaded: tuple[tuple[str, int], DecodingModel] | None = None
+
+    def __call__(self, case: TimedCase) -> pa.Table:
+        """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out.
+
+        If the engine fails, one row with the error; the engine is then closed, since its state is unknown.
+        """
+        model = self._model(case.model, case.buffer_size)
+        try:
+            rows = self._rows(model, case)
+        except Exception as error:
+            of_case = {name: case.rows[0][name] for name in COPIED}
+            rows = [{**of_case, "error": f"{type(error).__name__}: {error}"}]
+        if rows and "error" in rows[0]:
+            del model
+            self.close()
+        return pa.Table.from_pylist(rows, schema=TIMED_COLUMNS)
+
+    def _rows(self, model: DecodingModel, case: TimedCase) -> list[dict[str, Any]]:
+        """Both runs, warmed up before: by the first request alone, then by as many as run together."""
+        requests, stops = sample_requests(model, case.rows), stop_strings(case.rows)
+        decode = partial(decode_text, model.tokenizer)
+        served = [number for number, request in enumerate(requests) if _is_served(model.engine, request)]
+        alone = [requests[number] for number in served if number < case.num_alone]
+        together = [requests[number] for number in served]
+        for warm_up, concurrency in ((alone[:1], 1), (together[: self._concurrency], self._concurrency)):
+            list(run_timed(model.engine, warm_up, concurrency=concurrency, ends=AnswerEnds(stops, decode)))
+        rows = []
+        problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
+        for run, chosen, concurrency in (
+            (ALONE, alone, 1),
+            (TOGETHER, together, min(self._concurrency, len(together))),
+        ):
+            ends = AnswerEnds(stops, decode)
+            for timed in run_timed(model.engine, chosen, concurrency=concurrency, ends=ends, clock=self._clock):
+                row, counts = problems[timed.output.request_id], timed.output.counts
+                rows.append(
+                    {
+                        **{name: row[name] for name in COPIED},
+                        "run": run,
+                        "concurrency": concurrency,
+                        "num_tokens": counts.num_tokens,
+                        "num_forwards": counts.num_forwards,
+                        "decode_seconds": counts.decode_seconds,
+                        "begun": timed.begun,
+                        "ended": timed.ended,
+                    }
+                )
+        return rows
+
+    def close(self) -> None:
+        """Close and drop the engine."""
+        if self._loaded is not None:
+            (_, model), self._loaded = self._loaded, None
+            model.engine.close()
+
+    def _model(self, name: str, buffer_size: int) -> DecodingModel:
+        if self._loaded is None or self._loaded[0] != (name, buffer_size):
+            self.close()
+            try:
+                self._loaded = ((name, buffer_size), self._load(name, buffer_size))
+            except ValueError as error:
+                raise ModelRefused(f"model '{name}': {error}") from error
+        return self._loaded[1]
+
+
+def _is_served(engine: Engine, request: Request) -> bool:
+    try:
+        engine.admission.check(request)
+    except RequestRefused:
+        return False
+    return True
