@@ -192,8 +192,8 @@ def run(
             tensor_parallel=tensor_parallel,
         )
     )
+    timing = Timing(problems=timed, concurrency=concurrency)
     with out_folder.mirrored(KIND, FILES) as mirror:
-        timing = Timing(problems=timed, concurrency=concurrency)
         work = cut_sweep(sweep, mirror.path, shard=part_of, timing=timing, num_actors=actors)
         check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
         print_notes(sweep.notes)

@@ -145,3 +145,17 @@ def test_the_timed_problems_are_spread_over_the_task(tiny_model_dir: Path) -> No
     assert [case.number for case in cases(Timing())] == [0, 1]
     assert TIMED_COLUMNS.names[:3] == ["model", "method", "task"]
     assert replace(Timing(), problems=40).together == 40
+
+
+def test_a_timed_request_ends_at_its_stop_string_and_gets_what_the_model_holds(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = Loader(tiny_model_dir, monkeypatch)
+    (case,) = cases(Timing(problems=1, concurrency=1), buffer_sizes=(1,), prompts=PROMPTS[:1])
+    row = {**case.rows[0], "max_tokens": 4096, "may_shorten": True}
+    stage = TimedStage(loader, concurrency=1)
+    whole = timed(stage, [replace(case, rows=[row])])
+    assert whole and all(one["num_tokens"] > 100 for one in whole)
+    stopped = timed(stage, [replace(case, rows=[{**row, "stop": '["a", "e", "o", "1", "t"]'}])])
+    assert [one["run"] for one in stopped] == [ALONE, TOGETHER]
+    assert all(one["num_tokens"] < 100 for one in stopped)

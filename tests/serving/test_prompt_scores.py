@@ -84,7 +84,9 @@ def test_without_a_token_behind_it_the_prompt_stands_alone(tiny_model_dir: Path)
     )
     choice, with_one = zero[0]["choices"][0], one[0]["choices"][0]
     assert choice["text"] == PROMPTS[0]
-    assert choice["logprobs"]["token_logprobs"] == with_one["logprobs"]["token_logprobs"][:-1]
+    scores, beside = choice["logprobs"]["token_logprobs"], with_one["logprobs"]["token_logprobs"][:-1]
+    assert scores[0] is beside[0] is None
+    assert scores[1:] == pytest.approx(beside[1:], abs=1e-4)  # computed in a shape of its own
     assert choice["logprobs"]["top_logprobs"] is None
     assert zero[0]["usage"]["completion_tokens"] == 0
     assert short[0]["choices"][0]["logprobs"]["token_logprobs"] == [None]
