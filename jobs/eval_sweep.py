@@ -136,6 +136,8 @@ Concurrency = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
+WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
+
 
 def run(
     models: Models,
@@ -167,9 +169,9 @@ def run(
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
     The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
-    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, then times the
-    configurations one by one (--timed), and writes plot.png, report.md and report.json. The same command again
-    computes what is missing; --overwrite replaces a finished sweep or another.
+    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, times the configurations
+    one by one (--timed), and writes plot.png, report.md and report.json. The same command again computes what is
+    missing; --overwrite replaces a finished sweep or another.
     """
     out_folder, part_of = Folder.at(out), Shard.parse(shard)
     out_folder.check_writable()
@@ -192,13 +194,28 @@ def run(
             tensor_parallel=tensor_parallel,
         )
     )
+    urls = {path: model for model, path in fetched.items() if path != model}
     timing = Timing(problems=timed, concurrency=concurrency)
-    with out_folder.mirrored(KIND, FILES) as mirror:
-        work = cut_sweep(sweep, mirror.path, shard=part_of, timing=timing, num_actors=actors)
+    print(run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite))
+    print(f"The report is in {out_folder}: {WRITTEN}")
+
+
+def run_in(
+    out: Folder,
+    sweep: Sweep,
+    *,
+    shard: Shard,
+    timing: Timing,
+    urls: Mapping[str, str],
+    num_actors: int,
+    overwrite: bool,
+) -> str:
+    """Check what lies in the folder, and compute what is missing; the report as Markdown."""
+    with out.mirrored(KIND, FILES) as mirror:
+        work = cut_sweep(sweep, mirror.path, shard=shard, timing=timing, num_actors=num_actors)
         check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
         print_notes(sweep.notes)
-        print(run_on_cluster(sweep, work, mirror, fetched=fetched, num_actors=actors, overwrite=overwrite))
-    print(f"The report is in {out_folder}: report.md, {REPORT}, plot.png, samples/")
+        return run_on_cluster(sweep, work, mirror, urls=urls, num_actors=num_actors, overwrite=overwrite)
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -231,7 +248,7 @@ def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, timing: Timing, num_a
 
 
 def run_on_cluster(
-    sweep: Sweep, work: Work, mirror: Mirror, *, fetched: Mapping[str, str], num_actors: int, overwrite: bool
+    sweep: Sweep, work: Work, mirror: Mirror, *, urls: Mapping[str, str], num_actors: int, overwrite: bool
 ) -> str:
     """Decode, grade, time and write what is missing; the report as Markdown. Ray is imported here: it takes seconds,
     and bad input none.
@@ -245,7 +262,6 @@ def run_on_cluster(
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
-    urls = {path: model for model, path in fetched.items() if path != model}
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)

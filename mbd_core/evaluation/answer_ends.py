@@ -28,50 +28,44 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
-class AnswerEnds:
-    """Sees where requests end as their steps come: at one of their stop strings (`stops`, by the request's id), or by
-    themselves.
-
-    At a stop string the reason is `stop`, the tokens and their count end with the token that completes the string, and
-    the forwards are those up to the step that committed it. The caller aborts what the engine still does for it.
-    """
-
-    def __init__(self, stops: Stops, decode: Decode) -> None:
-        self._stops, self._decode = stops, decode
-        self._tokens: dict[str, list[int]] = {}
-        self._ended: set[str] = set()
-
-    def end(self, step: StepOutput) -> Output | None:
-        """The output, if the request ends with this step. Steps after the end have none."""
-        name, stop = step.request_id, self._stops.get(step.request_id, ())
-        if name in self._ended:
-            return None
-        tokens = self._tokens.setdefault(name, [])
-        tokens += step.new_tokens
-        output = step.output
-        if any(s in self._decode(tokens) for s in stop):
-            number = len(tokens) - len(step.new_tokens) + 1
-            while not any(s in self._decode(tokens[:number]) for s in stop):
-                number += 1
-            counts = replace(step.counts, num_tokens=number)
-            output = Output(request_id=name, tokens=tuple(tokens[:number]), finish_reason="stop", counts=counts)
-        if output is not None:
-            self._ended.add(name)
-        return output
-
-
 def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
-    """The outputs of `requests`, in their order, ended as `AnswerEnds` sees it; raises as `Engine.generate` does."""
+    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
+
+    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
+    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
+    the step that committed it.
+    """
     if not any(stops.get(request.request_id) for request in requests):
         return engine.generate(list(requests))
     engine.check_idle("generate_until")
     for admitted in [engine.admission.check(request) for request in requests]:
         engine.add_admitted(admitted)
-    ends, outputs = AnswerEnds(stops, decode), dict[str, Output]()
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, Output] = {}
     while engine.has_work:
         for step in engine.step():
-            if (output := ends.end(step)) is not None:
-                outputs[step.request_id] = output
+            if step.request_id in outputs:
+                continue  # the step after an abort
+            so_far = tokens[step.request_id]
+            so_far += step.new_tokens
+            ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+            if ended is not None:
+                outputs[step.request_id] = ended
                 if step.output is None:
                     engine.abort(step.request_id)
     return [outputs[request.request_id] for request in requests]
+
+
+def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
+    if not any(s in decode(tokens) for s in stop):
+        return step.output
+    number = len(tokens) - len(step.new_tokens) + 1
+    while not any(s in decode(tokens[:number]) for s in stop):
+        number += 1
+    return Output(
+        request_id=step.request_id,
+        tokens=tuple(tokens[:number]),
+        finish_reason="stop",
+        counts=replace(step.counts, num_tokens=number),
+    )

@@ -35,8 +35,10 @@ class Failure:
 
 
 def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
-    """A request for each row of `PLANNED_COLUMNS`, as long as the model holds it; its id is the row's number."""
-    positions, requests = model.engine.admission.model.max_positions, []
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
+    where the model holds no more, and the plan allows it."""
+    positions = model.engine.admission.model.max_positions
+    requests = []
     for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
         request = Request(
             request_id=str(row["sample"]),
@@ -48,8 +50,8 @@ def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> 
     return requests
 
 
-def stop_strings(rows: Sequence[Mapping[str, Any]]) -> Stops:
-    """The strings that end the requests of `sample_requests`, by their ids."""
+def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
+    """The stop strings of each row's request, by its id."""
     return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
@@ -96,11 +98,10 @@ class DecodeStage:
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
-        tokenizer, requests = model.tokenizer, sample_requests(model, rows)
+        tokenizer, requests, stops = model.tokenizer, sample_requests(model, rows), sample_stops(rows)
         del model  # the engine may be closed from here on
         for row, request in zip(rows, requests, strict=True):
             row["max_tokens"] = request.max_tokens
-        stops = stop_strings(rows)
         results = self._results(name, requests, stops)
         for row in rows:
             result = results[str(row["sample"])]

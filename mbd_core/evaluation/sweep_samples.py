@@ -17,8 +17,8 @@ from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.timed_cases import TimedCase
 
 COLUMNS = (
-    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error"),
-    *("strict_correct", "flexible_correct", "finish_reason", *COUNTS),
+    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
+    *("strict_correct", "flexible_correct", *COUNTS),
 )
 
 Samples = dict[ReportKey, list[GradedSample]]
