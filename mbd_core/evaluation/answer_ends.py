@@ -13,8 +13,10 @@ Stops = Mapping[str, Sequence[str]]
 
 def fitted(request: Request, positions: int) -> Request:
     """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
-    nothing fits it asks for one token, which the engine then refuses."""
-    most = max(1, positions - len(request.prompt))
+    nothing fits it stays as it is, and the engine refuses it."""
+    most = positions - len(request.prompt)
+    if most < 1:
+        return request
     canvas = request.decoding.canvas
     if canvas is None:
         return replace(request, max_tokens=min(request.max_tokens, most))

@@ -8,7 +8,8 @@ from typing import Any
 from mbd_core.evaluation.evaluation_recipes import Recipe, Setting
 from mbd_core.evaluation.examples import choose_examples, load_examples
 from mbd_core.evaluation.problem_set import ProblemSet
-from mbd_core.evaluation.prompts import worded
+from mbd_core.evaluation.prompts import Example, worded
+from mbd_core.evaluation.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,22 +68,12 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
     Raises `ValueError` if the recipe does not have the task, and for examples that are missing, malformed, too few or
     not wanted.
     """
-    task = problem_set.task
-    setting = recipe.setting(task.name)
-    if (examples is None) != (setting.num_examples == 0):
-        raise ValueError(
-            f"recipe '{recipe.name}' shows {setting.num_examples} solved problems before each of {task.name}; "
-            + ("none are wanted" if examples else f"name their file: --examples {task.name}=PATH")
-        )
-    shown = load_examples(task, examples) if examples else []
-    try:
-        chosen = choose_examples(shown, count=setting.num_examples, choice=setting.choice)
-        inputs = tuple(
-            worded(setting.wording, problem, before)
-            for problem, before in zip(problem_set.problems, chosen, strict=False)
-        )
-    except ValueError as error:
-        raise ValueError(f"{examples}: {error}") from None
+    setting = recipe.setting(problem_set.task.name)
+    shown = examples_of(problem_set.task, recipe, examples)
+    chosen = choose_examples(shown, count=setting.num_examples, choice=setting.choice)
+    inputs = tuple(
+        worded(setting.wording, problem, before) for problem, before in zip(problem_set.problems, chosen, strict=False)
+    )
     return Asked(
         setting=setting,
         inputs=inputs,
@@ -90,6 +81,20 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
         may_shorten=max_tokens is None,
         examples_from=examples,
     )
+
+
+def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[Example]:
+    """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
+    wanted = recipe.setting(task.name).num_examples
+    if (path is None) != (wanted == 0):
+        raise ValueError(
+            f"recipe '{recipe.name}' shows {wanted} solved problems before each of {task.name}; "
+            + ("none are wanted" if path else f"name their file: --examples {task.name}=PATH")
+        )
+    examples = load_examples(task, path) if path else []
+    if len(examples) < wanted:
+        raise ValueError(f"{path}: {wanted} examples are wanted and the file holds {len(examples)}")
+    return examples
 
 
 def check_positions(name: str, positions: int, asked: Mapping[str, Asked]) -> Sequence[str]:

@@ -39,11 +39,9 @@ def _example(task: Task, place: str, row: dict[str, Any]) -> Example:
 def choose_examples(examples: Sequence[Example], *, count: int, choice: Choice) -> Iterator[list[Example]]:
     """The examples of problem after problem: the first `count`, or `count` that are drawn anew for each.
 
-    The draw is lm-eval's: one generator with the seed 1234, asked once for each problem in the file's order. Raises
-    `ValueError` if there are too few.
+    The draw is lm-eval's: one generator with the seed 1234, asked once for each problem in the file's order.
     """
-    if count > len(examples):
-        raise ValueError(f"{count} examples are wanted and the file holds {len(examples)}")
+    assert count <= len(examples)
     generator = random.Random(DRAW_SEED)
     while True:
         yield list(examples[:count]) if choice == "first" else generator.sample(list(examples), count)

@@ -11,6 +11,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
+from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.answer_ends import before_stop, fitted, generate_until
 from mbd_core.serving.load import LoadedModel, load_engine
@@ -60,7 +61,7 @@ def test_without_stop_strings_it_is_generate(model: LoadedModel) -> None:
         assert [o.tokens for o in generate_until(model.engine, requests(model), stops, decode)] == whole
 
 
-@pytest.mark.parametrize(("prompt", "wanted", "fits"), [(100, 4096, 412), (100, 50, 50), (600, 128, 1), (511, 9, 1)])
+@pytest.mark.parametrize(("prompt", "wanted", "fits"), [(100, 4096, 412), (100, 50, 50), (600, 128, 128), (511, 9, 1)])
 def test_a_limit_is_what_the_model_holds_behind_the_prompt(prompt: int, wanted: int, fits: int) -> None:
     decoding = DecodingConfig(block_size=4, buffer_size=1)
     request = Request(request_id="r", prompt=(1,) * prompt, max_tokens=wanted, decoding=decoding)
@@ -72,3 +73,19 @@ def test_a_canvas_gets_a_length_that_its_steps_can_fill() -> None:
     request = Request(request_id="r", prompt=(1,) * 100, max_tokens=4096, decoding=decoding)
     assert fitted(request, 512).max_tokens == 412
     assert fitted(Request(request_id="r", prompt=(1,), max_tokens=10, decoding=decoding), 512).max_tokens == 64
+
+
+def test_nothing_is_decoded_behind_a_stop_string(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode: Any = partial(decode_text, model.tokenizer)
+    steps: list[str] = []
+    step = Engine.step
+
+    def counted(engine: Engine) -> Any:
+        steps.append("step")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    (whole,) = model.engine.generate(requests(model, 1))
+    taken, stop = len(steps), decode(whole.tokens)[4:7]
+    generate_until(model.engine, requests(model, 1), {"0": [stop]}, decode)
+    assert len(steps) - taken < taken / 2

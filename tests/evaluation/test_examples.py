@@ -63,5 +63,3 @@ def test_the_first_stay_and_drawn_ones_differ_from_problem_to_problem() -> None:
     generator = random.Random(1234)
     assert drawn == [generator.sample(pool, 3) for _ in range(4)]
     assert len({tuple(e.question for e in some) for some in drawn}) == 4
-    with pytest.raises(ValueError, match="51 examples are wanted and the file holds 50"):
-        next(choose_examples(pool, count=51, choice="first"))
