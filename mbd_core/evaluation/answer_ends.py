@@ -48,7 +48,7 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
                 continue  # the step after an abort
             so_far = tokens[step.request_id]
             so_far += step.new_tokens
-            ended = _ended(step, so_far, stops.get(step.request_id, ()), decode)
+            ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
             if ended is not None:
                 outputs[step.request_id] = ended
                 if step.output is None:
@@ -56,8 +56,8 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     return [outputs[request.request_id] for request in requests]
 
 
-def _ended(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
-    """The output if the request ends with this step: at a stop string, or by itself."""
+def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
     if not any(s in decode(tokens) for s in stop):
         return step.output
     number = len(tokens) - len(step.new_tokens) + 1

@@ -1,7 +1,7 @@
 """The first stage of a sweep: every row of a table is decoded by the engine of its model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,27 @@ class Failure:
     """Why a request has no output."""
 
     error: str
+
+
+def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
+    where the model holds no more, and the plan allows it."""
+    positions = model.engine.admission.model.max_positions
+    requests = []
+    for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
+        request = Request(
+            request_id=str(row["sample"]),
+            prompt=tuple(prompt),
+            max_tokens=row["max_tokens"],
+            decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+        )
+        requests.append(fitted(request, positions) if row["may_shorten"] else request)
+    return requests
+
+
+def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
+    """The stop strings of each row's request, by its id."""
+    return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
 class ModelRefused(ValueError):
@@ -77,19 +98,10 @@ class DecodeStage:
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
-        tokenizer, positions = model.tokenizer, model.engine.admission.model.max_positions
-        requests = []
-        for row, prompt in zip(rows, prompt_ids(tokenizer, [row["input"] for row in rows]), strict=True):
-            request = Request(
-                request_id=str(row["sample"]),
-                prompt=tuple(prompt),
-                max_tokens=row["max_tokens"],
-                decoding=from_fields(DecodingConfig, json.loads(row["config"])),
-            )
-            requests.append(fitted(request, positions) if row["may_shorten"] else request)
-            row["max_tokens"] = requests[-1].max_tokens
+        tokenizer, requests, stops = model.tokenizer, sample_requests(model, rows), sample_stops(rows)
         del model  # the engine may be closed from here on
-        stops = {str(row["sample"]): json.loads(row["stop"]) for row in rows}
+        for row, request in zip(rows, requests, strict=True):
+            row["max_tokens"] = request.max_tokens
         results = self._results(name, requests, stops)
         for row in rows:
             result = results[str(row["sample"])]
