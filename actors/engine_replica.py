@@ -26,6 +26,7 @@ from cluster.storage import fetch_model
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.engine_service import EngineService
+from mbd_core.serving.operations import WeightsOrder
 from mbd_core.serving.served_model import EngineLimits
 from mbd_core.serving.token_stream import EngineFailed, ReplicaLost
 from mbd_core.trace.recorder import TraceRecorder
@@ -99,12 +100,18 @@ class EngineReplica:
         else:
             self._serves, self._refused = True, None
 
-    async def generate(self, request: Request, key: str = "") -> AsyncIterator[StepOutput | None]:
-        """The request's steps; before them `None`, once the engine has taken it.
+    async def generate(
+        self, request: Request, key: str = "", weights: WeightsOrder | None = None
+    ) -> AsyncIterator[StepOutput | None]:
+        """The request's steps; before them `None`, once the engine has taken it. `weights` are those that replicas
+        were ordered to decode with: one that started later takes them over now.
 
-        Raises `RequestRefused`, `TooManyRequests`, and `ReplicaLost` once the engine has failed.
+        Raises `RequestRefused`, `TooManyRequests`, `Asleep`, and `ReplicaLost` once the engine has failed, and where
+        it cannot take the weights over.
         """
         try:
+            if weights is not None and weights.version > self.service.weights_version:
+                await self._follow(weights)
             stream = await self.service.engine.open(request, key=key)
             try:
                 yield None
@@ -117,6 +124,31 @@ class EngineReplica:
         except EngineFailed as error:
             self._end(error)
             raise ReplicaLost(str(error)) from error
+
+    async def _follow(self, weights: WeightsOrder) -> None:
+        try:
+            await self.update_weights(weights)
+        except ValueError as error:
+            log.error("weights that were ordered before this replica started cannot be taken over", exc_info=error)
+            raise ReplicaLost(str(error)) from error
+
+    # -- orders of administrators, which every replica gets ------------------------------------------------------
+
+    async def update_weights(self, order: WeightsOrder) -> None:
+        """As `EngineService.update_weights`; the folder is fetched where it is a URL."""
+        folder = Path(await asyncio.to_thread(fetch_model, order.folder))
+        await self.service.update_weights(folder, version=order.version, mode=order.mode)
+
+    async def abort_all(self) -> int:
+        return await self.service.abort_all()
+
+    async def sleep(self, seconds: float) -> int:
+        return await self.service.sleep(seconds=seconds)
+
+    async def wake_up(self) -> None:
+        await self.service.wake_up()
+
+    # -- what it says of itself ---------------------------------------------------------------------------------
 
     async def limits(self) -> EngineLimits:
         """What the gateways check requests against."""

@@ -10,29 +10,34 @@ ones, so `from __future__ import annotations` must not be added.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import ray
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
+from actors.administration import Administration
 from actors.data_rows import ROWS_KEY, answer_row
 from actors.http_exchange import HANDLERS, client_key, read_body, reply, respond
 from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
+from actors.metrics_page import CONTENT_TYPE, metrics_page
 from actors.replica_source import ReplicaSource
 from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.api_keys import ApiKeys
-from mbd_core.serving.openai_errors import clipped
+from mbd_core.serving.openai_errors import ASLEEP_SECONDS, ApiError, clipped
+from mbd_core.serving.openai_requests import parse
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.openapi import openapi_document
+from mbd_core.serving.operations import ModelOrder, SleepOrder, Standing, WeightsUpdate
 from mbd_core.serving.resumable import ResumingSource
 from mbd_core.serving.served_model import EngineLimits, ServedModel
 
@@ -41,6 +46,7 @@ log = logging.getLogger("ray.serve")
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
 STOP_SECONDS = 10.0
+Order = TypeVar("Order", bound=ModelOrder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,7 @@ class ModelRoute:
 
     model: ModelArgs
     handle: DeploymentHandle
+    standing: Standing = field(default_factory=Standing)
 
     async def served_model(
         self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -64,7 +71,9 @@ class ModelRoute:
             name=adapter or self.model.served_name,
             tokenizer=folder.tokenizer,
             limits=limits,
-            source=ResumingSource(ReplicaSource(self.handle), retry_seconds=retry_seconds, on_loss=on_loss),
+            source=ResumingSource(
+                ReplicaSource(self.handle, self.standing), retry_seconds=retry_seconds, on_loss=on_loss
+            ),
             num_engines=self.model.most_replicas,
             adapter=adapter,
         )
@@ -88,8 +97,18 @@ class ModelRoute:
         return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
 
 
+def _authorization(request: Request) -> str:
+    return request.headers.get("authorization", "")
+
+
 def _unreachable(error: Exception) -> dict[str, Any]:
     return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
+
+
+def _state_response(body: dict[str, Any], *, ready: bool, asleep: bool) -> Response:
+    """200, or 503; a server that sleeps says when to ask again."""
+    headers = {"Retry-After": str(ASLEEP_SECONDS)} if asleep else {}
+    return JSONResponse(body, status_code=200 if ready else 503, headers=headers)
 
 
 api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDLERS)
@@ -178,20 +197,23 @@ class Gateway:
             ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
             models.append({"name": name, "ready": ready, "replicas": replicas})
         everybody = [replica for model in models for replica in model["replicas"]]
+        asleep = any(route.standing.asleep for route in self._routes.values())
         body = {
-            "ready": not self.server.draining and all(model["ready"] for model in models),
+            "ready": not (self.server.draining or asleep) and all(model["ready"] for model in models),
             "draining": self.server.draining,
+            "asleep": asleep,
             "refused_content": self._refused,
             "running": sum(r["running"] for r in everybody),
             "waiting": sum(r["waiting"] for r in everybody),
             "models": models,
         }
-        return JSONResponse(body, status_code=200 if body["ready"] else 503)
+        return _state_response(body, ready=body["ready"], asleep=asleep)
 
     @api.get("/ready")
     async def ready(self) -> Response:
-        whole = await self.health()
-        return JSONResponse({"ready": whole.status_code == 200}, status_code=whole.status_code)
+        ready = (await self.health()).status_code == 200
+        asleep = any(route.standing.asleep for route in self._routes.values())
+        return _state_response({"ready": ready, "asleep": asleep}, ready=ready, asleep=asleep)
 
     @api.get("/version")
     async def version(self) -> Response:
@@ -207,7 +229,7 @@ class Gateway:
         """Who asks; `ApiError` (401) for one whom no key lets in."""
         if self._keys is None:
             return client_key(request)
-        return self._keys.client(request.headers.get("authorization", ""))
+        return self._keys.client(_authorization(request))
 
     @api.get("/v1/models")
     async def models(self, request: Request) -> Response:
@@ -245,3 +267,57 @@ class Gateway:
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
         return await reply(self.server.tokenizer_info(request.query_params.get("model")))
+
+    # What follows needs an administrator's key, and is not offered without keys.
+
+    async def _administration(self, request: Request, kind: type[Order]) -> tuple[Order, Administration]:
+        """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
+        self._administrator(request)
+        order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
+        if order.model is None and len(self._routes) > 1:
+            message = f"model: several are served here; name one of {', '.join(self._routes)}"
+            raise ApiError(400, message, param="model", code="missing_field")
+        name = next(iter(self._routes)) if order.model is None else order.model
+        if name not in self._routes:
+            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._routes)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        route = self._routes[name]
+        return order, Administration(
+            route.handle,
+            route.standing,
+            lasting=self._args.gateways == 1,
+            may_be_empty=route.model.least_replicas == 0,
+        )
+
+    def _administrator(self, request: Request) -> None:
+        if self._keys is None:
+            message = "this needs an administrator's key, and the server was started without api_keys"
+            raise ApiError(403, message, code="not_an_administrator")
+        log.info("%s %s by %s", request.method, request.url.path, self._keys.administrator(_authorization(request)))
+
+    @api.get("/metrics")
+    async def metrics(self, request: Request) -> Response:
+        self._administrator(request)
+        nodes = await asyncio.to_thread(ray.nodes)
+        page = await metrics_page(nodes, application=serve.get_replica_context().app_name)
+        return PlainTextResponse(page, media_type=CONTENT_TYPE)
+
+    @api.post("/update_weights")
+    async def update_weights(self, request: Request) -> Response:
+        order, administration = await self._administration(request, WeightsUpdate)
+        return await reply(administration.update_weights(order))
+
+    @api.post("/sleep")
+    async def sleep(self, request: Request) -> Response:
+        order, administration = await self._administration(request, SleepOrder)
+        return await reply(administration.sleep(order))
+
+    @api.post("/wakeup")
+    async def wakeup(self, request: Request) -> Response:
+        _, administration = await self._administration(request, ModelOrder)
+        return await reply(administration.wake_up())
+
+    @api.post("/abort_requests")
+    async def abort_requests(self, request: Request) -> Response:
+        _, administration = await self._administration(request, ModelOrder)
+        return await reply(administration.abort())

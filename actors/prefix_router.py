@@ -5,8 +5,11 @@ text. Those of token ids are empty to it, and it divides by their length. The de
 each gateway with what that gateway has sent; this file tells it what Serve knows.
 """
 
+import asyncio
+from collections import Counter
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
@@ -26,6 +29,7 @@ class PrefixRouter(RequestRouter):
         """Called by Serve with the config's `request_router_kwargs`."""
         self._affinity = PrefixAffinity(balance=balance)
         self._leading_pages = lru_cache(NUM_CHAINS)(partial(leading_pages, page_size=page_size))
+        self._chosen: WeakKeyDictionary[asyncio.Future[Any], str] = WeakKeyDictionary()  # of calls not yet accepted
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -37,11 +41,15 @@ class PrefixRouter(RequestRouter):
         loads = await self._loads(candidate_replicas)
         pages = [] if pending_request is None else self._pages(pending_request)
         chosen = self._affinity.choose(pages, loads)
-        self._affinity.note(pages, chosen)  # at once: of calls that come together each must know of those before it
+        # At once: of calls that come together each must know of those before it.
+        self._affinity.note(pages, chosen)
+        if pending_request is not None:
+            self._chosen[pending_request.future] = chosen
         return [[by_name.pop(chosen)], list(by_name.values())]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """A replica has taken the request; not the preferred one, where that was full."""
+        self._chosen.pop(pending_request.future, None)
         self._affinity.note(self._pages(pending_request), replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -53,11 +61,18 @@ class PrefixRouter(RequestRouter):
         self._affinity.keep({known.unique_id for known in self.curr_replicas})
 
     async def _loads(self, replicas: list[RunningReplica]) -> dict[str, int]:
-        """Requests under way at each replica. One that does not say counts as full, and is asked again next time."""
+        """Requests under way at each replica and to it. One that does not say counts as full, and is asked again.
+
+        A replica that accepts a call says how many it has, which leaves out those that are still on their way to it.
+        """
         loads = {replica: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
         silent = [replica for replica, load in loads.items() if load is None]
         loads.update(await self._probe_queue_lens(silent, 0))
-        return {r.replica_id.unique_id: r.max_ongoing_requests if load is None else load for r, load in loads.items()}
+        coming = Counter(self._chosen.values())
+        return {
+            r.replica_id.unique_id: (r.max_ongoing_requests if load is None else load) + coming[r.replica_id.unique_id]
+            for r, load in loads.items()
+        }
 
     def _pages(self, pending_request: PendingRequest) -> list[bytes]:
         """The prefixes of the call's request; none for a call without one, which any replica can answer."""

@@ -11,18 +11,24 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from mbd_core.decoding.request import Request, StepOutput
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
+from mbd_core.serving.operations import Standing
+from mbd_core.serving.token_stream import Asleep, EngineFailed, ReplicaLost, TooManyRequests
 
 
 class ReplicaSource:
-    """Whichever replica Serve's router chooses for each request."""
+    """Whichever replica Serve's router chooses for each request.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    A replica that started after other weights were ordered takes them over before it takes a request.
+    """
+
+    def __init__(self, handle: DeploymentHandle, standing: Standing | None = None) -> None:
         self._handle = handle.options(stream=True, method_name="generate")
+        self._standing = standing or Standing()
 
     async def open(self, request: Request, *, key: str = "") -> "ReplicaStream":
-        """The stream of a request that a replica has taken; waits while there is no replica."""
-        stream = ReplicaStream(self._handle.remote(request, key))
+        """The stream of a request that a replica has taken; waits while there is no replica. Raises `Asleep` too."""
+        self._standing.check_awake()
+        stream = ReplicaStream(self._handle.remote(request, key, self._standing.weights))
         try:
             await stream.taken()
         except BaseException:
@@ -75,7 +81,7 @@ def our_errors() -> Iterator[None]:
     except RayTaskError as error:
         if isinstance(error.cause, TaskCancelledError):
             raise asyncio.CancelledError from error
-        if isinstance(error.cause, RequestRefused | TooManyRequests | ReplicaLost):
+        if isinstance(error.cause, RequestRefused | TooManyRequests | ReplicaLost | Asleep):
             raise error.cause from None
         if isinstance(error.cause, RayError):  # what the replica itself waited for is gone
             raise ReplicaLost(str(error.cause)) from error

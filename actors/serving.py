@@ -76,8 +76,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
                     print(line, flush=True)
                 url = f"http://{host}:{port}"
                 print(f"serving {name} at {url}/v1", flush=True)
-                body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
-                print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+                print(curl_example(url, name, with_key=args.api_keys is not None), flush=True)
                 signal.pause()
             except KeyboardInterrupt:
                 if args.drain_seconds > 0:
@@ -86,6 +85,13 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
         except KeyboardInterrupt:
             pass
         print("stopping", flush=True)
+
+
+def curl_example(url: str, name: str, *, with_key: bool) -> str:
+    """A command that asks the endpoint; where keys are set, with a place for one, never a key itself."""
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 @contextmanager

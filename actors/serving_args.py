@@ -174,7 +174,7 @@ class ServingArgs(Fields):
     body_bytes       the largest body of a request; a larger one is refused before it is read
     api_keys         a file of clients' names and keys, on every machine with a gateway; it is read again when it
                      changes. `null`: everybody is served
-    client_requests  requests that each client may have under way at a gateway; `null`: any number
+    client_requests  requests that each client may have under way at a gateway; `null`: any number. It needs `api_keys`
     """
 
     models: Annotated[list[ModelArgs], Field(min_length=1)]
@@ -193,6 +193,7 @@ class ServingArgs(Fields):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"models: the name '{repeated[0]}' stands twice; give one of them another name")
+        check_client_requests(self.client_requests, self.api_keys)
         return self
 
     @property
@@ -206,4 +207,12 @@ class ServingArgs(Fields):
             processes=model.most_replicas,
             ranks=model.tensor_parallel,
             gpus_per_rank=int(self.device == "gpu"),
+        )
+
+
+def check_client_requests(most: int | None, api_keys: Path | None) -> None:
+    """Raise `ValueError` for a limit on clients that nothing tells apart."""
+    if most is not None and api_keys is None:
+        raise ValueError(
+            f"client_requests={most} needs api_keys: without keys a client can give itself a new name each time"
         )

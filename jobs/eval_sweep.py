@@ -26,6 +26,7 @@ from jobs.command_line import (
     names,
 )
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES
 from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder, sweep_in
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
@@ -72,7 +73,25 @@ GridText = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
-MaxTokens = Annotated[int, typer.Option(help="New tokens a problem.", min=1, rich_help_panel=DECODING)]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="New tokens a problem.", show_default="the recipe's, 128 if generated", min=1, rich_help_panel=DECODING
+    ),
+]
+RecipeName = Annotated[
+    str,
+    typer.Option("--recipe", metavar="NAME", help=f"How tasks are asked: {', '.join(RECIPES)}.", rich_help_panel=DATA),
+]
+ExampleFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--examples",
+        metavar="TASK=PATH",
+        help="Solved problems for a few-shot recipe, as the task's train split; repeatable.",
+        rich_help_panel=DATA,
+    ),
+]
 Limit = Annotated[
     int | None,
     typer.Option(help="Problems a task.", show_default="500 generated, all of a file", min=1, rich_help_panel=DATA),
@@ -83,7 +102,8 @@ TaskFiles = Annotated[
     typer.Option(
         "--data",
         metavar="TASK=PATH",
-        help="The file of a task that is not generated; with one task its PATH alone. Repeatable.",
+        help="Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]. "
+        "With one task PATH alone; repeatable.",
         rich_help_panel=DATA,
     ),
 ]
@@ -116,6 +136,8 @@ Concurrency = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
+WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
+
 
 def run(
     models: Models,
@@ -124,7 +146,9 @@ def run(
     methods: MethodNames = None,
     method: MethodDefinitions = None,
     grid: GridText = "",
-    max_tokens: MaxTokens = 128,
+    recipe: RecipeName = OWN.name,
+    examples: ExampleFiles = None,
+    max_tokens: MaxTokens = None,
     limit: Limit = None,
     seed: Seed = 0,
     split: TaskSplit = "test",
@@ -144,11 +168,10 @@ def run(
     A method has a name (mbd_core/decoding/methods.py) or is defined by its decoding fields, and the grid reaches into
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
-    The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own. It writes
-    samples/*.parquet (one row a sample), as they come, then times the configurations one by one (--timed), and writes
-    plot.png, report.md and report.json. Killed at any moment and started again with the same command it computes what
-    is missing. --overwrite replaces a finished sweep, or another one. A submitted job runs in a copy of the working
-    directory, so give it an absolute --out.
+    The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
+    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, times the configurations
+    one by one (--timed), and writes plot.png, report.md and report.json. The same command again computes what is
+    missing; --overwrite replaces a finished sweep or another.
     """
     out_folder, part_of = Folder.at(out), Shard.parse(shard)
     out_folder.check_writable()
@@ -164,19 +187,35 @@ def run(
             limit=limit,
             split=split,
             seed=seed,
+            recipe=recipe,
+            examples=examples or (),
             max_tokens=max_tokens,
             engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
             tensor_parallel=tensor_parallel,
         )
     )
     urls = {path: model for model, path in fetched.items() if path != model}
-    with out_folder.mirrored(KIND, FILES) as mirror:
-        timing = Timing(problems=timed, concurrency=concurrency)
-        work = cut_sweep(sweep, mirror.path, shard=part_of, timing=timing, num_actors=actors)
+    timing = Timing(problems=timed, concurrency=concurrency)
+    print(run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite))
+    print(f"The report is in {out_folder}: {WRITTEN}")
+
+
+def run_in(
+    out: Folder,
+    sweep: Sweep,
+    *,
+    shard: Shard,
+    timing: Timing,
+    urls: Mapping[str, str],
+    num_actors: int,
+    overwrite: bool,
+) -> str:
+    """Check what lies in the folder, and compute what is missing; the report as Markdown."""
+    with out.mirrored(KIND, FILES) as mirror:
+        work = cut_sweep(sweep, mirror.path, shard=shard, timing=timing, num_actors=num_actors)
         check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
         print_notes(sweep.notes)
-        print(run_on_cluster(sweep, work, mirror, urls=urls, num_actors=actors, overwrite=overwrite))
-    print(f"The report is in {out_folder}: report.md, {REPORT}, plot.png, samples/")
+        return run_on_cluster(sweep, work, mirror, urls=urls, num_actors=num_actors, overwrite=overwrite)
 
 
 def print_notes(notes: Sequence[str]) -> None:

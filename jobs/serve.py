@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
+from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs, check_client_requests
 from jobs.command_line import (
     CLUSTER,
     ENGINE,
@@ -74,7 +74,9 @@ ApiKeys = Annotated[
 ClientRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests that the client of a key may have under way at each gateway.", min=1, rich_help_panel=CLUSTER
+        help="Requests that the client of a key of --api-keys may have under way at each gateway.",
+        min=1,
+        rich_help_panel=CLUSTER,
     ),
 ]
 BodyBytes = Annotated[
@@ -187,6 +189,7 @@ def run(
 def serve_model(args: ModelArgs, host: str, port: int, api_keys: Path | None, limits: dict[str, Any]) -> None:
     """Serve until a signal, once what can be checked has been."""
     args.checked()
+    check_client_requests(limits["client_requests"], api_keys)
     if api_keys is not None:
         read_keys(api_keys)
         limits["api_keys"] = api_keys.resolve()  # gateways have other working folders

@@ -6,16 +6,27 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.tool_turns import plain_turns, takes_tools
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A chat in the model's template, up to the beginning of the assistant's answer.
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """A chat in the model's template, up to the beginning of the assistant's answer, with the tools that it may call.
 
     Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
+    shown = [dict(tool) for tool in tools] or None
+    turns = [dict(m) for m in messages]
+    if not takes_tools(tokenizer.get_chat_template(tools=shown)):
+        turns, shown = plain_turns(turns, tools), None
     try:
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     assert isinstance(text, str)
@@ -45,8 +56,8 @@ def question(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    """Generated tokens as text, without special tokens; spaces are not cleaned up."""
-    text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Generated tokens as text, with or without special tokens; spaces are not cleaned up."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -17,12 +17,14 @@ class GrammarRefused(ValueError):
 class Grammar:
     """The grammar of one answer. Raises `GrammarRefused` for a text that is empty or too long.
 
-    syntax  what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in llguidance's
-            variant of Lark
+    syntax      what `text` is: a JSON schema (as JSON), a regular expression (Rust's syntax), or a grammar in
+                llguidance's variant of Lark
+    may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
     """
 
     syntax: Syntax
     text: str
+    may_be_cut: bool = False
 
     def __post_init__(self) -> None:
         check_choice("grammar.", "syntax", self.syntax, get_args(Syntax))

@@ -304,6 +304,8 @@ class Grammars:
     ) -> Guide:
         """The guide of an answer of at most `max_tokens` tokens, its EOS included, that begins with `committed` and
         can go on with `closing`, if that is known. Raises `GrammarRefused`.
+
+        Where the answer may be cut, its EOS has a place behind the last token, which is never reached.
         """
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):
@@ -312,7 +314,7 @@ class Grammars:
             matcher,
             closings,
             literals=closings.literals(grammar),
-            budget=max_tokens - len(committed),
+            budget=max_tokens - len(committed) + grammar.may_be_cut,
             committed=committed,
             closing=closing,
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import Sampling
@@ -17,6 +18,7 @@ class Request:
 
     logprobs       report the log-probability of every token in the forward that accepted it
     rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`)
+    frames         report what every forward left in its slots (`Frame`)
     committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
                    `max_tokens`, stands in the output's tokens, and is not handed out again
     first_forward  the forwards that it took part in there: the noise of drawn tokens goes on from that number
@@ -35,6 +37,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     rollout: bool = False
+    frames: bool = False
     committed: tuple[int, ...] = ()
     first_forward: int = 0
     adapter: str | None = None
@@ -108,6 +111,8 @@ class StepOutput:
 
     counts   the request's counts up to this step
     closing  under a grammar: tokens that complete the answer within its budget, if it goes on with them
+    weights  the numbers of the weights that decoded its first and its last tokens so far
+    frame    where the request asked for frames, what the step's forward left in its slots
     """
 
     request_id: str
@@ -117,6 +122,20 @@ class StepOutput:
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
     closing: tuple[int, ...] = ()
+    weights: tuple[int, int] = (0, 0)
+    frame: Frame | None = None
+
+    @property
+    def commits(self) -> bool:
+        """Whether it has more than a frame."""
+        return bool(self.new_tokens) or self.output is not None
+
+
+def aborted_step(output: Output, *, weights: tuple[int, int] = (0, 0)) -> StepOutput:
+    """The last step of a request that was aborted."""
+    return StepOutput(
+        request_id=output.request_id, new_tokens=(), output=output, counts=output.counts, weights=weights
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

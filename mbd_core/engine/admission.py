@@ -14,7 +14,16 @@ from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 
 Field = Literal[
-    "prompt", "committed", "max_tokens", "decoding", "request_id", "adapter", "rollout", "grammar", "template"
+    "prompt",
+    "committed",
+    "max_tokens",
+    "decoding",
+    "request_id",
+    "adapter",
+    "rollout",
+    "grammar",
+    "template",
+    "frames",
 ]
 Code = Literal["invalid_value", "context_length_exceeded"]
 
@@ -105,6 +114,7 @@ class Admission:
         self.check_adapter(request)
         self._check_method(request)
         _check_rollout(request)
+        _check_frames(request)
         self._check_grammar(request)
         self._check_template(request)
         needed = pages_needed(request, block_size=self._block_size, page_size=self._page_size)
@@ -251,4 +261,11 @@ def _check_rollout(request: Request) -> None:
             "rollout",
             f"a step map cannot be given with {changes}: its forwards see more than masks and final tokens; decode "
             "without it",
+        )
+
+
+def _check_frames(request: Request) -> None:
+    if request.frames and request.decoding.canvas is not None:
+        raise RequestRefused(
+            "frames", "frames show the slots of a Block Buffer, which a canvas has not; decode without"
         )

@@ -3,12 +3,14 @@
 import itertools
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.request import FinishReason, StepOutput, StepTrace
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import log_probability
@@ -76,11 +78,20 @@ class Collector:
         self.counts.sequence_forwards += len(decoding)
         if plan.kind.work.revises:
             self.counts.edited_tokens += int(report.edited_RN[list(decoding)].sum())
+        frames: dict[int, Frame] = {}
         for row, sequence in decoding.items():
             if sequence.step_map is not None:
                 masked_NB = report.masked_RNB[row, : sequence.request.decoding.buffer_size] > 0
-                forward = sequence.request.first_forward + ledger.counts(sequence).num_forwards
-                sequence.step_map.update(masked_NB, forward)
+                sequence.step_map.update(masked_NB, self._forward(sequence))
+            if sequence.frame_log is not None:
+                frames[row] = sequence.frame_log.frame(
+                    report.states_RN[row],
+                    report.tokens_RNB[row],
+                    report.masked_RNB[row] > 0,
+                    num_stored=int(report.num_blocks_R[row]),
+                    start=sequence.committed,
+                    forward=self._forward(sequence),
+                )
         outputs = []
         for row in report.num_blocks_R.nonzero()[0].tolist():
             if row in decoding:
@@ -88,10 +99,16 @@ class Collector:
                 stored = slice(int(report.num_blocks_R[row]))
                 self.counts.block_lifetimes.extend(ledger.take_ages(row, stored.stop))
                 tokens = report.tokens_RNB[row, stored].astype(np.int64).ravel().tolist()
-                outputs.append(self._commit(sequence, tokens, report.confidence_RNB[row, stored].ravel()))
+                step = self._commit(sequence, tokens, report.confidence_RNB[row, stored].ravel())
+                outputs.append(replace(step, frame=frames.pop(row)) if row in frames else step)
                 if sequence.seated:
                     ledger.update(sequence)
+        outputs += [replace(self._step(decoding[row], []), frame=frame) for row, frame in frames.items()]
         return outputs, kind
+
+    def _forward(self, sequence: SequenceState) -> int:
+        """The number of its last forward, from 1, those on an earlier engine included."""
+        return sequence.request.first_forward + self._seating.ledger.counts(sequence).num_forwards
 
     def _seconds_since(self, plan: StepPlan) -> float:
         """Wall time of a step: since it was planned, or since the one before it was read."""
@@ -147,13 +164,18 @@ class Collector:
         if reason is not None:
             self._seating.finish(sequence)
             self.counts.end(sequence)
+        output = sequence.output(reason) if reason is not None else None
+        step = self._step(sequence, tokens)
+        return replace(step, output=output, logprobs=None if logprobs is None else tuple(logprobs), rollout=rollout)
+
+    def _step(self, sequence: SequenceState, tokens: list[int]) -> StepOutput:
+        """What a step gives a request."""
         return StepOutput(
-            request_id=request.request_id,
+            request_id=sequence.request.request_id,
             new_tokens=tuple(tokens),
-            output=sequence.output(reason) if reason is not None else None,
+            output=None,
             counts=self._seating.ledger.counts(sequence),
-            logprobs=None if logprobs is None else tuple(logprobs),
-            rollout=rollout,
+            weights=sequence.weights or (0, 0),
             closing=() if sequence.guide is None else tuple(sequence.guide.rest(len(sequence.emitted))),
         )
 

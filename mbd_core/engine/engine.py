@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,12 @@ import torch
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.guide import Grammars, Guide
-from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.decoding.request import Output, Request, StepOutput, aborted_step
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector
+from mbd_core.engine.dormant_memory import DormantMemory
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures, measure
 from mbd_core.engine.model_runner import ModelRunner
@@ -61,7 +63,8 @@ class Engine:
         self._unsent: list[StepOutput] = []  # collected between steps, given out by the next
         self._staged: StagedWeights | None = None
         self.weights_version = 0
-        """How often the weights were swapped."""
+        """The number of the weights: how often they were swapped, or what came with them."""
+        self._dormant: DormantMemory | None = None
 
     # -- what it is made of -------------------------------------------------------------------------------------
 
@@ -126,6 +129,8 @@ class Engine:
         """Queue a request that was checked before; raises `RequestRefused` if its id is being served, and if its
         adapter was unloaded since."""
         request = admitted.request
+        if self.asleep:
+            raise RequestRefused("request_id", "the engine sleeps; wake it up first")
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
@@ -151,6 +156,16 @@ class Engine:
         self._seating.finish(sequence)
         self._swap_if_due()
         return sequence.output("abort")
+
+    def abort_all(self) -> list[StepOutput]:
+        """Stop every request; the last outputs of all, with what was committed and not given out yet."""
+        outputs = list(self._unsent)
+        for name in [o.request_id for o in outputs if o.output is not None]:
+            self.abort(name)
+        for sequence in [*self.scheduler.running.values(), *self.scheduler.waiting]:
+            if (output := self.abort(sequence.request.request_id)) is not None:
+                outputs.append(aborted_step(output, weights=sequence.weights or (0, 0)))
+        return outputs
 
     def preempt(self) -> str | None:
         """Take its pages from the youngest running request, which goes on later; its id, `None` if none runs."""
@@ -212,8 +227,7 @@ class Engine:
         return self._graphs.capture(() if decoding.canvas is not None else self._kinds.to_capture(decoding))
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that what follows is computed as by a new engine. Raises `ValueError` while
-        requests are being served."""
+        """Empty the prefix cache. Raises `ValueError` while requests are being served."""
         self.check_idle("forget_prefixes")
         self.scheduler.pool.forget()
 
@@ -226,8 +240,7 @@ class Engine:
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter, a folder in PEFT's layout; from now on requests can name it as their `adapter`.
 
-        Raises `ValueError`, and nothing has changed, if the engine has no place for it, and if it does not fit the
-        model or asks for what is not supported (`checkpoint.adapter`).
+        `ValueError`, and nothing has changed, if there is no place for it, or it does not fit (`checkpoint.adapter`).
         """
         self.adapters.place(name, self.adapters.read(name, folder))
 
@@ -240,19 +253,21 @@ class Engine:
             raise AdapterInUse(f"adapter '{name}' cannot be unloaded while {users} requests use it")
         self.adapters.remove(name)
 
-    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt") -> None:
+    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
         """Put other weights of the same shapes in the place of the model's: a model folder's, or the decoder's tensors
         by name. No request is lost.
 
         With "preempt" they take their place at once: requests that run keep the tokens they have committed, which are
         stored again, and go on. With "wait" they do when the requests that run have ended, and no other begins before;
-        steps go on meanwhile. Whatever was cached of prefixes is forgotten; adapters stay. `weights_version` counts.
-        Raises `ValueError`, and nothing has changed, for weights that do not fit, and while others still wait.
+        steps go on meanwhile. Whatever was cached of prefixes is forgotten; adapters stay. `weights_version` becomes
+        `version`, by default one more. `ValueError` for what does not fit, while others wait, and asleep.
         """
-        self.swap_weights(self.stage_weights(source, mode))
+        self.swap_weights(replace(self.stage_weights(source, mode), version=version))
 
     def stage_weights(self, source: WeightSource, mode: SwapMode) -> StagedWeights:
         """The first half of `update_weights`: read and check, change nothing."""
+        if self.asleep:
+            raise ValueError("the engine sleeps, and its weights have no place; wake it up first")
         if self._staged is not None:
             raise ValueError("other weights still wait for the requests that run; try again when they are in place")
         return stage_weights(self.model, source, mode)
@@ -276,7 +291,7 @@ class Engine:
             self._seating.set_aside(sequence)
         overwrite(self.model, self._staged)
         self.runner.weights_changed()
-        self.weights_version += 1
+        self.weights_version = self.weights_version + 1 if self._staged.version is None else self._staged.version
         self.scheduler.weights_changed(self.weights_version)
         self._staged, self.scheduler.closed = None, False
 
@@ -286,6 +301,30 @@ class Engine:
         if mode == "wait":
             return not running and not any(s.num_preemptions for s in waiting)
         return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether its memory is given back; it takes no requests."""
+        return self._dormant is not None
+
+    def sleep(self) -> int:
+        """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes.
+        Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
+        self.check_idle("sleep")
+        if self.asleep:
+            raise ValueError("the engine sleeps already")
+        self._graphs.release()
+        self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
+        weights = (*self.model.parameters(), *self.model.buffers())
+        self._dormant = DormantMemory(lost=(self.runner.cache.k, self.runner.cache.v), kept=weights)
+        return self._dormant.num_bytes
+
+    def wake_up(self) -> None:
+        """Take the memory again; `prepare` captures graphs anew. `ValueError` awake, torch's where memory is short."""
+        if self._dormant is None:
+            raise ValueError("wake_up() needs an engine that sleeps")
+        self._dormant.restore()
+        self._dormant = None
 
     # -- the loop -----------------------------------------------------------------------------------------------
 

@@ -157,6 +157,7 @@ class Scheduler:
             sequence.row = heapq.heappop(self._free_rows)
             self.running[sequence.row] = sequence
             sequence.admitted_at = sequence.admitted_at or time.perf_counter()
+            sequence.began_under(self._weights_version)
             admitted.append(sequence)
         return admitted
 

@@ -10,6 +10,7 @@ from mbd_core.canvas.lane import num_lanes
 from mbd_core.decoding.guide import Guide
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.decoding.rollout import Rollout
+from mbd_core.engine.frame_log import FrameLog
 from mbd_core.engine.resident_adapters import ResidentAdapter
 from mbd_core.engine.step_map import StepMap
 
@@ -44,8 +45,10 @@ class SequenceState:
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
     step_map           where a rollout is asked for: the forwards that filled the positions of its slots
+    frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
+    weights            the numbers of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
     added_at, admitted_at, stored_at  when it arrived, was first admitted, and had its prompt stored, in seconds of
                        `time.perf_counter`; 0 before that
@@ -76,6 +79,7 @@ class SequenceState:
     num_prefill_forwards: int = 0
     decode_seconds: float = 0.0
     block_ages: np.ndarray | None = None
+    weights: tuple[int, int] | None = None
     added_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0
     stored_at: float = 0.0
@@ -88,6 +92,7 @@ class SequenceState:
     num_lanes: int = field(init=False)
     is_canvas: bool = field(init=False)
     step_map: StepMap | None = field(init=False)
+    frame_log: FrameLog | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -100,6 +105,7 @@ class SequenceState:
         self.prefix_length = self._whole_prefix()
         self.rollout = Rollout() if request.rollout else None
         self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
+        self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
     @property
     def first_window(self) -> int:
@@ -141,6 +147,10 @@ class SequenceState:
             tokens = tokens[len(known) :]
         self.tokens += tokens
         self.committed = len(self.tokens)
+
+    def began_under(self, version: int) -> None:
+        """It was admitted, for the first time or again, under these weights."""
+        self.weights = (self.weights[0] if self.weights else version, version)
 
     def rewind(self) -> None:
         """It has lost its pages: its committed tokens must be stored again before it goes on."""

@@ -28,10 +28,13 @@ class StagedWeights:
     wait     the requests that run end with the old weights before these take their place, and no other begins
     preempt  they take their place at once; requests that run are preempted, keep what they have committed, and go on.
              Only a canvas that has given out tokens ends before: it would begin anew, and contradict them
+
+    `version` is their number, `None` for one more than the number of the weights before.
     """
 
     tensors: Mapping[str, Tensor]
     mode: SwapMode
+    version: int | None = None
 
 
 def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:

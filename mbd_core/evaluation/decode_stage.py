@@ -3,16 +3,19 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_prompts, decode_text, question
+from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
 from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.answer_ends import Stops, before_stop, fitted, generate_until
+from mbd_core.evaluation.prompts import prompt_ids
 from mbd_core.evaluation.sample_tables import DECODED_COLUMNS
 
 
@@ -31,18 +34,25 @@ class Failure:
     error: str
 
 
-def sample_requests(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
-    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number."""
-    prompts = chat_prompts(tokenizer, [question(row["prompt"]) for row in rows])
-    return [
-        Request(
+def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
+    where the model holds no more, and the plan allows it."""
+    positions = model.engine.admission.model.max_positions
+    requests = []
+    for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
+        request = Request(
             request_id=str(row["sample"]),
             prompt=tuple(prompt),
             max_tokens=row["max_tokens"],
             decoding=from_fields(DecodingConfig, json.loads(row["config"])),
         )
-        for row, prompt in zip(rows, prompts, strict=True)
-    ]
+        requests.append(fitted(request, positions) if row["may_shorten"] else request)
+    return requests
+
+
+def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
+    """The stop strings of each row's request, by its id."""
+    return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
 class ModelRefused(ValueError):
@@ -87,18 +97,21 @@ class DecodeStage:
 
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
-        tokenizer = self._model(name).tokenizer
-        requests = sample_requests(tokenizer, rows)
-        results = self._results(name, requests)
+        model = self._model(name)
+        tokenizer, requests, stops = model.tokenizer, sample_requests(model, rows), sample_stops(rows)
+        del model  # the engine may be closed from here on
+        for row, request in zip(rows, requests, strict=True):
+            row["max_tokens"] = request.max_tokens
+        results = self._results(name, requests, stops)
         for row in rows:
             result = results[str(row["sample"])]
             if isinstance(result, Failure):
                 row["error"] = result.error
             else:
-                text = decode_text(tokenizer, result.tokens)
+                text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
 
-    def _results(self, name: str, requests: Sequence[Request]) -> dict[str, Output | Failure]:
+    def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
         """An output or a failure for every request, by its id."""
         results: dict[str, Output | Failure] = {}
         for request in requests:
@@ -106,23 +119,23 @@ class DecodeStage:
                 self._model(name).engine.admission.check(request)
             except RequestRefused as error:
                 results[request.request_id] = Failure(str(error))
-        return results | self._run(name, [request for request in requests if request.request_id not in results])
+        return results | self._run(name, [request for request in requests if request.request_id not in results], stops)
 
-    def _run(self, name: str, requests: Sequence[Request]) -> dict[str, Output | Failure]:
+    def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
         """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
         if not requests:
             return {}
-        outputs = self._generate(name, requests)
+        outputs = self._generate(name, requests, stops)
         if not isinstance(outputs, Failure):
             return {output.request_id: output for output in outputs}
         if len(requests) == 1:
             return {requests[0].request_id: outputs}
         results: dict[str, Output | Failure] = {}
         for request in requests:
-            results |= self._run(name, [request])
+            results |= self._run(name, [request], stops)
         return results
 
-    def _generate(self, name: str, requests: Sequence[Request]) -> list[Output] | Failure:
+    def _generate(self, name: str, requests: Sequence[Request], stops: Stops) -> list[Output] | Failure:
         """The outputs, or a `Failure` for any exception of the engine, which is then closed: its state is unknown.
 
         The engine is dropped after the `except` clause, because inside it the traceback still refers to the engine and
@@ -130,7 +143,7 @@ class DecodeStage:
         """
         model = self._model(name)
         try:
-            return model.engine.generate(list(requests))
+            return generate_until(model.engine, requests, stops, partial(decode_text, model.tokenizer))
         except Exception as error:
             failure = Failure(f"{type(error).__name__}: {error}")
         self.close()

@@ -1,24 +1,31 @@
 """The answer in a worked solution by its mark, and the exact value of a number.
 
-`strict_number` is the strict rule of lm-eval's `gsm8k`: the number after the first `#### `. `flexible_number`, the
-last number of a text, is for the project's own tasks, whose answers are plain numbers; the answers of GSM8K and MATH
-are found by math-verify (`math_answers.py`). Each rule takes one answer: further guesses in the text do not count.
+`strict_number` is the strict rule of lm-eval's `gsm8k`, the number after the first `#### `, and of its `gsm8k_cot`,
+the number after the first `The answer is `. `flexible_number`, the last number of a text, is for the project's own
+tasks, whose answers are plain numbers; the answers of GSM8K and MATH are found by math-verify (`math_answers.py`).
+Each rule takes one answer: further guesses in the text do not count.
 """
 
 import re
 from fractions import Fraction
+from typing import Literal
+
+Mark = Literal["####", "The answer is"]
 
 _BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
-_STRICT = re.compile(r"#### *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
+_STRICT = re.compile(r" *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _FLEXIBLE = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 LONGEST_NUMBER = 1000  # characters; Python itself refuses to convert more than 4,300 digits
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
-def strict_number(text: str) -> str | None:
-    """The N of the first `#### N`, as written; `None` without one."""
-    match = _STRICT.search(text)
-    return match.group(1) if match else None
+def strict_number(text: str, mark: Mark = "####") -> str | None:
+    """The N of the first `#### N`, or behind another mark, as written; `None` without one."""
+    for place in re.finditer(re.escape(mark), text):
+        match = _STRICT.match(text, place.end())
+        if match:
+            return match.group(1)
+    return None
 
 
 def flexible_number(text: str) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pyarrow as pa
 
 from mbd_core.evaluation.graders import Grade, grade
-from mbd_core.evaluation.sample_tables import GRADED_COLUMNS
+from mbd_core.evaluation.sample_tables import GRADED_COLUMNS, PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks import Problem, find_task
 
 
@@ -22,12 +22,7 @@ def grade_table(table: pa.Table) -> pa.Table:
             continue
         key = (row["task"], row["problem_id"], row["text"])
         if key not in grades:
-            problem = Problem(
-                problem_id=row["problem_id"],
-                prompt=row["prompt"],
-                reference=row["reference"],
-                entry_point=row["entry_point"],
-            )
+            problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
             grades[key] = grade(find_task(row["task"]), problem, row["text"])
         row.update(asdict(grades[key]))
     return pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)

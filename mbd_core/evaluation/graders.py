@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from mbd_core.evaluation.extraction import boxed, flexible_number, same_number, strict_number
+from mbd_core.evaluation.extraction import Mark, boxed, flexible_number, same_number, strict_number
 from mbd_core.evaluation.math_answers import judge_answer
 from mbd_core.evaluation.plus_problem import OracleFailure, judge_program
 from mbd_core.evaluation.program_runs import Reason as RunReason
@@ -74,9 +74,9 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
     return Grade(correct=verdict.reason == "passed", reason=verdict.reason, detail=verdict.detail)
 
 
-def _from_mark(text: str) -> str:
-    """A text from its last `####` on, unless it boxes its answer: what comes before is no answer."""
-    return text if "\\boxed" in text or "####" not in text else text[text.rindex("####") :]
+def _from_mark(text: str, mark: Mark) -> str:
+    """A text from its last mark on, unless it boxes its answer: what comes before is no answer."""
+    return text if "\\boxed" in text or mark not in text else text[text.rindex(mark) :]
 
 
 def _is_utf8(text: str) -> bool:
@@ -88,8 +88,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
-    """Strict: the number after `####`, or for expressions what the last `\\boxed` holds. Flexible: what math-verify
-    finds in the text, for GSM8K from the last `####` on; for the project's own tasks the last number."""
+    """Strict: the number after the task's mark, or for expressions what the last `\\boxed` holds. Flexible: what
+    math-verify finds in the text, for GSM8K from the last mark on; for the project's own tasks the last number."""
     failure = ""
     if task.rule == "math":
         strict, answer = boxed(text), None
@@ -98,13 +98,13 @@ def _grade_math(task: Task, problem: Problem, text: str) -> Grade:
             failure = answer.failure
         strict_correct = answer is not None and answer.correct
     else:
-        strict = strict_number(text)
+        strict = strict_number(text, task.mark)
         strict_correct = same_number(strict, problem.reference)
     if task.rule == "strict":
         flexible = flexible_number(text)
         flexible_correct = same_number(flexible, problem.reference)
     else:
-        found = judge_answer(problem.reference, _from_mark(text) if task.rule == "flexible" else text)
+        found = judge_answer(problem.reference, _from_mark(text, task.mark) if task.rule == "flexible" else text)
         flexible, flexible_correct, failure = found.found, found.correct, failure or found.failure
     correct = strict_correct if task.rule == "strict" else flexible_correct
     return Grade(

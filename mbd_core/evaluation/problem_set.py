@@ -1,16 +1,13 @@
-"""The problems of a task, from a generator or from a JSON-lines file."""
+"""The problems of a task, from a generator or from where a benchmark lies."""
 
-import gzip
 import hashlib
 import itertools
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import fsspec
-
+from mbd_core.evaluation.row_files import read_rows
 from mbd_core.evaluation.tasks import Problem, Task
 from mbd_core.tasks.split import Split
 
@@ -37,9 +34,10 @@ def load_problems(
 ) -> ProblemSet:
     """The first `limit` problems of a task.
 
-    A generated task takes `split` and `seed`, and 500 problems by default. The other tasks read `data`, the path or
-    fsspec URL of a JSON-lines file, plain or gzipped, by default all of it. Raises `ValueError` for a limit below 1,
-    for `data` that is missing or not wanted, and for a malformed file, naming the file, the line and the reason.
+    A generated task takes `split` and `seed`, and 500 problems by default. The other tasks read `data`, which names a
+    file of JSON lines or a data set of the hub (`read_rows`), by default all of it. Raises `ValueError` for a limit
+    below 1, for `data` that is missing or not wanted, and for a malformed row, naming the file, the line and the
+    reason.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} must be at least 1")
@@ -57,48 +55,24 @@ def load_problems(
 
 def _read_problems(task: Task, path: str) -> list[Problem]:
     problems: list[Problem] = []
-    line_of: dict[str, int] = {}
-    for number, line in _numbered_lines(path):
+    place_of: dict[str, str] = {}
+    for number, place, row in read_rows(path):
         try:
-            problem = task.problem(f"{task.name}/{number}", _checked_row(line, columns=task.columns))
+            problem = task.problem(f"{task.name}/{number}", _checked_row(row, columns=task.columns))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        if problem.problem_id in line_of:
-            first = line_of[problem.problem_id]
-            raise ValueError(f"{path}, line {number}: '{problem.problem_id}' is already on line {first}")
-        line_of[problem.problem_id] = number
+            raise ValueError(f"{place}: {error}") from None
+        if problem.problem_id in place_of:
+            first = place_of[problem.problem_id].rpartition(", ")[2]
+            raise ValueError(f"{place}: '{problem.problem_id}' is already on {first}")
+        place_of[problem.problem_id] = place
         problems.append(problem)
     if not problems:
         raise ValueError(f"{path} holds no problems")
     return problems
 
 
-def _numbered_lines(path: str) -> Iterator[tuple[int, str]]:
-    """The file's lines that are not blank, counted from 1."""
-    number = 0
-    try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            for number, raw in enumerate(file, start=1):
-                if raw.strip():
-                    yield number, raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ImportError as error:
-        raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
-
-
-def _checked_row(line: str, *, columns: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+def _checked_row(row: dict[str, Any], *, columns: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
     """The row, whose columns are there and of their types; it may have others."""
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not a JSON object")
     for column, kind in columns.items():
         if column not in row:
             raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")

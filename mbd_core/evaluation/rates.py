@@ -27,10 +27,14 @@ class SampleCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class GradedSample:
-    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong."""
+    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong.
+
+    cut   whether the answer ended at the limit of its tokens
+    """
 
     correct: bool
     counts: SampleCounts | None
+    cut: bool = False
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
 
@@ -45,10 +49,12 @@ class Summary:
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample
+    cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
     """
 
     n: int
+    cut: int
     errors: int
     accuracy: float
     accuracy_low: float
@@ -78,6 +84,7 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
     return Summary(
         n=n,
+        cut=sum(s.cut for s in samples),
         errors=n - len(counts),
         accuracy=100 * num_correct / n,
         accuracy_low=100 * low,

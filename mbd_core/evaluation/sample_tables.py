@@ -1,6 +1,8 @@
 """The columns of a sweep's samples after planning, after decoding and after grading.
 
-Every stage keeps the columns of its input and adds its own. A sample that cannot be decoded keeps its row, with the
+Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompts.worded`),
+`stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan says
+`may_shorten`. A sample that cannot be decoded keeps its row, with the
 reason in `error`.
 """
 
@@ -8,10 +10,12 @@ import pyarrow as pa
 
 COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
 
+PROBLEM_COLUMNS = ("problem_id", "prompt", "reference", "entry_point")  # what a grader needs of a problem
+
 PLANNED_COLUMNS = pa.schema(
     [("sample", pa.int64())]
-    + [(name, pa.string()) for name in ("model", "method", "task", "problem_id", "prompt", "reference")]
-    + [("entry_point", pa.string()), ("config", pa.string()), ("max_tokens", pa.int64()), ("seed", pa.int64())]
+    + [(name, pa.string()) for name in ("model", "method", "task", *PROBLEM_COLUMNS, "config", "input", "stop")]
+    + [("max_tokens", pa.int64()), ("may_shorten", pa.bool_()), ("seed", pa.int64())]
 )
 DECODED_COLUMNS = pa.schema(
     [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]

@@ -81,21 +81,22 @@ def accuracy_text(summary: Summary) -> str:
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## Every configuration", ""]
-    lines.append("| Model | Method | Task | Config | n | Acc [95 %] | TPF ± se | TPF (sums) | NFE | Errors |")
-    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|")
+    lines.append("| Model | Method | Task | Config | n | Acc [95 %] | TPF ± se | TPF (sums) | NFE | Cut | Errors |")
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
         lines.append(
             f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
             f"| {accuracy_text(s)} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {s.nfe:.1f} | {s.errors} |"
+            f"| {s.tpf_ratio_of_sums:.2f} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
         )
     return [
         *lines,
         "",
         "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
-        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. An error (a request that could "
-        "not be decoded) counts as wrong and is left out of the rates. [95 %]: Wilson interval. se: standard error.",
+        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. Cut: answers that ended at the "
+        "limit of their tokens. An error (a request that could not be decoded) counts as wrong and is left out of the "
+        "rates. [95 %]: Wilson interval. se: standard error.",
         "",
     ]
 

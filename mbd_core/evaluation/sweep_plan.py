@@ -10,8 +10,11 @@ from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.methods import METHODS, MULTI, SINGLE
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.asking import Asked, ask_tasks, check_positions
+from mbd_core.evaluation.evaluation_recipes import OWN, Recipe, find_recipe
 from mbd_core.evaluation.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.problem_set import ProblemSet, load_problems
+from mbd_core.evaluation.sample_tables import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks import find_task
 from mbd_core.tasks.split import Split
 
@@ -27,6 +30,9 @@ class SweepOptions:
     definitions     the user's own methods, as NAME=JSON
     data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
     limit           problems per task (default: 500 generated problems, or all of a file)
+    recipe          the name of the recipe that says how the tasks are asked
+    examples        files of solved problems for few-shot recipes, as TASK=PATH, or PATH alone with one task
+    max_tokens      tokens of an answer, at most (default: the recipe's limit, or what the model holds)
     engine          the engine's sizes; `plan_sweep` sets its buffer size to the largest of all configurations
     """
 
@@ -39,7 +45,9 @@ class SweepOptions:
     limit: int | None = None
     split: Split = "test"
     seed: int = 0
-    max_tokens: int = 128
+    recipe: str = OWN.name
+    examples: Sequence[str] = ()
+    max_tokens: int | None = None
     engine: EngineConfig = EngineConfig()
     tensor_parallel: int = 1
 
@@ -49,6 +57,7 @@ class Sweep:
     """All samples of a sweep: every model's variants on every task's problems.
 
     models    name -> folder, an argument of `model_folder`
+    asked     how each task is asked, by its name
     methods   the decoding fields of each method in the sweep
     notes     remarks for a reader of the numbers
     """
@@ -58,7 +67,8 @@ class Sweep:
     problem_sets: list[ProblemSet]
     grid: str
     methods: Methods
-    max_tokens: int
+    recipe: Recipe
+    asked: Mapping[str, Asked]
     seed: int
     engine: EngineConfig
     tensor_parallel: int
@@ -74,16 +84,17 @@ class Sweep:
         sample = 0
         for model, variants in self.variants.items():
             for problem_set in self.problem_sets:
-                for problem in problem_set.problems:
+                asked = self.asked[problem_set.task.name]
+                for number, problem in enumerate(problem_set.problems):
                     for variant in variants:
                         yield {
                             "sample": sample,
                             "model": model,
                             "method": variant.method,
                             "task": problem_set.task.name,
-                            **asdict(problem),
+                            **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
                             "config": json.dumps(asdict(variant.decoding)),
-                            "max_tokens": self.max_tokens,
+                            **asked.columns(number),
                             "seed": self.seed,
                         }
                         sample += 1
@@ -92,10 +103,19 @@ class Sweep:
 def plan_sweep(options: SweepOptions) -> Sweep:
     """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
     tasks = [find_task(name) for name in options.tasks]
-    files = _data_files(options.data, [task.name for task in tasks])
+    task_names = [task.name for task in tasks]
+    files = task_files(options.data, task_names, option="--data")
+    examples = task_files(options.examples, task_names, option="--examples")
+    recipe = find_recipe(options.recipe)
+    settings = [recipe.setting(name) for name in task_names]
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
     user_methods = [name for name in methods if name not in METHODS]
     method_names = [SINGLE, MULTI, *user_methods] if options.methods is None else list(options.methods)
+    problem_sets = [
+        load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
+        for task in tasks
+    ]
+    asked = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -106,13 +126,12 @@ def plan_sweep(options: SweepOptions) -> Sweep:
             raise ValueError(f"two models are named '{name}': {models[name]} and {model}; rename one folder")
         models[name] = model if folder == SHIPPED / model else str(folder.resolve())
         contents = read_folder(folder)
+        if any(setting.wording.needs_chat for setting in settings) and not contents.tokenizer.chat_template:
+            raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
+        notes += check_positions(name, contents.config.max_positions, asked)
         model_notes = (edit_note(name, contents.defaults, variant.decoding) for variant in variants[name])
         notes += dict.fromkeys(note for note in model_notes if note is not None)
-    problem_sets = [
-        load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
-        for task in tasks
-    ]
     num_slots = max(variant.decoding.buffer_size for variant in itertools.chain.from_iterable(variants.values()))
     return Sweep(
         models=models,
@@ -120,7 +139,8 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         problem_sets=problem_sets,
         grid=options.grid,
         methods={name: methods[name] for name in method_names},
-        max_tokens=options.max_tokens,
+        recipe=recipe,
+        asked=asked,
         seed=options.seed,
         engine=replace(options.engine, buffer_size=num_slots),
         tensor_parallel=options.tensor_parallel,
@@ -137,8 +157,6 @@ def _model_variants(
     tensor_parallel: int,
 ) -> list[Variant]:
     """The configurations of one model; `ValueError` if the model does not support them."""
-    if not folder.tokenizer.chat_template:
-        raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
     variants = plan_variants(
         grid, method_names, methods=dict(methods), defaults=folder.defaults, block_size=folder.config.block_size
     )
@@ -153,7 +171,7 @@ def _model_variants(
     return variants
 
 
-def _data_files(options: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
+def task_files(options: Sequence[str], tasks: Sequence[str], *, option: str) -> dict[str, str]:
     """The path of each task's file, from TASK=PATH, or from PATH alone if there is one task."""
     files: dict[str, str] = {}
     for item in options:
@@ -161,11 +179,11 @@ def _data_files(options: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
         if not (equals and task in tasks):
             if equals and "/" not in task:
                 find_task(task)
-                raise ValueError(f"--data {item}: the task '{task}' is not among --tasks {','.join(tasks)}")
+                raise ValueError(f"{option} {item}: the task '{task}' is not among --tasks {','.join(tasks)}")
             if len(tasks) > 1:
-                raise ValueError(f"--data {item}: with several tasks write TASK=PATH")
+                raise ValueError(f"{option} {item}: with several tasks write TASK=PATH")
             task, path = tasks[0], item
         if task in files:
-            raise ValueError(f"--data gives task '{task}' two files: {files[task]} and {path}")
+            raise ValueError(f"{option} gives task '{task}' two files: {files[task]} and {path}")
         files[task] = path
     return files

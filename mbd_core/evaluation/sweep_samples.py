@@ -17,7 +17,7 @@ from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.timed_cases import TimedCase
 
 COLUMNS = (
-    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error"),
+    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
     *("strict_correct", "flexible_correct", *COUNTS),
 )
 
@@ -94,6 +94,7 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
     return GradedSample(
         correct=row["correct"],
         counts=counts,
+        cut=row["finish_reason"] == "length",
         strict_correct=row["strict_correct"],
         flexible_correct=row["flexible_correct"],
     )

@@ -26,11 +26,12 @@ def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_c
                 "source": problem_set.source,
                 "n": len(problem_set.problems),
                 "sha256": problem_set.sha256,
+                **sweep.asked[problem_set.task.name].record,
             }
             for problem_set in sweep.problem_sets
         },
         "seed": sweep.seed,
-        "max_tokens": sweep.max_tokens,
+        "recipe": f"{sweep.recipe.name} ({sweep.recipe.source})",
         "engine": asdict(engine),
         "actors": num_actors,
         "tensor_parallel": sweep.tensor_parallel,

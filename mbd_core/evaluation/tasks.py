@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mbd_core.evaluation.evalplus_rules import Dataset
-from mbd_core.evaluation.extraction import boxed, parse_number, strict_number
+from mbd_core.evaluation.extraction import Mark, boxed, parse_number, strict_number
 from mbd_core.evaluation.plus_problem import PlusProblem
 from mbd_core.tasks import code_mini, gsm_mini
 
@@ -18,12 +18,17 @@ Rule = Literal["strict", "flexible", "math", "code", "plus"]
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One problem. `prompt` is the user's question; `reference` is what its answers are graded by: the right number or
-    expression, the tests as JSON (`code`), or the packed problem of EvalPlus (`plus`)."""
+    expression, the tests as JSON (`code`), or the packed problem of EvalPlus (`plus`).
+
+    text, tests   MBPP's: the question in words, and the tests that a recipe may show; its `prompt` is code
+    """
 
     problem_id: str
     prompt: str
     reference: str
     entry_point: str = ""
+    text: str = ""
+    tests: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class Task:
     rule       `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
                (that answer, any expression), `code` (the tests pass) or `plus` (EvalPlus's base and plus inputs pass)
     generate   draws rows; a task without it reads its rows from a file that the user names
+    mark       what stands before the answer of a worked solution, for `strict` and `flexible`
     """
 
     name: str
@@ -41,6 +47,7 @@ class Task:
     rule: Rule
     problem: Callable[[str, dict[str, Any]], Problem]
     generate: Callable[..., Iterator[dict[str, str]]] | None = None
+    mark: Mark = "####"
 
 
 def _number_problem(problem_id: str, row: dict[str, Any]) -> Problem:
@@ -98,6 +105,8 @@ def _mbpp_problem(_problem_id: str, row: dict[str, Any]) -> Problem:
         prompt=f'"""\n{text}\n{row["test_list"][0]}\n"""\n',
         reference=json.dumps(tests),
         entry_point=entry_point,
+        text=text.strip(),
+        tests="\n".join(row["test_list"]),
     )
 
 
@@ -115,11 +124,23 @@ def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
         fields = {name: row[name] for name in PLUS_COLUMNS}
         fields["plus_input"] = list(row["plus_input"])  # a problem without any has `{}` there
         packed = PlusProblem(dataset=dataset, **fields).pack()
+        text, tests = _words_and_tests(row["prompt"]) if dataset == "mbpp" else ("", "")
         return Problem(
-            problem_id=row["task_id"], prompt=row["prompt"], reference=packed, entry_point=_function_name(row)
+            problem_id=row["task_id"],
+            prompt=row["prompt"],
+            reference=packed,
+            entry_point=_function_name(row),
+            text=text,
+            tests=tests,
         )
 
     return problem
+
+
+def _words_and_tests(prompt: str) -> tuple[str, str]:
+    """MBPP+'s prompt is a docstring of the question and, on the last lines, an assertion."""
+    words, start, tests = prompt.strip().strip('"').strip().partition("\nassert ")
+    return words.strip(), (start + tests).strip()
 
 
 NUMBER_COLUMNS = {"question": str, "answer": str}
@@ -152,6 +173,14 @@ _TASKS = (
         generate=code_mini.generate,
     ),
     Task(name="gsm8k", label="GSM8K", columns=NUMBER_COLUMNS, rule="flexible", problem=_number_problem),
+    Task(
+        name="gsm8k-cot",
+        label="GSM8K-CoT",
+        columns=NUMBER_COLUMNS,
+        rule="flexible",
+        problem=_number_problem,
+        mark="The answer is",
+    ),
     Task(
         name="math500",
         label="MATH500",

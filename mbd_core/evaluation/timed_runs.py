@@ -4,14 +4,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
+from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.decode_stage import DecodingModel, ModelRefused, sample_requests
+from mbd_core.evaluation.answer_ends import Stops, output_at
+from mbd_core.evaluation.decode_stage import DecodingModel, ModelRefused, sample_requests, sample_stops
 from mbd_core.evaluation.timed_cases import TimedCase
 
 ALONE, TOGETHER = "alone", "together"
@@ -35,19 +38,33 @@ class TimedOutput:
 
 
 def run_timed(
-    engine: Engine, requests: Sequence[Request], *, concurrency: int, clock: Clock = time.perf_counter
+    model: DecodingModel,
+    requests: Sequence[Request],
+    *,
+    stops: Stops,
+    concurrency: int,
+    clock: Clock = time.perf_counter,
 ) -> Iterator[TimedOutput]:
     """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
-    when one is back. In the order in which they end."""
-    waiting, begun = deque(requests), dict[str, float]()
+    when one is back, at its end or at one of its stop strings. In the order in which they end."""
+    engine, decode = model.engine, partial(decode_text, model.tokenizer)
+    waiting, begun, tokens = deque(requests), dict[str, float](), dict[str, list[int]]()
     while waiting or begun:
         while waiting and len(begun) < concurrency:
             request = waiting.popleft()
-            begun[request.request_id] = clock()
+            begun[request.request_id], tokens[request.request_id] = clock(), []
             engine.add(request)
         for step in engine.step():
-            if step.output is not None:
-                yield TimedOutput(step.output, begun.pop(step.request_id), clock())
+            if step.request_id not in begun:
+                continue  # the step after an abort
+            tokens[step.request_id] += step.new_tokens
+            output = output_at(step, tokens[step.request_id], stops.get(step.request_id, ()), decode)
+            if output is not None:
+                if step.output is None:
+                    engine.abort(step.request_id)
+                yield TimedOutput(output, begun.pop(step.request_id), clock())
+    while engine.has_work:
+        engine.step()  # what follows an abort
 
 
 class TimedStage:
@@ -81,19 +98,19 @@ class TimedStage:
 
     def _rows(self, model: DecodingModel, case: TimedCase) -> list[dict[str, Any]]:
         """Both runs, warmed up before: by the first request alone, then by as many as run together."""
-        requests = sample_requests(model.tokenizer, case.rows)
+        requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
         served = [number for number, request in enumerate(requests) if _is_served(model.engine, request)]
         alone = [requests[number] for number in served if number < case.num_alone]
         together = [requests[number] for number in served]
         for warm_up, concurrency in ((alone[:1], 1), (together[: self._concurrency], self._concurrency)):
-            list(run_timed(model.engine, warm_up, concurrency=concurrency))
+            list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
         rows = []
         problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
         for run, chosen, concurrency in (
             (ALONE, alone, 1),
             (TOGETHER, together, min(self._concurrency, len(together))),
         ):
-            for timed in run_timed(model.engine, chosen, concurrency=concurrency, clock=self._clock):
+            for timed in run_timed(model, chosen, stops=stops, concurrency=concurrency, clock=self._clock):
                 row, counts = problems[timed.output.request_id], timed.output.counts
                 rows.append(
                     {

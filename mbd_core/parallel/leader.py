@@ -131,13 +131,16 @@ class ParallelEngine(Engine):
         super().unload_adapter(name)
         self._commands.append(UnloadAdapter(name))
 
-    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt") -> None:
+    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
         """`Engine.update_weights` from a model folder, between the same steps of all ranks, or on none."""
         if not isinstance(source, Path):
             raise ValueError(
                 "a tensor-parallel engine takes new weights from a model folder: each rank reads its part"
             )
-        self._change(UpdateWeights(source, mode))
+        self._change(UpdateWeights(source, mode, version))
+
+    def sleep(self) -> int:
+        raise ValueError("a tensor-parallel engine cannot sleep: its ranks hold their memory; end it instead")
 
     def _change(self, command: Change) -> None:
         refusal: ValueError | None = None

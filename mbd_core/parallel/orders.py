@@ -1,7 +1,7 @@
 """The messages of rank 0 to the other ranks: one `Setup`, then `Orders` before each step."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -71,6 +71,7 @@ class UnloadAdapter:
 class UpdateWeights:
     folder: Path
     mode: SwapMode
+    version: int | None
 
 
 Change = LoadAdapter | UpdateWeights
@@ -96,8 +97,9 @@ def change(engine: Engine, command: Change, group: Group) -> None:
     match command:
         case LoadAdapter(name, folder):
             engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
-        case UpdateWeights(folder, mode):
-            engine.swap_weights(group.agree(lambda: engine.stage_weights(folder, mode)))
+        case UpdateWeights(folder, mode, version):
+            staged = group.agree(lambda: engine.stage_weights(folder, mode))
+            engine.swap_weights(replace(staged, version=version))
 
 
 def fingerprint(engine: Engine) -> int:

@@ -5,19 +5,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from mbd_core.decoding.request import Counts, Output
-from mbd_core.serving.logprobs import ChoiceLogprobs
+from mbd_core.serving.frame_events import FRAME, frame_fields
+from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.token_details import TokenDetails
+from mbd_core.serving.tool_text import CallReader, Said
 
 DONE = "data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One server-sent event; a frame has a type of its own."""
+    kind = f"event: {FRAME}\n" if FRAME in value else ""
+    return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class Answer:
@@ -26,7 +29,9 @@ class Answer:
     streamed       whether the client asked for `events()`; otherwise it gets `whole()`
     logprobs       one for each choice, where the client asked for log-probabilities
     details        what is said of tokens beside their text
+    calls          whether the answers were held to a `CallRule`, and have calls
     echoes         the text before each choice's own, if any
+    texts          the text of each token, for frames
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -39,13 +44,16 @@ class Answer:
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
         details: TokenDetails | None = None,
+        calls: bool = False,
         echoes: Sequence[str] = (),
+        texts: TokenTexts | None = None,
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
-        self._details = details or TokenDetails()
+        self._details, self._texts = details or TokenDetails(), texts
+        self._calls = [CallReader() if calls else None for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
 
     def close(self) -> None:
@@ -57,14 +65,17 @@ class Answer:
         """The whole answer in one object, its choices in the order of the requests."""
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
         async for step in self._stream:
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output
+                weights.append(step.weights)
         ordered = [outputs[request_id] for request_id in texts]
         choices = [
-            ReplyChoice(
-                text=self._details.text(text, output.tokens, echo=self._echoes[index]),
+            self._choice(
+                index,
+                self._details.text(text, output.tokens, echo=self._echoes[index]),
                 reason=output.finish_reason,
                 logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
                 details=self._details.of_prompt(request.prompt)
@@ -75,7 +86,22 @@ class Answer:
                 zip(self._stream.requests, texts.values(), ordered, strict=True)
             )
         ]
-        return self._reply.full(choices, [o.counts for o in ordered])
+        return self._reply.full(choices, [o.counts for o in ordered], weights)
+
+    def _choice(self, index: int, text: str, *, reason: str, **fields: Any) -> ReplyChoice:
+        said = self._read(index, text, ends=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.calls]
+        return ReplyChoice(text=said.content, calls=calls, reason=self._reason(index, reason), **fields)
+
+    def _read(self, index: int, text: str, *, ends: bool) -> Said:
+        """Content and calls in the next piece of a choice's text."""
+        reader = self._calls[index]
+        return Said(content=text) if reader is None else reader.push(text, ends=ends)
+
+    def _reason(self, index: int, reason: str) -> str:
+        """Why a choice ended, once its text is read."""
+        reader = self._calls[index]
+        return reason if reader is None or not reader.num_calls else "tool_calls"
 
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
@@ -94,6 +120,7 @@ class Answer:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
+        weights: list[tuple[int, int]] = []
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
@@ -101,20 +128,25 @@ class Answer:
                 yield reply.chunk(i, text=echo, first=True, details=prompt) | no_usage
         async for step in self._stream:
             i = index[step.request_id]
+            if step.frame is not None and self._texts is not None:
+                yield reply.frame(frame_fields(step.frame, i, self._texts))
             logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
             details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
-            if step.text or logprobs or (details and (step.new_tokens or step.output is not None)):
-                yield reply.chunk(i, text=step.text, logprobs=logprobs, details=details) | no_usage
+            said = self._read(i, step.text, ends=step.output is not None)
+            if said.content or said.calls or logprobs or (details and (step.new_tokens or step.output is not None)):
+                piece = reply.chunk(i, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
+                yield piece | no_usage
             if step.output is None:
                 continue
             counts[i] = step.output.counts
+            weights.append(step.weights)
             end = self._details.of_answer(step.output.tokens)
-            last = reply.chunk(i, reason=step.output.finish_reason, details=end) | no_usage
+            last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
             if len(counts) == len(index) and not self._include_usage:
-                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)])
+                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
             yield last
         if self._include_usage:
-            yield reply.usage_chunk([counts[i] for i in sorted(counts)])
+            yield reply.usage_chunk([counts[i] for i in sorted(counts)], weights)
 
     def _logprobs_of(
         self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None

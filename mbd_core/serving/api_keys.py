@@ -4,18 +4,28 @@ import hashlib
 import hmac
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_errors import ApiError, clipped
 
 SCHEME = "Bearer "
 SHORTEST = 16  # characters of a key
+ADMINISTRATOR = "administrator"
 
 log = logging.getLogger(__name__)
 
 
-def read_keys(path: Path) -> dict[str, bytes]:
-    """The SHA-256 of each client's key, from lines of a client's name and its key; `#` begins a comment.
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A client's key: its SHA-256, and whether its client may administer the server."""
+
+    digest: bytes
+    administrator: bool
+
+
+def read_keys(path: Path) -> dict[str, Key]:
+    """Each client's key, from lines of a client's name, its key, and `administrator` for one; `#` begins a comment.
 
     Raises `ValueError` naming the line, never a key.
     """
@@ -23,23 +33,26 @@ def read_keys(path: Path) -> dict[str, bytes]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"API keys: {path} cannot be read: {error}") from None
-    digests: dict[str, bytes] = {}
+    keys: dict[str, Key] = {}
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         place = f"API keys: {path}, line {number}"
-        if len(words) != 2:
-            raise ValueError(f"{place}: {len(words)} words; it must be a client's name and its key")
-        name, key = words
-        if name in digests:
+        if len(words) not in (2, 3) or words[2:] not in ([], [ADMINISTRATOR]):
+            raise ValueError(
+                f"{place}: {len(words)} words; it must be a client's name and its key, and for an administrator's "
+                f"'{ADMINISTRATOR}' behind them"
+            )
+        name, key = words[:2]
+        if name in keys:
             raise ValueError(f"{place}: client '{name}' stands there twice; give one of them another name")
         if len(key) < SHORTEST:
             raise ValueError(f"{place}: the key has {len(key)} characters; it needs at least {SHORTEST}")
-        digests[name] = hashlib.sha256(key.encode()).digest()
-    if not digests:
+        keys[name] = Key(digest=hashlib.sha256(key.encode()).digest(), administrator=len(words) == 3)
+    if not keys:
         raise ValueError(f"API keys: {path} holds no key; nobody could be served")
-    return digests
+    return keys
 
 
 class ApiKeys:
@@ -48,7 +61,7 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         """Raises `ValueError` as `read_keys` does."""
         self._path, self._state = path, _state(path)
-        self._digests = read_keys(path)
+        self._keys = read_keys(path)
 
     def client(self, authorization: str) -> str:
         """The client whose key an `Authorization` header holds; `ApiError` (401) for any other header.
@@ -57,7 +70,7 @@ class ApiKeys:
         """
         self._refresh()
         given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
-        names = [name for name, digest in self._digests.items() if hmac.compare_digest(digest, given)]
+        names = [name for name, key in self._keys.items() if hmac.compare_digest(key.digest, given)]
         if not names or not authorization.startswith(SCHEME):
             raise ApiError(
                 401,
@@ -67,13 +80,20 @@ class ApiKeys:
             )
         return names[0]
 
+    def administrator(self, authorization: str) -> str:
+        """The client, if its key is an administrator's; `ApiError` (401, 403) otherwise."""
+        name = self.client(authorization)
+        if not self._keys[name].administrator:
+            raise ApiError(403, f"the key of '{clipped(name)}' is no administrator's", code="not_an_administrator")
+        return name
+
     def _refresh(self) -> None:
         state = _state(self._path)
         if state == self._state:
             return
         self._state = state
         try:
-            self._digests = read_keys(self._path)
+            self._keys = read_keys(self._path)
         except ValueError as error:
             log.error("%s; the keys that were read before go on to hold", error)
 

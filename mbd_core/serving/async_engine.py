@@ -1,17 +1,18 @@
 """The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from mbd_core.decoding.request import Request, StepOutput
+from mbd_core.decoding.request import Counts, Output, Request, StepOutput, aborted_step
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.admission import Admitted, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.fair_queue import FairQueue
 from mbd_core.serving.grammar_compiling import GrammarCompiler
-from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
+from mbd_core.serving.token_stream import Asleep, EngineFailed, TooManyRequests
 
 T = TypeVar("T")
 
@@ -105,6 +106,8 @@ class AsyncEngine:
         self._withdrawn: list[str] = []
         self._calls: list[_Call] = []
         self._streams: dict[str, EngineStream] = {}
+        self.closed = False
+        """Whether requests are refused, because the engine sleeps or is about to."""
 
     @property
     def capacity(self) -> int:
@@ -129,6 +132,7 @@ class AsyncEngine:
 
     async def open(self, request: Request, *, key: str = "") -> EngineStream:
         """`submit` a request after the engine's check; raises `RequestRefused` too."""
+        self._check_open()
         admitted = self._engine.admission.check(request)
         if request.grammar is not None:
             admitted = replace(admitted, guide=await self._compile(request))
@@ -137,9 +141,10 @@ class AsyncEngine:
     def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
         """Queue a request that the engine's admission has checked; iterate over the stream or close it.
 
-        Raises `ValueError` for an id that is being served, `TooManyRequests` and `EngineFailed`.
+        Raises `ValueError` for an id that is being served, `TooManyRequests`, `Asleep` and `EngineFailed`.
         """
         self.check_health()
+        self._check_open()
         stream = EngineStream(admitted, key, self._withdraw)
         if stream.request_id in self._streams:
             raise ValueError(f"request_id '{stream.request_id}' is used twice")
@@ -157,6 +162,20 @@ class AsyncEngine:
         self._calls.append(_Call(function, result))
         self._start()
         return await result
+
+    async def abort_all(self) -> int:
+        """End every request that runs or waits, with what it has committed and "abort"; how many."""
+        waiting = [stream for stream in self._streams.values() if stream.waits]
+        for stream in waiting:
+            self._withdraw(stream)
+            stream.queue.put_nowait(aborted_step(_nothing_of(stream.admitted.request)))
+        steps = await self.call(Engine.abort_all)
+        self._deliver_steps(steps)
+        return len(waiting) + sum(s.output is not None and s.output.finish_reason == "abort" for s in steps)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Asleep("the server sleeps; ask again when it was woken up")
 
     async def stop(self) -> None:
         """End the task and the thread; streams that have not ended raise `EngineFailed`."""
@@ -242,7 +261,10 @@ class AsyncEngine:
             if refused is not None and not refused.waits:
                 refused.queue.put_nowait(refusal)
                 del self._streams[request_id]
-        for step in turn.steps:
+        self._deliver_steps(turn.steps)
+
+    def _deliver_steps(self, steps: Sequence[StepOutput]) -> None:
+        for step in steps:
             stream = self._streams.get(step.request_id)
             if stream is None or stream.waits:
                 continue  # the request was withdrawn during the step, and its id may be in use again
@@ -261,3 +283,23 @@ class AsyncEngine:
         self._streams.clear()
         self._waiting.clear()
         self._calls.clear()
+
+
+def _nothing_of(request: Request) -> Output:
+    """The output of a request that the engine never knew."""
+    counts = Counts(
+        num_prompt_tokens=len(request.prompt),
+        num_tokens=request.num_generated(len(request.committed)),
+        num_forwards=0,
+        num_store_forwards=0,
+        num_prefill_forwards=0,
+        decode_seconds=0.0,
+    )
+    return Output(
+        request_id=request.request_id,
+        tokens=request.committed,
+        finish_reason="abort",
+        counts=counts,
+        logprobs=() if request.logprobs else None,
+        rollout=Rollout() if request.rollout else None,
+    )

@@ -1,8 +1,9 @@
 """From a parsed API request to what the engine takes: one request for each prompt and choice, checked."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.grammar import Grammar, GrammarRefused
@@ -10,7 +11,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.engine.admission import Admission, RequestRefused
 from mbd_core.serving.infilling import TemplateTokens
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, GenerationRequest
+from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, ChatRequest, GenerationRequest
 
 
 def engine_requests(
@@ -23,14 +24,16 @@ def engine_requests(
     admission: Admission,
     adapter: str | None = None,
     template: TemplateTokens | None = None,
+    added_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
-    `prompt_field` is the field that the prompts came in. Raises `ApiError` (400) naming the field that cannot be
+    `prompt_field` is the field that the prompts came in, `added_tokens` what the tokenizer has as tokens beside its
+    own pieces. Raises `ApiError` (400) naming the field that cannot be
     honoured.
     """
     samplings = asked.samplings(seed)
-    budget, grammar = asked.budget, _grammar(asked)
+    budget, grammar = asked.budget, _grammar(asked, added_tokens)
     if template is not None:
         budget = len(template.tokens)
     if template is not None or grammar is not None:
@@ -45,6 +48,7 @@ def engine_requests(
             sampling=samplings[0],
             logprobs=asked.wants_logprobs,
             rollout=bool(asked.return_step_map),
+            frames=bool(asked.frames),
             adapter=adapter,
             grammar=grammar,
             template=() if template is None else template.tokens,
@@ -63,9 +67,10 @@ def engine_requests(
     return requests
 
 
-def _grammar(asked: GenerationRequest) -> Grammar | None:
+def _grammar(asked: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
+    rule = asked.call_rule if isinstance(asked, ChatRequest) else None
     try:
-        return asked.grammar
+        return asked.grammar if rule is None else rule.grammar(added_tokens)
     except GrammarRefused as error:
         field = asked.grammar_field
         raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
@@ -107,6 +112,7 @@ def _api_error(
         "max_tokens": asked.budget_field,
         "decoding": "decoding",
         "rollout": "return_step_map",
+        "frames": "frames",
         "grammar": asked.grammar_field,
         "template": "template",
     }

@@ -10,6 +10,7 @@ from typing import Any
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_measures import EngineMeasures
 from mbd_core.engine.resident_adapters import AdapterInUse
+from mbd_core.engine.weight_swap import SwapMode
 from mbd_core.parallel.group import RankLost
 from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.endpoint_args import EndpointArgs
@@ -21,6 +22,7 @@ from mbd_core.trace.recorder import TraceRecorder
 
 UNLOAD_SECONDS = 600.0  # for the requests that use an adapter to end
 UNLOAD_PAUSE = 0.2
+LOOK_SECONDS = 0.05  # between two looks at an engine whose requests are to end
 
 
 class EngineService:
@@ -35,6 +37,7 @@ class EngineService:
         self.loaded.prepare()
         self._weights: Path | None = None
         self._adapters: dict[str, Path] = {}
+        self._changes = asyncio.Lock()  # of weights, adapters and sleep: one after the other
         self.engine = AsyncEngine(self.loaded.engine, max_waiting=args.max_waiting)
 
     @property
@@ -65,6 +68,10 @@ class EngineService:
         Requests that run go on. An adapter that requests use stays until they have ended. Raises `ValueError` for
         what does not fit; what was arranged before then is as it was, but for adapters that were loaded or unloaded.
         """
+        async with self._changes:
+            await self._arrange(weights, adapters)
+
+    async def _arrange(self, weights: Path | None, adapters: Mapping[str, Path]) -> None:
         for name in self._adapters.keys() - {n for n, folder in adapters.items() if self._adapters.get(n) == folder}:
             await self._unload(name)
         for name, folder in adapters.items():
@@ -75,6 +82,68 @@ class EngineService:
             source = weights or Path(self.args.folder)
             await self.engine.call(partial(Engine.update_weights, source=source))
             self._weights = weights
+
+    async def update_weights(self, folder: Path, *, version: int, mode: SwapMode = "preempt") -> None:
+        """Decode with a folder's weights, number `version`; returns when they are in place, which with "wait" is after
+        the requests that run. Weights of that number or a newer one stay.
+
+        Raises `ValueError` for what does not fit, and asleep; nothing has changed then.
+        """
+        async with self._changes:
+            if version <= self.weights_version:
+                return
+            await self.engine.call(partial(Engine.update_weights, source=folder, mode=mode, version=version))
+            while await self.engine.call(lambda engine: engine.swap_waits):
+                await asyncio.sleep(LOOK_SECONDS)
+            self._weights = folder
+
+    async def abort_all(self) -> int:
+        """End every request that runs or waits; how many."""
+        return await self.engine.abort_all()
+
+    async def sleep(self, *, seconds: float) -> int:
+        """Take no more requests, let those that run end, and give the engine's memory back; how many bytes.
+
+        Raises `ValueError`, and goes on serving, where they have not ended after `seconds`, and where the engine
+        cannot sleep.
+        """
+
+        def try_to(engine: Engine) -> int | None:
+            return None if engine.has_work else engine.sleep()
+
+        async with self._changes:
+            if self.asleep:
+                return 0
+            self.engine.closed = True
+            try:
+                end = asyncio.get_running_loop().time() + seconds
+                while (freed := await self.engine.call(try_to)) is None:
+                    if asyncio.get_running_loop().time() > end:
+                        raise ValueError(
+                            f"requests still run after {seconds:g} s; the server goes on. Abort them first"
+                        )
+                    await asyncio.sleep(LOOK_SECONDS)
+            except BaseException:
+                self.engine.closed = False
+                raise
+            return freed
+
+    async def wake_up(self) -> None:
+        """Take the memory again, and requests; does nothing awake. Raises torch's error where the memory is taken."""
+        async with self._changes:
+            if not self.asleep:
+                return
+            await self.engine.call(Engine.wake_up)
+            await self.engine.call(lambda _: self.loaded.prepare())
+            self.engine.closed = False
+
+    @property
+    def weights_version(self) -> int:
+        return self.loaded.engine.weights_version
+
+    @property
+    def asleep(self) -> bool:
+        return self.loaded.engine.asleep
 
     async def _unload(self, name: str) -> None:
         """Unload an adapter as soon as no request uses it; `ValueError` where one still does after a long time."""
@@ -136,7 +205,8 @@ class EngineService:
         engine, load = self.loaded.engine, self.engine.load
         pool = engine.scheduler.pool
         return {
-            "ready": self.healthy,
+            "ready": self.healthy and not self.engine.closed,
+            "asleep": self.asleep,
             "weights": {"folder": str(self._weights or self.args.folder), "version": engine.weights_version},
             "adapters": {name: str(folder) for name, folder in self._adapters.items()},
             "forwards": sum(engine.counts.forwards.values()),

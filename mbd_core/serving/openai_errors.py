@@ -4,10 +4,11 @@ from typing import Any
 
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.serving.time_limit import RequestTimedOut
-from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
+from mbd_core.serving.token_stream import Asleep, EngineFailed, ReplicaLost, TooManyRequests
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
 MESSAGE_LENGTH = 400  # characters of an error's message
+ASLEEP_SECONDS = 10  # after which a client may ask a server again that sleeps
 
 
 def clipped(value: str, length: int = VALUE_LENGTH) -> str:
@@ -40,6 +41,7 @@ class ApiError(Exception):
         """OpenAI's error object."""
         kinds = {
             401: "authentication_error",
+            403: "permission_error",
             429: "rate_limit_error",
             500: "server_error",
             503: "server_error",
@@ -55,6 +57,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, TooManyRequests):
         return ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"})
+    if isinstance(error, Asleep):
+        return ApiError(503, str(error), code="asleep", headers={"Retry-After": str(ASLEEP_SECONDS)})
     if isinstance(error, RequestRefused):
         return ApiError(400, str(error), code=error.code)
     if isinstance(error, RequestTimedOut):

@@ -5,15 +5,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mbd_core.decoding.request import Counts
+from mbd_core.serving.frame_events import FrameEvent, FrameFields
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyChoice:
-    """One finished answer; `logprobs` in the shape of its route, where asked for, and `details`, fields of its tokens
-    and its prompt."""
+    """One finished answer, its `calls` of functions, `logprobs` in the shape of its route, where asked for, and
+    `details`, fields of its tokens and its prompt."""
 
     text: str
     reason: str
+    calls: Sequence[dict[str, Any]] = ()
     logprobs: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -36,40 +38,56 @@ class Reply:
     def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
-    def full(self, choices: Sequence[ReplyChoice], counts: Sequence[Counts]) -> dict[str, Any]:
+    def full(
+        self, choices: Sequence[ReplyChoice], counts: Sequence[Counts], weights: Sequence[tuple[int, int]]
+    ) -> dict[str, Any]:
         """The whole answer in one object."""
         objects = [
-            {"index": index, **self._content(c.text), "logprobs": c.logprobs, "finish_reason": c.reason, **c.details}
+            {"index": index, **self._content(c), "logprobs": c.logprobs, "finish_reason": c.reason, **c.details}
             for index, c in enumerate(choices)
         ]
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._frame(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts))
+        return self._frame(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts, weights))
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+    def _content(self, choice: ReplyChoice) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": choice.text}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
+        return {"message": message}
 
     def chunk(
         self,
         index: int,
         *,
         text: str = "",
+        calls: Sequence[dict[str, Any]] = (),
         first: bool = False,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         details: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One streamed chunk of choice `index`: its beginning, some text, or its end."""
+        """One streamed chunk of choice `index`: its beginning, some text or parts of calls, or its end."""
         if self.chat:
-            delta = {"role": "assistant", "content": ""} if first else {"content": text} if reason is None else {}
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+            if reason is None and not first and (text or not calls):
+                delta["content"] = text
+            if calls:
+                delta["tool_calls"] = list(calls)
             choice: dict[str, Any] = {"index": index, "delta": delta}
         else:
             choice = {"index": index, "text": text}
         choice |= {"logprobs": logprobs, "finish_reason": reason, **(details or {})}
         return self._frame(self._chunk_kind, choices=[choice])
 
-    def usage_chunk(self, counts: Sequence[Counts]) -> dict[str, Any]:
+    def usage_chunk(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The extra last chunk for `stream_options.include_usage`."""
-        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts))
+        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts, weights))
+
+    def frame(self, fields: FrameFields) -> dict[str, Any]:
+        """The data of a provisional event."""
+        return FrameEvent(id=self.id, created=self.created, model=self.model, frame=fields).model_dump()
 
     @property
     def _chunk_kind(self) -> str:
@@ -86,9 +104,11 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
         }
 
-    def measures(self, counts: Sequence[Counts]) -> dict[str, float]:
-        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed."""
+    def measures(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> dict[str, float]:
+        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed, the
+        oldest and the newest weights that decoded any of them (`StepOutput.weights`)."""
         columns = [asdict(c) for c in counts]
         total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
         seed = {} if self.seed is None else {"seed": self.seed}
-        return {**asdict(total), "tpf": total.tpf, **seed}
+        versions = {"oldest_weights": min(w[0] for w in weights), "newest_weights": max(w[1] for w in weights)}
+        return {**asdict(total), "tpf": total.tpf, **versions, **seed}

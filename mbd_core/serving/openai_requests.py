@@ -25,6 +25,7 @@ from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.structured_fields import StructuredFields
+from mbd_core.serving.tool_fields import AssistantCall, ToolFields, ordered_results
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_TOKENS_DEFAULT = 256
@@ -76,6 +77,7 @@ class GenerationRequest(Strict, StructuredFields):
     top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
     return_token_ids  the ids of the prompt's and the answer's tokens in the reply
     return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
+    frames            in a stream, an event for each forward that shows the Block Buffer (`FrameEvent`)
     """
 
     model: str
@@ -91,6 +93,7 @@ class GenerationRequest(Strict, StructuredFields):
     n: NumChoices | None = None
     return_token_ids: bool | None = None
     return_step_map: bool | None = None
+    frames: bool | None = None
     # Nothing depends on these.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -124,6 +127,8 @@ class GenerationRequest(Strict, StructuredFields):
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
+        if self.frames and not self.stream:
+            raise ValueError("frames: only allowed when stream is true; a whole answer has nothing provisional")
         if self.temperature is not None and 0 < self.temperature < LEAST:
             raise ValueError(f"temperature: {self.temperature} is too little to draw with; give 0, which is greedy")
         for name, neutral in (("top_p", 1), ("top_k", 0)):
@@ -255,26 +260,44 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. `developer` is OpenAI's newer word for `system`.
+    """One turn. `developer` is OpenAI's newer word for `system`; `tool` is what a called function returned.
 
     An answer of this server, or of OpenAI's client, can be sent back as it is: its fields without content are taken.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[AssistantCall] | None = None
+    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     name: str | None = None  # changes nothing: chat templates have no place for it
+    parsed: dict[str, Any] | None = None  # what OpenAI's client reads in the content; changes nothing
     refusal: Annotated[Any, Only()] = None
     annotations: Annotated[Any, Only([])] = None
     audio: Annotated[Any, Only()] = None
     function_call: Annotated[Any, Only()] = None
-    tool_calls: Annotated[Any, Only([])] = None
     reasoning_content: Annotated[Any, Only("")] = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _calls_of_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only a turn of the assistant has calls; leave it out")
+        return value
 
     @field_validator("content")
     @classmethod
     def _of_assistants_alone(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role") != "assistant":
-            raise ValueError("null is for assistants alone; give a string or a list of text parts")
+            raise ValueError("a turn of this role needs a string or a list of text parts")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_results_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if (value is not None) != (info.data.get("role") == "tool"):
+            raise ValueError(
+                "a message of role tool has the id of the call whose result it is, and no other message has"
+            )
         return value
 
     @property
@@ -283,21 +306,31 @@ class ChatMessage(Strict):
             return self.content
         return "".join(part.text for part in self.content or ())
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
 
-def turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """The messages as a chat template takes them."""
-    roles = {"developer": "system"}
-    return [{"role": roles.get(m.role, m.role), "content": m.text} for m in messages]
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The turn as a chat template takes it."""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.turn for call in self.tool_calls]
+        return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
 
 
-class ChatRequest(GenerationRequest):
+def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them, results in the order of their calls. Raises `ValueError` naming a
+    message whose calls have no result, or that is no call's result."""
+    calls = [[call.id for call in message.tool_calls or ()] for message in messages]
+    return [messages[i].turn for i in ordered_results(calls, [message.tool_call_id for message in messages])]
+
+
+class ChatRequest(GenerationRequest, ToolFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Any, Only(0)] = None
-    tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none", "auto")] = None
-    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
@@ -309,11 +342,23 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.text) for message in self.messages)
+        return sum(message.num_characters for message in self.messages) + len(json.dumps(self.shown_tools))
 
     @property
-    def turns(self) -> list[dict[str, str]]:
+    def turns(self) -> list[dict[str, Any]]:
         return turns(self.messages)
+
+    @property
+    def grammar_field(self) -> str | None:
+        return super().grammar_field if self.call_rule is None else "tools"
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> "ChatRequest":
+        turns(self.messages)
+        other = super().grammar_field
+        if self.call_rule is not None and other is not None:
+            raise ValueError(f"{other}: tools hold the answer to their form; give one of them, or tool_choice none")
+        return self
 
     @model_validator(mode="after")
     def _one_budget(self) -> "ChatRequest":
@@ -353,6 +398,7 @@ FORMS = {
     "stop": "must be a string or a list of strings",
     "template": 'must be a list of strings and holes, {"hole": N}',
     "guided_json": "must be a JSON schema, as an object or as its text",
+    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}',
 }
 
 

@@ -23,7 +23,7 @@ from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
-from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, text_ids
+from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, check_calls, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
@@ -167,10 +167,11 @@ class OpenAIServer:
             call = partial(route.requests, asked, seed=seed)
             requests, template = await self._tokenizing.run(call, characters=asked.num_characters)
             await route.check_grammar(asked, requests)
+        rule = asked.call_rule if isinstance(asked, ChatRequest) else None
         stream = await TextStream.open(
             route.model.source,
             requests,
-            decode=route.decode,
+            decode=route.decode if rule is None else route.decode_all,
             stop=asked.stop_strings,
             key=key or asked.user or "",
             limit=limit,
@@ -193,7 +194,9 @@ class OpenAIServer:
             streamed=bool(asked.stream),
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
+            calls=rule is not None,
             echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
+            texts=route.token_texts if asked.frames else None,
             include_usage=asked.usage_in_stream,
             on_close=on_close,
         )
@@ -214,6 +217,7 @@ class _Route:
         self.model, self._log = model, log
         model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
         self.decode = partial(decode_text, model.tokenizer)
+        self.decode_all = partial(decode_text, model.tokenizer, special=True)
         self.token_texts = TokenTexts(model.tokenizer)
         self._edit_noted = False
         grammars = grammars_of(model.tokenizer, model.limits.admission.model)
@@ -240,6 +244,7 @@ class _Route:
             admission=self.model.limits.admission,
             adapter=self.model.adapter,
             template=template,
+            added_tokens=self.model.tokenizer.get_added_vocab(),
         )
         return requests, template
 
@@ -261,7 +266,9 @@ class _Route:
         ]
 
     def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
-        return [chat_ids(self.model, asked.turns)]
+        if asked.call_rule is not None:
+            check_calls(self.model)
+        return [chat_ids(self.model, asked.turns, tools=asked.shown_tools)]
 
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
         try:

@@ -4,15 +4,20 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from mbd_core.serving.frame_events import FRAME, FrameEvent
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
+from mbd_core.serving.operations import ModelOrder, SleepOrder, WeightsUpdate
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 TITLE, VERSION = "mbd-cluster", "1"
+ENDS = ["stop", "length", "tool_calls", "abort"]
 COMPONENTS = "#/components/schemas/{model}"
 RESPONSES = {  # status: what it means
     400: "A request that cannot be honoured; the error names the field.",
     401: "An API key of this server is needed.",
+    403: "An administrator's key is needed.",
     404: "No such model.",
+    409: "An administrator's order that the replicas refuse.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests wait; `Retry-After` says when to try again.",
@@ -46,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "items": {
                     "type": "object",
                     "required": ["index", "finish_reason"],
-                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ["stop", "length"]}},
+                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ENDS}},
                 },
             },
             "usage": {
@@ -58,10 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "Event": {
-        "description": "An event of a stream: a JSON object as text, or [DONE].",
+        "description": "An event of a stream: a JSON object as text, or [DONE]. The data of an event of type `frame`, "
+        "where `frames` was asked for, is a FrameEvent.",
         "type": "object",
         "required": ["data"],
-        "properties": {"data": {"type": "string"}},
+        "properties": {"event": {"const": FRAME}, "data": {"type": "string"}},
     },
     "Model": {
         "type": "object",
@@ -83,15 +89,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "Health": {
         "type": "object",
-        "required": ["ready", "draining", "running", "waiting"],
+        "required": ["ready", "asleep", "draining", "running", "waiting"],
         "properties": {
             "ready": {"type": "boolean"},
+            "asleep": {"type": "boolean"},
             "draining": {"type": "boolean"},
             "running": {"type": "integer"},
             "waiting": {"type": "integer"},
         },
     },
-    "Ready": {"type": "object", "required": ["ready"], "properties": {"ready": {"type": "boolean"}}},
+    "Ready": {
+        "type": "object",
+        "required": ["ready", "asleep"],
+        "properties": {"ready": {"type": "boolean"}, "asleep": {"type": "boolean"}},
+    },
+    "Order": {
+        "description": "What the replicas of a model have done.",
+        "type": "object",
+        "required": ["replicas"],
+        "properties": {
+            "replicas": {"type": "integer"},
+            "folder": {"type": "string"},
+            "version": {"type": "integer"},
+            "aborted": {"type": "integer"},
+            "asleep": {"type": "boolean"},
+            "freed_bytes": {"type": "integer"},
+        },
+    },
     "Version": {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}},
     "TokenIds": {
         "type": "object",
@@ -112,6 +136,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ModelOrder,
+    WeightsUpdate,
+    SleepOrder,
+)
+ORDERS: dict[str, type[ModelOrder]] = {  # for administrators
+    "/update_weights": WeightsUpdate,
+    "/sleep": SleepOrder,
+    "/wakeup": ModelOrder,
+    "/abort_requests": ModelOrder,
+}
+_TEXT = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
 def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.1: the routes, the requests' fields with their bounds, the shapes of answers and errors.
 
@@ -119,7 +161,7 @@ def openapi_document() -> dict[str, Any]:
     a request that breaks one is answered with 400 or 404.
     """
     _, requests = models_json_schema(
-        [(kind, "validation") for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)],
+        [(kind, "validation") for kind in REQUESTS] + [(FrameEvent, "serialization")],
         ref_template=COMPONENTS,
     )
     return {
@@ -148,6 +190,11 @@ def openapi_document() -> dict[str, Any]:
             },
             "/ready": {"get": {"operationId": "ready", "responses": {"200": _json("Ready"), "503": _json("Ready")}}},
             "/version": {"get": _reading("version", "Version")},
+            "/metrics": {"get": {"operationId": "metrics", "responses": {"200": _TEXT, **_errors(401, 403, 503)}}},
+            **{
+                path: {"post": _posting(path.removeprefix("/"), kind.__name__, _json("Order"))}
+                for path, kind in ORDERS.items()
+            },
         },
         "components": {"schemas": {**SHAPES, **requests["$defs"]}},
     }
@@ -163,13 +210,16 @@ def _posting(operation: str, request: str, answer: dict[str, Any]) -> dict[str, 
     return {
         "operationId": operation,
         "requestBody": {"required": True, **_content(request)},
-        "responses": {"200": answer, **{str(status): _json("Error", text) for status, text in RESPONSES.items()}},
+        "responses": {"200": answer, **_errors(*RESPONSES)},
     }
 
 
 def _reading(operation: str, shape: str, *errors: int) -> dict[str, Any]:
-    failures = {str(status): _json("Error", RESPONSES[status]) for status in errors}
-    return {"operationId": operation, "responses": {"200": _json(shape), **failures}}
+    return {"operationId": operation, "responses": {"200": _json(shape), **_errors(*errors)}}
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    return {str(status): _json("Error", RESPONSES[status]) for status in statuses}
 
 
 def _json(shape: str, description: str = "") -> dict[str, Any]:

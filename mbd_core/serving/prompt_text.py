@@ -8,9 +8,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mbd_core.checkpoint.chat import chat_text
+from mbd_core.checkpoint.tool_turns import check_form
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.token_stream import TooManyRequests
@@ -51,13 +52,27 @@ def text_ids(model: ServedModel, text: str, *, field: str, special: bool) -> lis
         raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
 
 
-def chat_ids(model: ServedModel, turns: Sequence[Mapping[str, str]], *, special: bool = False) -> list[int]:
+def chat_ids(
+    model: ServedModel,
+    turns: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    special: bool = False,
+) -> list[int]:
     """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses."""
     try:
-        text = chat_text(model.tokenizer, turns)
+        text = chat_text(model.tokenizer, turns, tools=tools)
     except ValueError as error:
         raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
     return text_ids(model, text, field="messages", special=special)
+
+
+def check_calls(model: ServedModel) -> None:
+    """Raise `ApiError` (400) for a model whose calls of tools could not be told from text."""
+    try:
+        check_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", param="tools", code="invalid_value") from None
 
 
 class TokenizerThreads:

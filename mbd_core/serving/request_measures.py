@@ -35,7 +35,7 @@ class RequestMeasures:
 
     prompt_tokens, generation_tokens  of the choices that were accepted, and handed out by them
     finished        choices that ended by themselves, by finish reason
-    aborted         choices whose client left before their end
+    aborted         choices whose client left before their end, or that an administrator ended
     errors          API requests that were refused or failed, by HTTP status; where a stream fails after its status was
                     sent, the status that it would have had
     lost_replicas   how often a choice lost its replica; it went on at another one, or failed
@@ -124,6 +124,9 @@ class RequestWatch:
     def on_end(self, request_id: str, reason: FinishReason) -> None:
         """A choice has ended by itself."""
         choice = self._choices.pop(request_id)
+        if reason == "abort":
+            self._measures.aborted += 1
+            return
         self._measures.finished[reason] += 1
         self._measures.end_to_end.add(self._clock() - self._arrived)
         if choice.num_tokens > 1:

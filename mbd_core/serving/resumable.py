@@ -55,6 +55,7 @@ class ResumingStream:
         self._earlier: Counts | None = None  # of the replicas that were lost
         self._last: Counts | None = None
         self._num_losses = 0
+        self._weights: tuple[int, int] | None = None
 
     async def begin(self) -> None:
         """Submit the request; where its first replica is lost meanwhile, another one is tried."""
@@ -75,7 +76,7 @@ class ResumingStream:
                 await self._go_on(loss)
                 continue
             step = self._joined(step)
-            if step.new_tokens or step.output is not None:
+            if step.commits or step.frame is not None:
                 return step
 
     def close(self) -> None:
@@ -129,7 +130,8 @@ class ResumingStream:
         self._logprobs += logprobs or ()
         if step.rollout is not None and self._rollout is not None:
             self._rollout = self._rollout.then(step.rollout)
-        self._last, self._closing = step.counts, step.closing
+        if step.commits:  # what a frame shows beyond that is decoded again elsewhere
+            self._last, self._closing = step.counts, step.closing
         counts = _sum(self._earlier, step.counts)
         output = step.output
         if output is not None:
@@ -140,7 +142,10 @@ class ResumingStream:
                 logprobs=None if output.logprobs is None else tuple(self._logprobs),
                 rollout=self._rollout,
             )
-        return replace(step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output)
+        self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
+        return replace(
+            step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output, weights=self._weights
+        )
 
     def _without_repeats(self, step: StepOutput) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
         number = min(len(self._repeats), len(step.new_tokens))

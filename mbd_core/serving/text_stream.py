@@ -6,12 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
+from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.serving.committed_text import CommittedText, Decode
 from mbd_core.serving.stop_strings import StopStrings
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_stream import TokenSource, TokenStream
+
+MAX_UNREAD_FRAMES = 64  # of one API request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,7 @@ class TextStep:
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
-    where the request asked for them.
+    where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in `StepOutput`.
     """
 
     request_id: str
@@ -29,12 +32,15 @@ class TextStep:
     output: Output | None
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
+    frame: Frame | None = None
+    weights: tuple[int, int] = (0, 0)
 
 
 class TextStream:
     """The steps of one or several requests in the order they come; iterate to the end, or `close()`.
 
-    Raises what the requests' token streams raise, and `RequestTimedOut` at the end of `limit`.
+    Raises what the requests' token streams raise, and `RequestTimedOut` at the end of `limit`. Where nobody reads for
+    a while, frames beyond `MAX_UNREAD_FRAMES` are dropped, and nothing else.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class TextStream:
         self.unfinished = {r.request_id for r in requests}
         self._streams, self._limit = tuple(streams), limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
+        self._unread_frames = 0
         stops = StopStrings(stop)
         self._tasks = [
             asyncio.create_task(self._read(_AnswerText(request, decode, stops), stream))
@@ -93,6 +100,7 @@ class TextStream:
         except Exception:
             self.close()
             raise
+        self._unread_frames -= step.frame is not None
         if step.output is not None:
             self.unfinished.discard(step.request_id)
         return step
@@ -109,13 +117,19 @@ class TextStream:
         """Put one request's steps into the queue, up to its end or a stop string."""
         try:
             async for step in stream:
-                self._queue.put_nowait(done := answer.add(step))
+                self._put(done := answer.add(step))
                 if done.output is not None:
                     return
         except Exception as error:
             self._queue.put_nowait(error)
         finally:
             stream.close()
+
+    def _put(self, step: TextStep) -> None:
+        if step.frame is not None and self._unread_frames >= MAX_UNREAD_FRAMES:
+            step = replace(step, frame=None)
+        self._unread_frames += step.frame is not None
+        self._queue.put_nowait(step)
 
 
 class _AnswerText:
@@ -164,6 +178,8 @@ class _AnswerText:
             output=output,
             logprobs=logprobs,
             rollout=rollout,
+            frame=step.frame,
+            weights=step.weights,
         )
 
 

@@ -17,6 +17,10 @@ class TooManyRequests(RuntimeError):
     """As many requests wait as may wait; try again later."""
 
 
+class Asleep(RuntimeError):
+    """The engine's memory is given back until somebody wakes it up."""
+
+
 class TokenStream(Protocol):
     """What is committed to one request, step by step; iterate to the end, or `close()` it.
 

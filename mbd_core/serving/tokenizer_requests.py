@@ -1,5 +1,6 @@
 """The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for."""
 
+import json
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -9,10 +10,11 @@ from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import ChatMessage, Strict, TokenId, turns
 from mbd_core.serving.prompt_text import chat_ids, text_ids
 from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.tool_fields import ToolFields
 
 
-class TokenizeRequest(Strict):
-    """A text, or a chat in the model's template; `model` may be left out where one model is served."""
+class TokenizeRequest(Strict, ToolFields):
+    """A text, or a chat in the model's template, with its tools; `model` may be left out where one model is served."""
 
     model: str | None = None
     prompt: str | None = None
@@ -24,13 +26,17 @@ class TokenizeRequest(Strict):
     def _one_text(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools: only a chat has tools; give messages")
+        turns(self.messages or ())
         return self
 
     @property
     def num_characters(self) -> int:
         if self.prompt is not None:
             return len(self.prompt)
-        return sum(len(message.text) for message in self.messages or ())
+        tools = len(json.dumps(self.shown_tools))
+        return sum(message.num_characters for message in self.messages or ()) + tools
 
 
 class DetokenizeRequest(Strict):
@@ -45,7 +51,8 @@ def token_ids(asked: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
     if asked.prompt is not None:
         ids = text_ids(model, asked.prompt, field="prompt", special=asked.add_special_tokens is not False)
     else:
-        ids = chat_ids(model, turns(asked.messages or ()), special=bool(asked.add_special_tokens))
+        special = bool(asked.add_special_tokens)
+        ids = chat_ids(model, turns(asked.messages or ()), tools=asked.shown_tools, special=special)
     names = model.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
     return {
         "count": len(ids),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from step_replay import check_replay
+from test_exactness import EOS, VOCAB, B, build
 
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request
@@ -15,10 +16,8 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_map import OPEN, StepMap
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.decoder import Decoder
 
-B, MASK, EOS, VOCAB = 4, 0, 1, 40
 METHODS: dict[str, dict[str, Any]] = {
     "single": {"buffer_size": 1, "tau_m2t": 0.3},
     "multi": {"buffer_size": 3, "tau_m2t": 0.3, "tau_add": 0.1, "tau_semi": 0.5},
@@ -27,22 +26,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(architecture: str = "SDARForCausalLM", **changes: Any) -> Decoder:
-    config = ModelConfig(
-        architecture=architecture, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256,
-        tie_word_embeddings=False, mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B, **changes,
-    )  # fmt: skip
-    model = Decoder(config)
-    init_weights(model, seed=3, std=0.35)
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def models() -> dict[str, Decoder]:
     return {
-        "blocks": tiny(),
-        "shifted": tiny("DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
+        "blocks": build(),
+        "shifted": build("DreamModel", attention="full", shift_logits=True, qk_norm=False, qkv_bias=True),
     }
 
 

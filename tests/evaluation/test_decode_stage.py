@@ -1,6 +1,7 @@
 """The decoding stage: one engine in memory at a time, failures stay with their rows, texts are the endpoint's."""
 
 import gc
+import json
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from planned_samples import planned_samples
@@ -17,7 +19,7 @@ from mbd_core.decoding.request import Counts, Output, Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
-from mbd_core.evaluation.sample_tables import COUNTS
+from mbd_core.evaluation.sample_tables import COUNTS, PLANNED_COLUMNS
 from mbd_core.serving.committed_text import CommittedText
 from mbd_core.serving.load import load_engine
 
@@ -49,7 +51,7 @@ class FakeEngine:
 
     def __init__(self, *, failing: set[str], answer: list[int]) -> None:
         self.failing, self.answer, self.closed = failing, answer, False
-        self.admission = SimpleNamespace(check=lambda request: request)
+        self.admission = SimpleNamespace(check=lambda request: request, model=SimpleNamespace(max_positions=512))
 
     def generate(self, requests: list[Request]) -> list[Output]:
         assert not self.closed
@@ -211,3 +213,20 @@ def test_the_text_is_what_the_endpoint_makes_of_the_tokens(tokenizer: Any) -> No
     loader = FakeLoader(tokenizer, answer=answer)
     (row,) = DecodeStage(loader)(planned_samples(["m"], prompts=["a"])).to_pylist()
     assert row["text"] == streamed == "Tom has 12 pens , he said ."
+
+
+def test_an_answer_gets_the_tokens_that_the_model_holds_and_ends_before_its_stop_string(tiny_model_dir: Path) -> None:
+    rows = planned_samples(["m"], prompts=["How many?"]).to_pylist() * 4
+    whole, shortened, refused, stopped = (dict(row, sample=n, max_tokens=4096) for n, row in enumerate(rows))
+    whole.update(max_tokens=40)
+    shortened.update(may_shorten=True)
+    (first,) = DecodeStage(load(tiny_model_dir))(pa.Table.from_pylist([whole], schema=PLANNED_COLUMNS)).to_pylist()
+    stop = first["text"][5:9]
+    stopped.update(max_tokens=40, stop=json.dumps([stop, "none of these"]))
+    table = pa.Table.from_pylist([whole, shortened, refused, stopped], schema=PLANNED_COLUMNS)
+    whole, shortened, refused, stopped = DecodeStage(load(tiny_model_dir))(table).to_pylist()
+    assert whole["text"] == first["text"] and whole["max_tokens"] == 40
+    assert shortened["error"] is None and 400 < shortened["max_tokens"] < 512
+    assert refused["max_tokens"] == 4096 and "exceed the model's 512 positions" in refused["error"]
+    assert stopped["text"] == first["text"][: first["text"].index(stop)] and stopped["finish_reason"] == "stop"
+    assert stopped["num_tokens"] < whole["num_tokens"]

@@ -26,6 +26,13 @@ def test_one_number_by_each_rule(text: str, strict: str | None, flexible: str | 
     assert flexible_number(text) == flexible
 
 
+def test_a_chain_of_thought_has_its_own_mark() -> None:
+    text = "There were 15 + 6 = 21. The answer is $1,021.\nThe answer is 7. #### 9"
+    assert strict_number(text, "The answer is") == "$1,021."
+    assert strict_number(text) == "9"
+    assert strict_number("The answer is unknown. The answer is 7.", "The answer is") == "7."
+
+
 @given(st.integers(-(10**12), 10**12), st.integers(0, 3))
 def test_a_number_is_the_same_however_it_is_written(value: int, zeros: int) -> None:
     tail = "." + "0" * zeros

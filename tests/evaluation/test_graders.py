@@ -22,6 +22,16 @@ def test_the_task_s_rule_decides_and_both_extractions_are_kept() -> None:
         assert (result.strict_correct, result.flexible_correct) == (False, True)
 
 
+def test_a_chain_of_thought_is_read_behind_its_own_mark() -> None:
+    problem = Problem(problem_id="p", prompt="?", reference="1021")
+    text = "15 + 6 = 21, and 1,000 more. The answer is $1,021."
+    for name, strict in (("gsm8k-cot", True), ("gsm8k", False)):
+        result = grade(TASKS[name], problem, text)
+        assert (result.correct, result.strict_correct) == (True, strict)
+    late = grade(TASKS["gsm8k-cot"], problem, "The answer is 7.\nNo: the answer is 1021. The answer is 1021.")
+    assert (late.correct, late.strict_correct) == (True, False)
+
+
 def test_an_expression_is_right_in_any_notation_and_strict_wants_a_box() -> None:
     problem = Problem(problem_id="p", prompt="?", reference=r"\frac{3}{4}")
     boxed, plain, wrong = (

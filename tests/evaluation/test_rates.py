@@ -1,5 +1,7 @@
 """Rates over samples: hand-computed values, and what an error changes."""
 
+from dataclasses import replace
+
 import pytest
 from sweep_rows import graded_sample
 
@@ -26,6 +28,7 @@ def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
     failed = GradedSample(correct=False, counts=None)
     alone, beside = summarize(good), summarize([*good, failed])
     assert (beside.n, beside.errors, beside.accuracy) == (4, 1, 75.0)
+    assert (beside.cut, summarize([*good, replace(good[0], cut=True)]).cut) == (0, 1)
     assert (beside.tpf, beside.nfe) == (alone.tpf, alone.nfe)
     assert summarize([failed]).tpf == 0.0
     with pytest.raises(ValueError, match="no samples"):

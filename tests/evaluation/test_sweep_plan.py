@@ -33,7 +33,7 @@ def test_every_configuration_meets_every_problem_and_a_model_s_rows_stand_togeth
     assert [row["sample"] for row in rows] == list(range(len(rows)))
     assert len({(r["model"], r["task"], r["problem_id"], r["method"], r["config"]) for r in rows}) == len(rows)
     assert [row["model"] for row in rows] == ["tiny-mbd"] * 16 + [tiny_model_dir.name] * 16
-    assert {(row["seed"], row["max_tokens"]) for row in rows} == {(3, 128)}
+    assert {(row["seed"], row["max_tokens"], row["may_shorten"]) for row in rows} == {(3, 128, True)}
     assert {json.loads(row["config"])["buffer_size"] for row in rows} == {1, 2}
     assert pa.Table.from_pylist(rows, schema=PLANNED_COLUMNS).to_pylist() == rows
     assert sweep.models == {"tiny-mbd": "tiny-mbd", tiny_model_dir.name: str(tiny_model_dir.resolve())}

@@ -63,6 +63,7 @@ def test_every_sample_is_written_and_gathered(
         counts = [(s.counts.num_tokens, s.counts.num_forwards) for s in gathered if s.counts is not None]
         assert len(gathered) == 3
         assert (row["num_tokens"], row["num_forwards"]) in counts
+        assert sum(s.cut for s in gathered) == sum(r["finish_reason"] == "length" for r in rows) / 2 > 0
 
 
 def test_missing_parts_are_an_error(tiny_model_dir: Path, graded: list[tuple[int, pa.Table]], tmp_path: Path) -> None:

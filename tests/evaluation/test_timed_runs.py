@@ -13,6 +13,7 @@ from planned_samples import planned_samples
 from mbd_core.decoding.request import Request, StepOutput
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation import timed_runs
 from mbd_core.evaluation.decode_stage import DecodingModel, ModelRefused
 from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.timed_runs import ALONE, TIMED_COLUMNS, TOGETHER, TimedStage
@@ -134,6 +135,18 @@ def test_what_the_model_cannot_serve_is_left_out_and_a_failure_keeps_its_reason(
 
     with pytest.raises(ModelRefused, match="model 'm': no KV page"):
         TimedStage(refuse, concurrency=1)(mixed)
+
+
+def test_a_stop_string_ends_a_timed_request_as_it_ends_a_sample(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = cases(Timing(problems=2, concurrency=2), buffer_sizes=[2])
+    whole = timed(TimedStage(Loader(tiny_model_dir, monkeypatch), concurrency=2), [case])
+    assert max(row["num_tokens"] for row in whole) > 3
+    monkeypatch.setattr(timed_runs, "decode_text", lambda _tokenizer, tokens: "x" * len(tokens))
+    stopped = replace(case, rows=[{**row, "stop": '["xxx"]'} for row in case.rows])
+    rows = timed(TimedStage(Loader(tiny_model_dir, monkeypatch), concurrency=2), [stopped])
+    assert len(rows) == 6 and {row["num_tokens"] for row in rows} == {3}
 
 
 def test_the_timed_problems_are_spread_over_the_task(tiny_model_dir: Path) -> None:

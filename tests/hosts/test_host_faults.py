@@ -11,18 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from host_cluster import (
     FOLDERS,
     PATIENCE,
     PREFIX,
-    ROOT,
     Host,
     HostCluster,
     NoNamespaces,
@@ -31,6 +26,7 @@ from host_cluster import (
     wait_for,
 )
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 
 from actors.training_run import LOSSES
 from mbd_core.evaluation.sweep_folder import REPORT, read_samples
@@ -39,7 +35,6 @@ from mbd_core.evaluation.sweep_folder import REPORT, read_samples
 TRAINERS, STEPS = 2, 8
 # What Ray calls our actors.
 TRAINER, ENGINE = "RayTrainWorker", "MapWorker(MapBatches(DecodeActor))"
-SERVED_ENGINE, GATEWAY = "ServeReplica:mbd:tiny-mbd", "ServeReplica:mbd:Gateway"
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +56,6 @@ def cluster(namespaces: None) -> Iterator[HostCluster]:
         cluster.start(*cluster.workers[:2])
         say("the cluster is up", since=started)
         yield cluster
-
-
-def say(event: str, *, since: float) -> None:
-    print(f"{time.monotonic() - since:6.1f} s  {event}", flush=True)
 
 
 class Training:
@@ -190,76 +181,15 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_mode
     assert not any(sample["error"] for sample in samples)
 
 
-class Client:
-    """Requests to the served model through the head's proxy."""
-
-    def __init__(self, cluster: HostCluster) -> None:
-        self.url = f"http://{cluster.head.address}:8000"
-
-    def engines(self) -> dict[str, int]:
-        """The ids of the engines that are ready, each with the number of requests that it decodes."""
-        with suppress(httpx.TransportError):
-            health = httpx.get(f"{self.url}/health", timeout=PATIENCE)
-            if health.status_code == 200:
-                replicas = health.json()["models"][0]["replicas"]
-                return {replica["replica"]: replica["running"] for replica in replicas if replica["ready"]}
-        return {}
-
-    def whole(self, cups: int) -> str:
-        """The answer of one reply."""
-        reply = httpx.post(f"{self.url}/v1/chat/completions", json=question(cups), timeout=PATIENCE)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["choices"][0]["message"]["content"]
-
-    def streamed(self, cups: int) -> "Streamed":
-        """The answer of one stream, which ends as a whole one does."""
-        text, times, ended = "", [], False
-        body = question(cups) | {"stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE) as reply:
-            assert reply.status_code == 200, reply.read()
-            for event in (line.removeprefix("data: ") for line in reply.iter_lines() if line):
-                assert not ended, f"{event} came after the end"
-                ended = event == "[DONE]"
-                content = "" if ended else json.loads(event)["choices"][0]["delta"].get("content")
-                if content:
-                    text += content
-                    times.append(time.monotonic())
-        assert ended, f"the stream was cut after {text!r}"
-        return Streamed(text, max((later - sooner for sooner, later in pairwise(times)), default=0.0))
-
-
-class Streamed(NamedTuple):
-    text: str
-    longest_pause: float
-
-
-def question(cups: int) -> dict[str, Any]:
-    """A greedy request that takes a forward a token. Decoded block by block, what goes on elsewhere stays the same."""
-    content = f"Mia has {cups} cups. Mia gives away 2 cups. How many cups does Mia have now?"
-    decoding = {"buffer_size": 1, "tau_m2t": 1.0}
-    return {"model": "tiny-mbd", "messages": [{"role": "user", "content": content}], "decoding": decoding}
-
-
 @pytest.fixture
 def served(cluster: HostCluster) -> Iterator[Client]:
-    """The application of the Kubernetes manifests, by `serve deploy`: two engines and the gateway on a host each."""
-    client, third = Client(cluster), cluster.workers[2]
+    """Two engines and the gateway on a host each."""
+    third = cluster.workers[2]
     cluster.start(third)
-
-    def serve(*arguments: str) -> None:
-        done = subprocess.run(
-            ["serve", *arguments], env=cluster.client_environment, capture_output=True, text=True, timeout=PATIENCE
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    started = time.monotonic()
-    serve("deploy", str(ROOT / "k8s" / "base" / "serve.yaml"))
     try:
-        wait_for(lambda: len(client.engines()) == 2, "two engines")
-        say("two engines are ready", since=started)
-        yield client
+        with deployed(cluster, through=cluster.head) as client:
+            yield client
     finally:
-        serve("shutdown", "-y")
         third.kill()
 
 

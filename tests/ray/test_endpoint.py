@@ -324,7 +324,7 @@ REFUSED = [
     ("chat/completions", chat(model="other"), 404, "model"),
     ("chat/completions", chat(max_completion_tokens=0), 400, "max_completion_tokens"),
     ("chat/completions", chat(max_completion_tokens=3, max_tokens=4), 400, "max_completion_tokens"),
-    ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools"),
+    ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools.0.function"),
     ("chat/completions", chat(logprobs=0), 400, "logprobs"),
     ("chat/completions", chat(logprobs=True, top_logprobs=1), 400, "top_logprobs"),
     ("chat/completions", chat(logprobs=True, top_logprobs="0"), 400, "top_logprobs"),

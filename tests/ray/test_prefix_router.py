@@ -85,6 +85,26 @@ def test_a_known_prefix_finds_its_replica_until_that_one_is_busier_or_gone() -> 
     assert third != first and fourth == third
 
 
+def test_calls_that_come_together_are_spread_although_no_replica_has_them_yet() -> None:
+    """A replica that accepts the first of them says that it has one."""
+
+    async def run() -> tuple[list[str], list[str]]:
+        a, b = Replica("a", max_ongoing_requests=20), Replica("b", max_ongoing_requests=20)
+        routed, prompt = router(a, b), (1, 2, 3, 4, 5, 6, 7, 8)
+        calls = [call(*prompt, n) for n in range(8)]
+        chosen = await asyncio.gather(*(routed._choose_replica_for_request(one) for one in calls))
+        for replica in chosen:
+            routed.on_send_request(replica.replica_id)
+        for one, replica in zip(calls[:2], chosen, strict=False):
+            routed.on_new_queue_len_info(replica.replica_id, 1)
+            routed.on_request_routed(one, replica.replica_id, None)
+        later = await asyncio.gather(*(routed._choose_replica_for_request(call(*prompt, n)) for n in range(8)))
+        return [r.replica_id.unique_id for r in chosen], [r.replica_id.unique_id for r in later]
+
+    for names in asyncio.run(run()):
+        assert 3 <= names.count("a") <= 5, names
+
+
 def test_a_full_replica_and_one_that_does_not_answer_are_passed_over() -> None:
     async def run() -> list[str]:
         a, b, silent = Replica("a"), Replica("b"), Replica("silent", load=None)

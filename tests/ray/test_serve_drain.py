@@ -20,7 +20,7 @@ from cluster.local import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
-MODEL, REPLICAS, STREAMS, CHOICES = "tiny", 2, 6, 4
+MODEL, REPLICAS, STREAMS, CHOICES = "tiny", 2, 4, 3
 
 
 @contextmanager

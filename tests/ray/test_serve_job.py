@@ -13,7 +13,7 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from actors import serving
-from actors.serving_args import ModelArgs
+from actors.serving_args import ModelArgs, ServingArgs
 from jobs import serve as job
 
 
@@ -229,6 +229,7 @@ def test_the_switches_of_the_job_reach_the_engine(
         (["--kv-memory-fraction", "0"], "kv_memory_fraction=0.0 must be a share of the memory"),
         (["--port", "70000"], "'--port'"),
         (["--drain-seconds", "-1"], "'--drain-seconds'"),
+        (["--client-requests", "2"], "client_requests=2 needs api_keys"),
     ],
 )
 def test_a_bad_switch_is_one_sentence_and_exit_2(
@@ -239,6 +240,26 @@ def test_a_bad_switch_is_one_sentence_and_exit_2(
     assert sentence in printed.err
     assert len(printed.err.strip().splitlines()) == 1
     assert not printed.out
+
+
+def test_clients_are_limited_by_their_keys_alone(tmp_path: Path) -> None:
+    one = {"device": "cpu", "models": [{"model": "tiny-mbd"}], "client_requests": 2}
+    with pytest.raises(ValueError, match="client_requests=2 needs api_keys"):
+        ServingArgs.model_validate(one)
+    assert ServingArgs.model_validate(one | {"api_keys": str(tmp_path)}).client_requests == 2
+
+
+def test_the_example_has_a_place_for_a_key_and_no_key(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, key = tmp_path / "keys", "ann-0123456789abcdef"
+    keys.write_text(f"ann {key}\n")
+    for switches, expected in (([], 0), (["--api-keys", str(keys)], 1)):
+        ended(monkeypatch, ScriptedGateways([0]), ["--model", str(tiny_model_dir), *switches], signal.SIGTERM)
+        printed = capsys.readouterr().out
+        (example,) = [line for line in printed.splitlines() if line.startswith("curl ")]
+        assert example.count("-H 'Authorization: Bearer YOUR_KEY'") == expected
+        assert key not in printed
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def test_an_exit_code_says_whose_fault_it_is(client: Any, tmp_path: Path) -> Non
         f"{train} --steps none": (2, "Invalid value for '--steps'"),
         f"{train} --storage {tmp_path}/file/runs": (2, f"cannot be written: {tmp_path}/file: Not a directory"),
         f"{train} --storage {tmp_path} --out out": (2, "out is relative, and a submitted job runs in a copy"),
-        f"{sweep} --models tiny-bd --out {tmp_path}/sweep --split none": (2, "Invalid value for '--split'"),
         f"{sweep} --models s3://none/x --out {tmp_path}/sweep": (2, "s3://none/x"),
         f"RAY_ADDRESS=127.0.0.1:9 {sweep} --models tiny-bd --out {tmp_path}/sweep": (1, "does not answer"),
     }
@@ -109,13 +108,25 @@ def test_an_exit_code_says_whose_fault_it_is(client: Any, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_the_path_of_a_job_alone_is_an_entrypoint(client: Any, dashboard_url: str, tmp_path: Path) -> None:
-    """As on the project's card: submitted from the repository's root, without `--working-dir`, `--` or `python`."""
+def from_the_root(dashboard_url: str, submission: str, home: Path, *entrypoint: str) -> "subprocess.Popen[str]":
+    """Without `--working-dir` and without `python`: the job is its path, and finds the project there."""
     command = [str(Path(sys.executable).with_name("ray")), "job", "submit", f"--address={dashboard_url}"]
-    command += ["--submission-id=card", "--runtime-env-json", json.dumps({"env_vars": {"HOME": str(tmp_path)}})]
-    job = subprocess.Popen(
-        [*command, "jobs/train_multitf.py"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    command += [f"--submission-id={submission}", "--runtime-env-json", json.dumps({"env_vars": {"HOME": str(home)}})]
+    return subprocess.Popen(
+        [*command, *entrypoint], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def test_the_path_of_a_job_alone_is_an_entrypoint(client: Any, dashboard_url: str, tmp_path: Path) -> None:
+    job = from_the_root(dashboard_url, "no-recipe", tmp_path, "--", "jobs/train_multitf.py", "--recipe=nope")
+    printed, _ = job.communicate(timeout=PATIENCE)
+    assert "unknown recipe 'nope'" in printed, printed
+    assert ended(client, "no-recipe")[0] == 2
+
+
+@pytest.mark.slow
+def test_the_line_of_the_project_s_card_trains(client: Any, dashboard_url: str, tmp_path: Path) -> None:
+    job = from_the_root(dashboard_url, "card", tmp_path, "jobs/train_multitf.py")
     try:
         assert job.stdout is not None
         log = ""

@@ -38,12 +38,28 @@ def test_a_client_is_known_by_its_key_alone(tmp_path: Path) -> None:
         assert refused(keys, header)
 
 
+def test_only_who_is_marked_administers(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"ann {ONE} administrator\nben {TWO}\n")
+    keys = ApiKeys(file)
+    assert keys.client(f"Bearer {ONE}") == keys.administrator(f"Bearer {ONE}") == "ann"
+    for header, status in ((f"Bearer {TWO}", 403), ("", 401), (f"Bearer {THREE}", 401)):
+        with pytest.raises(ApiError) as caught:
+            keys.administrator(header)
+        assert caught.value.status == status
+    file.write_text(f"ann {ONE}\nben {TWO}   administrator\n")
+    assert keys.administrator(f"Bearer {TWO}") == "ben"
+    with pytest.raises(ApiError, match="'ann' is no administrator's"):
+        keys.administrator(f"Bearer {ONE}")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "holds no key"),
         ("ann", "line 1: 1 words"),
-        (f"ann {ONE} x", "line 1: 3 words"),
+        (f"ann {ONE} x", "line 1: 3 words.* 'administrator' behind them"),
+        (f"ann {ONE} administrator x", "line 1: 4 words"),
         (f"ann {ONE}\nann {TWO}", "line 2: client 'ann' stands there twice"),
         ("ann short-0123", "line 1: the key has 10 characters"),
     ],

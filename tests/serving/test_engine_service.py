@@ -1,18 +1,23 @@
 """One engine that serves takes over other content, or says why not."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapter_folders import write_adapter
 
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.request import Output, Request
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.weight_swap import SwapMode
 from mbd_core.serving import engine_service
+from mbd_core.serving.async_engine import EngineStream
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_service import EngineService
+from mbd_core.serving.token_stream import Asleep
 
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 
@@ -45,3 +50,101 @@ def test_an_adapter_leaves_when_its_last_request_has_ended_and_no_wait_is_for_ev
                 await service.stop()
 
     asyncio.run(scenario())
+
+
+def run(service: EngineService, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def limited() -> None:
+        try:
+            async with asyncio.timeout(LIMIT):
+                await scenario()
+        finally:
+            await service.stop()
+
+    asyncio.run(limited())
+
+
+def asked(name: str, max_tokens: int = 20) -> Request:
+    decoding = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=1.0)
+    return Request(request_id=name, prompt=(9, 9, 9), max_tokens=max_tokens, decoding=decoding, ignore_eos=True)
+
+
+async def outputs(*streams: EngineStream) -> list[Output]:
+    """Their outputs, which agree with their steps."""
+
+    async def one(stream: EngineStream) -> Output:
+        steps = [step async for step in stream]
+        output = steps[-1].output
+        assert output is not None and output.tokens == tuple(t for step in steps for t in step.new_tokens)
+        return output
+
+    return await asyncio.gather(*map(one, streams))
+
+
+def test_a_service_sleeps_when_its_requests_have_ended_and_wakes_up(tiny_model_dir: Path) -> None:
+    service = EngineService(
+        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+    )
+
+    async def scenario() -> None:
+        (whole,) = await outputs(await service.engine.open(asked("a", 60)))
+        streams = [await service.engine.open(asked(name, 60)) for name in ("b", "c")]
+        with pytest.raises(ValueError, match="requests still run after 0 s"):
+            await service.sleep(seconds=0)
+        assert not service.asleep and service.state()["ready"]
+        sleeping = asyncio.create_task(service.sleep(seconds=LIMIT))
+        assert [o.tokens for o in await outputs(*streams)] == [whole.tokens] * 2
+        cache = service.loaded.engine.runner.cache
+        assert await sleeping == cache.k.nbytes + cache.v.nbytes
+        assert service.asleep and await service.sleep(seconds=0) == 0
+        state = service.state()
+        assert state["asleep"] and not state["ready"] and service.healthy
+        with pytest.raises(Asleep):
+            await service.engine.open(asked("d"))
+        for _ in range(2):
+            await service.wake_up()
+        assert service.state()["ready"]
+        assert (await outputs(await service.engine.open(asked("a", 60))))[0].tokens == whole.tokens
+
+    run(service, scenario)
+
+
+def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> None:
+    service = EngineService(
+        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+    )
+
+    async def scenario() -> None:
+        streams = [await service.engine.open(asked(str(n), 400)) for n in range(5)]
+        first = await anext(streams[0])
+        assert await service.abort_all() == 5
+        rest = [[step async for step in stream] for stream in streams]
+        ended = [steps[-1].output for steps in rest]
+        assert all(o is not None and o.finish_reason == "abort" for o in ended)
+        given = first.new_tokens + tuple(t for step in rest[0] for t in step.new_tokens)
+        assert ended[0] is not None and ended[0].tokens == given != ()
+        assert await service.abort_all() == 0
+        assert service.engine.load.waiting == 0
+        assert (await outputs(await service.engine.open(asked("a"))))[0].finish_reason == "length"
+
+    run(service, scenario)
+
+
+@pytest.mark.parametrize("mode", ["preempt", "wait"])
+def test_requests_say_which_weights_decoded_them(tiny_model_dir: Path, mode: SwapMode) -> None:
+    service = EngineService(
+        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+    )
+
+    async def scenario() -> None:
+        running, waiting = [await service.engine.open(asked(name, 100)) for name in ("a", "b")]
+        assert (await anext(running)).weights == (0, 0)
+        await service.update_weights(tiny_model_dir, version=7, mode=mode)
+        assert service.state()["weights"] == {"folder": str(tiny_model_dir), "version": 7}
+        last = [[step async for step in stream][-1] for stream in (running, waiting)]
+        assert [step.weights for step in last] == [(0, 7 if mode == "preempt" else 0), (7, 7)]
+        await service.update_weights(tiny_model_dir / "nowhere", version=7)  # it has them
+        with pytest.raises(ValueError, match="nowhere"):
+            await service.update_weights(tiny_model_dir / "nowhere", version=8)
+        assert service.state()["weights"]["version"] == 7
+
+    run(service, scenario)

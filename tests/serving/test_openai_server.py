@@ -180,7 +180,7 @@ LONG = "x" * 1_000_000
         ("complete", {"prompt": [10**4000]}, "prompt: "),
         ("chat", {"messages": [{"role": LONG, "content": "x"}]}, "messages.0.role: "),
         ("chat", {"messages": [{"role": "user", "content": "x", LONG: 1}]}, "messages.0."),
-        ("chat", {"messages": turns("user"), "tools": [LONG]}, "tools: "),
+        ("chat", {"messages": turns("user"), "tools": [LONG]}, "tools.0: "),
         ("chat", {"messages": turns("user"), "response_format": {"type": LONG}}, "response_format: "),
     ],
 )

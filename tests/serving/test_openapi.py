@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, Strict, parse
 from mbd_core.serving.openapi import RESPONSES, openapi_document
+from mbd_core.serving.operations import SleepOrder, WeightsUpdate
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = openapi_document()
@@ -20,6 +21,8 @@ REQUESTS: dict[type[Strict], dict[str, Any]] = {
     CompletionRequest: {"model": "tiny", "prompt": "a"},
     TokenizeRequest: {"prompt": "a"},
     DetokenizeRequest: {"tokens": [1]},
+    WeightsUpdate: {"folder": "a"},
+    SleepOrder: {},
 }
 NUMBERS = [0, 1, -1, 2, 0.5, 2.5, 128, 129, 2**31, -(2**63), 2**63, 1e-7]
 VALUES = [None, True, False, *NUMBERS, "", "a", [], ["a"], [[1]], [-1], {}, {"type": "text"}, {"include_usage": True}]
@@ -45,6 +48,11 @@ def test_the_document_is_valid_openapi() -> None:
         "POST /tokenize",
         "POST /detokenize",
         "GET /tokenizer_info",
+        "GET /metrics",
+        "POST /update_weights",
+        "POST /sleep",
+        "POST /wakeup",
+        "POST /abort_requests",
     }
 
 

@@ -139,6 +139,26 @@ def test_a_drawn_answer_goes_on_with_its_seed_and_its_limits(engine: Engine, buf
         assert output.tokens == engine.generate([request])[0].tokens, "the noise goes on too"
 
 
+@pytest.mark.parametrize("buffer_size", [1, 3])
+def test_frames_repeat_and_lose_no_committed_token(engine: Engine, buffer_size: int) -> None:
+    """A frame shows what is not committed yet; another replica decodes that anew, with the same noise."""
+    request = asked(sampling=Sampling(temperature=1.0, seed=7), buffer_size=buffer_size, frames=True, rollout=True)
+    whole = engine.generate([request])[0]
+    steps, replicas, num_losses = steps_of(engine, request, [1, 5, 4])
+    output = output_of(steps)
+    assert num_losses == 3 and len(output.tokens) == 40
+    assert any(not step.commits for step in steps) and all(step.frame is not None for step in steps)
+    handed_out = 0
+    for step in steps:
+        assert step.frame is not None
+        ends = [step.frame.position + 4 * i + len(slot.tokens) for i, slot in enumerate(step.frame.slots)]
+        assert step.frame.position <= handed_out <= ends[-1], "a frame begins where the committed text ends"
+        handed_out += len(step.new_tokens)
+    if buffer_size == 1:
+        assert (output.tokens, output.rollout) == (whole.tokens, whole.rollout), "the noise goes on too"
+    assert all(again.frames for again in replicas.requests)
+
+
 def test_an_answer_under_a_grammar_goes_on_inside_it(tiny_model_dir: Path) -> None:
     with load_engine(tiny_model_dir, EngineConfig(max_rows=3, num_pages=128)) as loaded:
         grammar = Grammar(syntax="json_schema", text='{"type": "array", "items": {"type": "string"}, "minItems": 2}')

@@ -4,19 +4,17 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from local_server import LocalServer, server_of
+from local_server import ROUTES, answers
 
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.serving.grammar_compiling import GrammarCompiler
 from mbd_core.serving.openai_errors import ApiError
 
-LIMIT = 300
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
@@ -24,39 +22,6 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-ROUTES: dict[str, dict[str, Any]] = {
-    "complete": {"prompt": "Tom has 3 apples."},
-    "chat": {"messages": [{"role": "user", "content": "Tom has 3 apples."}]},
-}
-Asked = tuple[str, dict[str, Any]]
-
-
-async def ask(server: LocalServer, route: str, **fields: Any) -> list[dict[str, Any]]:
-    """The whole answer, or with `stream` its events but for the last, which is [DONE]."""
-    body = json.dumps({"model": "tiny", "max_tokens": 60} | ROUTES[route] | fields).encode()
-    answer = await getattr(server, route)(body)
-    if not fields.get("stream"):
-        return [await answer.whole()]
-    events = [event async for event in answer.events(lambda error: ApiError(500, str(error)))]
-    assert events[-1] == "data: [DONE]\n\n"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-
-
-def run(folder: Path, *asked: Asked, change: Callable[[LocalServer], None] | None = None) -> list[Any]:
-    """What each request got: its objects, or the error it was refused with."""
-    server = server_of(folder)
-    if change is not None:
-        change(server)
-
-    async def scenario() -> list[Any]:
-        try:
-            async with asyncio.timeout(LIMIT):
-                coroutines = [ask(server, route, **fields) for route, fields in asked]
-                return await asyncio.gather(*coroutines, return_exceptions=True)
-        finally:
-            await server.stop()
-
-    return asyncio.run(scenario())
 
 
 def text_of(objects: list[dict[str, Any]]) -> str:
@@ -69,7 +34,7 @@ def text_of(objects: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("route", ROUTES)
 def test_response_format_holds_whole_and_streamed(tiny_model_dir: Path, route: str) -> None:
     drawn = {"response_format": FORMAT, "temperature": 1.0, "seed": 4}
-    plain, whole, events, any_object = run(
+    plain, whole, events, any_object = answers(
         tiny_model_dir,
         (route, {"response_format": {"type": "text"}, "max_tokens": 8}),
         (route, drawn),
@@ -84,7 +49,7 @@ def test_response_format_holds_whole_and_streamed(tiny_model_dir: Path, route: s
 
 
 def test_guided_fields_hold(tiny_model_dir: Path) -> None:
-    schema, text, regex, lark, choice = run(
+    schema, text, regex, lark, choice = answers(
         tiny_model_dir,
         ("complete", {"guided_json": SCHEMA, "n": 3, "temperature": 1.0}),
         ("chat", {"guided_json": json.dumps(SCHEMA)}),
@@ -92,10 +57,10 @@ def test_guided_fields_hold(tiny_model_dir: Path) -> None:
         ("complete", {"guided_grammar": 'start: "yes" | "no"'}),
         ("chat", {"guided_choice": ['a "b"', "ü\n"]}),
     )
-    answers = [c["text"] for c in schema[0]["choices"]] + [text_of(text)]
-    for answer in answers:
+    objects = [c["text"] for c in schema[0]["choices"]] + [text_of(text)]
+    for answer in objects:
         jsonschema.validate(json.loads(answer), SCHEMA)
-    assert len(answers) == 4
+    assert len(objects) == 4
     assert re.fullmatch("[0-9]{2}:[0-9]{2}", text_of(regex))
     assert text_of(lark) in ("yes", "no")
     assert text_of(choice) in ('a "b"', "ü\n")
@@ -127,7 +92,7 @@ def test_guided_fields_hold(tiny_model_dir: Path) -> None:
 def test_what_cannot_be_honoured_is_a_400_that_names_its_field(
     tiny_model_dir: Path, fields: dict[str, Any], param: str, reason: str
 ) -> None:
-    [error] = run(tiny_model_dir, ("complete", fields))
+    [error] = answers(tiny_model_dir, ("complete", fields))
     assert isinstance(error, ApiError), error
     assert (error.status, error.param) == (400, param), error.message
     assert reason in error.message
@@ -140,7 +105,7 @@ def test_revision_that_the_model_would_use_is_left_out(tiny_model_dir: Path, tmp
         (folder / file.name).write_bytes(file.read_bytes())
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(settings | {"t2t": {"tau": 0.1}}))
-    answer, filled = run(
+    answer, filled = answers(
         folder,
         ("chat", {"response_format": FORMAT}),
         ("complete", {"template": [{"hole": 5}, " pens"], "max_tokens": None}),
@@ -152,7 +117,7 @@ def test_revision_that_the_model_would_use_is_left_out(tiny_model_dir: Path, tmp
 def test_a_template_keeps_its_text_and_tells_its_holes(tiny_model_dir: Path) -> None:
     template = [{"hole": 3}, " apples and  ", {"hole": 1}, "\n"]
     fields = {"template": template, "max_tokens": None, "return_token_ids": True, "return_step_map": True}
-    whole, events = run(tiny_model_dir, ("complete", fields), ("complete", fields | {"stream": True}))
+    whole, events = answers(tiny_model_dir, ("complete", fields), ("complete", fields | {"stream": True}))
     choice = whole[0]["choices"][0]
     first, second = choice["holes"]
     assert choice["text"] == f"{first} apples and  {second}\n"

@@ -1,12 +1,11 @@
 """Token ids and step maps in replies, whole and streamed, for completions and chat; they replay through the model."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import LocalServer, server_of
+from local_server import LIMIT, ROUTES, LocalServer, ask, server_of
 from step_replay import check_replay
 
 from mbd_core.checkpoint.loading import load_model
@@ -16,12 +15,12 @@ from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.serving.openai_errors import ApiError
 
-LIMIT = 300
-ROUTES: dict[str, dict[str, Any]] = {
-    "complete": {"prompt": "Tom has 3 apples."},
-    "chat": {"messages": [{"role": "user", "content": "Tom has 3 apples."}]},
+ASKED = {
+    "max_tokens": 30,
+    "return_token_ids": True,
+    "return_step_map": True,
+    "decoding": {"buffer_size": 2, "tau_m2t": 0.02},
 }
-ASKED = {"return_token_ids": True, "return_step_map": True, "decoding": {"buffer_size": 2, "tau_m2t": 0.02}}
 
 NO_COUNTS = Counts(
     num_prompt_tokens=0,
@@ -33,24 +32,13 @@ NO_COUNTS = Counts(
 )
 
 
-async def objects(server: LocalServer, route: str, **fields: Any) -> list[dict[str, Any]]:
-    """The whole answer, or with `stream` its events but for the last, which is [DONE]."""
-    body = json.dumps({"model": "tiny", "max_tokens": 30} | ROUTES[route] | fields).encode()
-    answer = await getattr(server, route)(body)
-    if not fields.get("stream"):
-        return [await answer.whole()]
-    events = [event async for event in answer.events(lambda error: ApiError(500, str(error)))]
-    assert events[-1] == "data: [DONE]\n\n"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-
-
 def run(folder: Path, *asked: tuple[str, dict[str, Any]]) -> tuple[list[list[dict[str, Any]]], LocalServer]:
     server = server_of(folder)
 
     async def scenario() -> list[list[dict[str, Any]]]:
         try:
             async with asyncio.timeout(LIMIT):
-                return [await objects(server, route, **fields) for route, fields in asked]
+                return [await ask(server, route, **fields) for route, fields in asked]
         finally:
             await server.stop()
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 FREE, TOTAL, PEAK = 6 << 20, 10 << 20, 1 << 20  # the fake device's memory, and what a forward takes of it
@@ -35,6 +34,9 @@ WAITS = {
     aten.equal,
     aten.is_nonzero,
 }
+
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+UNTOLD = {torch.tensor, Tensor.tolist, SET_DATA}  # what torch does without telling a dispatch mode
 
 
 class OnDevice(Tensor):
@@ -79,8 +81,11 @@ class FakeDevice(TorchDispatchMode):
         self._pinned: dict[int, Tensor] = {}  # kept, so that no other tensor gets their place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        with torch._C.DisableTorchFunction():
+            return self._compute(func, args, dict(kwargs or {}))
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = list(_tensors((args, kwargs)))
         here = any(isinstance(t, OnDevice) for t in tensors)
         there = any(not isinstance(t, OnDevice) and t.ndim for t in tensors)
         asked = kwargs.get("device")
@@ -105,7 +110,7 @@ class FakeDevice(TorchDispatchMode):
         in_place = func._schema.is_mutable
         written = kwargs.get("out", args[0]) if in_place else None
         assert not in_place or isinstance(written, Tensor), f"{func} writes to several tensors, which is not told here"
-        call = Call(KERNELS.get(packet, func), *tree_map(_host, (args, kwargs)))
+        call = Call(KERNELS.get(packet, func), *_each(_host, (args, kwargs)))
         out = self._run(call, on_device=to_device, writes=in_place)
         if pinned:
             self.pin(out)
@@ -117,7 +122,7 @@ class FakeDevice(TorchDispatchMode):
                 self.graph.record(call, writes)
             else:
                 call.run()
-        return tree_map(self.put, call.out) if on_device else call.out
+        return _each(self.put, call.out) if on_device else call.out
 
     def pin(self, host: Tensor) -> Tensor:
         """`host`, known from now on as pinned memory."""
@@ -144,9 +149,9 @@ class FakeDevice(TorchDispatchMode):
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            strange = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, OnDevice)]
+            strange = [t for t in _tensors((args, kwargs)) if not isinstance(t, OnDevice)]
             assert not strange, f"{function.__name__} was given {len(strange)} tensors of the host"
-            return self._run(Call(function, *tree_map(_host, (args, kwargs))), on_device=True, writes=False)
+            return self._run(Call(function, *_each(_host, (args, kwargs))), on_device=True, writes=False)
 
         return call
 
@@ -192,15 +197,15 @@ class Call:
     def again(self) -> None:
         """Once more, its results put where the first ones lie."""
         now = self.function(*self.args, **self.kwargs)
-        for old, new in zip(tree_leaves(self.out), tree_leaves(now), strict=True):
-            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+        for old, new in zip(_tensors(self.out), _tensors(now), strict=True):
+            if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
     def spoil(self) -> None:
         """What another graph of the same pool may do to the results: something else stands there."""
-        mine = {t.untyped_storage().data_ptr() for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)}
-        for old in tree_leaves(self.out):
-            if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in mine:
+        mine = {_place(t) for t in _tensors((self.args, self.kwargs))}
+        for old in _tensors(self.out):
+            if _place(old) not in mine:
                 old.fill_(torch.nan if old.dtype.is_floating_point else True if old.dtype == torch.bool else 99)
 
 
@@ -246,7 +251,7 @@ class Graph:
 
 
 class _Calls(TorchFunctionMode):
-    """What torch does without telling a dispatch mode: `torch.tensor(..., device=...)`, `tolist` and `data = ...`."""
+    """The calls of `UNTOLD`, those with tensors of the device or for it."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -254,6 +259,8 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func not in UNTOLD:
+            return func(*args, **kwargs)
         if func is torch.tensor and kwargs.pop("pin_memory", False):
             return self._device.pin(torch.tensor(*args, **kwargs))
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
@@ -262,7 +269,7 @@ class _Calls(TorchFunctionMode):
         if func is Tensor.tolist and isinstance(args[0], OnDevice):
             self._device.wait("tolist")
             return args[0].host.tolist()
-        if func == Tensor.data.__set__ and isinstance(args[0], OnDevice):  # type: ignore[attr-defined]
+        if func == SET_DATA and isinstance(args[0], OnDevice):
             args[0].host = args[1].host
         return func(*args, **kwargs)
 
@@ -316,6 +323,27 @@ def fake_device() -> Iterator[FakeDevice]:
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and dictionaries (torch's own trees do more, and cost most of a test)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with each of its leaves changed."""
+    if isinstance(value, tuple | list):
+        changed = [_each(change, one) for one in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if isinstance(value, dict):
+        return {key: _each(change, one) for key, one in value.items()}
+    return change(value)
 
 
 def _host(value: Any) -> Any:

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -103,11 +104,28 @@ class Host:
         _ip("link", "set", self.link, "up")
 
 
+@dataclass(frozen=True)
+class HeadState:
+    """A Redis beside the cluster, in which the head keeps its state."""
+
+    address: str
+    password: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What KubeRay sets for `gcsFaultToleranceOptions`: nodes wait for a lost head instead of ending."""
+        return {
+            "RAY_REDIS_ADDRESS": self.address,
+            "RAY_external_storage_namespace": "hosts",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        }
+
+
 class HostCluster:
     """A Ray cluster whose nodes are hosts; `hosts[0]` is the head, which runs no tasks."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: Sequence[Host], folder: Path, *, state: "HeadState | None" = None) -> None:
+        self.hosts, self.folder, self._kept = hosts, folder, state
         self._jobs: list[subprocess.Popen[bytes]] = []
         self.token = folder / "token"
         self.token.touch(mode=0o600)
@@ -121,6 +139,7 @@ class HostCluster:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
+            **({} if state is None else state.environment),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
 
@@ -152,6 +171,7 @@ class HostCluster:
         if host is self.head:
             options += ["--head", f"--dashboard-host={host.address}"]
             options += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
+            options += [] if self._kept is None else [f"--redis-password={self._kept.password}"]
         else:
             options += [f"--address={self.head.address}:6379"]
         supervised = [sys.executable, "-P", str(SUPERVISOR), str(os.getpid()), str(session)]
@@ -220,15 +240,40 @@ class HostCluster:
 
 
 @contextmanager
-def host_cluster(*, num_workers: int) -> Iterator[HostCluster]:
-    """A head and `num_workers` hosts whose nodes are yet to `start`; raises `NoNamespaces` where none can be made."""
-    with connected_hosts(["head", *(f"worker{number}" for number in range(1, num_workers + 1))]) as (hosts, folder):
-        cluster = HostCluster(hosts, folder)
+def host_cluster(*, num_workers: int, external_redis: bool = False) -> Iterator[HostCluster]:
+    """A head and `num_workers` hosts whose nodes are yet to `start`; raises `NoNamespaces` where none can be made.
+
+    external_redis  the head keeps its state in a Redis on a host of its own, and can be killed and started again
+    """
+    names = ["head", *(f"worker{number}" for number in range(1, num_workers + 1)), *["store"] * external_redis]
+    with connected_hosts(names) as (hosts, folder):
+        state = None
+        if external_redis:
+            *hosts, store = hosts
+            state = _start_redis(store)
+        cluster = HostCluster(hosts, folder, state=state)
         try:
             cluster.start(cluster.head, num_cpus=0)
             yield cluster
         finally:
             cluster.end_jobs()
+
+
+def _start_redis(store: Host) -> HeadState:
+    """A Redis on `store`, which ends with the host."""
+    state = HeadState(address=f"{store.address}:6379", password=secrets.token_hex(16))
+    options = ["--bind", store.address, "--requirepass", state.password, "--dir", str(store.folder), "--save", ""]
+    with (store.folder / "redis.log").open("w") as log:
+        store.node = subprocess.Popen(
+            store.command("redis-server", *options), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def listens() -> bool:
+        with socket.create_connection((store.address, 6379), timeout=1):
+            return True
+
+    wait_for(listens, "Redis")
+    return state
 
 
 @contextmanager

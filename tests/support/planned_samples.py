@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from mbd_core.checkpoint.chat import question
 from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
 
 
@@ -20,7 +21,10 @@ def planned_samples(models: Sequence[str], *, prompts: Sequence[str], buffer_siz
             "reference": "4",
             "entry_point": "",
             "config": json.dumps({"block_size": 4, "buffer_size": size, "tau_m2t": 0.05}),
+            "input": json.dumps(question(prompt)),
+            "stop": "[]",
             "max_tokens": 12,
+            "may_shorten": False,
             "seed": 0,
         }
         for model in models

@@ -1,0 +1,71 @@
+"""Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mbd_core.canvas.limits import canvas_max_tokens
+from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.engine.engine import Engine
+
+Decode = Callable[[Sequence[int]], str]
+Stops = Mapping[str, Sequence[str]]
+
+
+def fitted(request: Request, positions: int) -> Request:
+    """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
+    nothing fits it stays as it is, and the engine refuses it."""
+    most = positions - len(request.prompt)
+    if most < 1:
+        return request
+    canvas = request.decoding.canvas
+    if canvas is None:
+        return replace(request, max_tokens=min(request.max_tokens, most))
+    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=most))
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that comes first; all of it without one."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+
+
+def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
+    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
+
+    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
+    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
+    the step that committed it.
+    """
+    if not any(stops.get(request.request_id) for request in requests):
+        return engine.generate(list(requests))
+    engine.check_idle("generate_until")
+    for admitted in [engine.admission.check(request) for request in requests]:
+        engine.add_admitted(admitted)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, Output] = {}
+    while engine.has_work:
+        for step in engine.step():
+            if step.request_id in outputs:
+                continue  # the step after an abort
+            so_far = tokens[step.request_id]
+            so_far += step.new_tokens
+            ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+            if ended is not None:
+                outputs[step.request_id] = ended
+                if step.output is None:
+                    engine.abort(step.request_id)
+    return [outputs[request.request_id] for request in requests]
+
+
+def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
+    if not any(s in decode(tokens) for s in stop):
+        return step.output
+    number = len(tokens) - len(step.new_tokens) + 1
+    while not any(s in decode(tokens[:number]) for s in stop):
+        number += 1
+    return Output(
+        request_id=step.request_id,
+        tokens=tuple(tokens[:number]),
+        finish_reason="stop",
+        counts=replace(step.counts, num_tokens=number),
+    )

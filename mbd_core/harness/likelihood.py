@@ -1,0 +1,129 @@
+"""The log-likelihood of a text under a diffusion model, estimated by Monte Carlo.
+
+A masked diffusion model gives a lower bound of log p(target | prefix). For n positions that are filled together it is
+
+    E over k uniform in 1..n, over k masked positions of them:   n / k * sum over these of log p(token | the rest)
+
+which is the estimate of LLaDA's own evaluation (exactly k masked positions, 128 draws there). A full-attention model
+fills the whole target together. A model that attends in blocks fills block after block: the bound is the sum over the
+target's blocks, each given its clean predecessors, and one forward over a noisy and a clean stream (the mask of
+`multitf.mask`) draws all blocks at once. The k of the draws are spread evenly over 1..n, from a random start.
+
+Shape legend: D draws, N noisy positions, L clean positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.mask import dual_stream_mask
+from mbd_core.ops.attention_dense import DenseAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How an estimate is drawn: its number of draws, how many of them share a forward, and the seed of each text."""
+
+    number: int = 128
+    together: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or self.together < 1:
+            raise ValueError(f"{self} must have at least one draw, and one a forward")
+
+
+@torch.inference_mode()
+def log_likelihood(
+    model: Decoder, prefix: Sequence[int], target: Sequence[int], *, block_size: int, draws: Draws
+) -> float:
+    """The estimate for `target` after `prefix`, in nats; the same for the same seed. 0 for an empty target.
+
+    Raises `ValueError` if the model does not hold both, or is one rank of several.
+    """
+    if model.shard.size != 1:
+        raise ValueError("log-likelihoods need a model that is not cut among tensor-parallel ranks")
+    length = len(prefix) + len(target)
+    if length > model.config.max_positions:
+        raise ValueError(f"a text of {length} tokens exceeds the model's {model.config.max_positions} positions")
+    if model.config.shift_logits and not prefix:
+        raise ValueError("the model predicts each token at the position before it, and the text has none before it")
+    if not target:
+        return 0.0
+    device = next(model.parameters()).device
+    tokens_L = torch.tensor([*prefix, *target], device=device)
+    full = model.config.attention == "full"
+    groups = _groups(len(prefix), length, length if full else block_size)
+    masked_DL = _masked(groups, length, draws).to(device)
+    total = 0.0
+    for start in range(0, draws.number, draws.together):
+        part_DL = masked_DL[start : start + draws.together]
+        predicted = _full_logits if full else _block_logits
+        first = 0 if full else groups[0][0] - groups[0][0] % block_size
+        logits_DNV = predicted(model, tokens_L, part_DL, first, block_size)
+        weights_DN = _weights(groups, part_DL)[:, first:]
+        nats_DN = -F.cross_entropy(
+            logits_DNV.float().transpose(1, 2), tokens_L[first:].expand(len(part_DL), -1), reduction="none"
+        )
+        total += float((nats_DN.double() * weights_DN).sum())
+    return total / draws.number
+
+
+def _groups(begin: int, end: int, size: int) -> list[tuple[int, int]]:
+    """The positions that are filled together: the target's part of every block of `size`."""
+    starts = [begin, *range(begin - begin % size + size, end, size)]
+    return list(zip(starts, [*starts[1:], end], strict=True))
+
+
+def _masked(groups: Sequence[tuple[int, int]], length: int, draws: Draws) -> Tensor:
+    """Which positions each draw masks (D, L)."""
+    generator = torch.Generator().manual_seed(draws.seed)
+    masked_DL = torch.zeros(draws.number, length, dtype=torch.bool)
+    for begin, end in groups:
+        size = end - begin
+        start = torch.rand((), generator=generator, dtype=torch.float64)
+        share_D = (start + torch.arange(draws.number, dtype=torch.float64) / draws.number) % 1
+        number_D = 1 + (share_D * size).long().clamp(max=size - 1)
+        rank_DS = torch.rand(draws.number, size, generator=generator).argsort(1).argsort(1)
+        masked_DL[:, begin:end] = rank_DS < number_D[:, None]
+    return masked_DL
+
+
+def _weights(groups: Sequence[tuple[int, int]], masked_DL: Tensor) -> Tensor:
+    """n / k at masked positions, 0 elsewhere."""
+    weights_DL = torch.zeros(masked_DL.shape, dtype=torch.float64, device=masked_DL.device)
+    for begin, end in groups:
+        part = masked_DL[:, begin:end]
+        weights_DL[:, begin:end] = part * ((end - begin) / part.sum(1, keepdim=True))
+    return weights_DL
+
+
+def _full_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, _first: int, _block_size: int) -> Tensor:
+    """Logits (D, L, V) of every position's token where all positions see each other."""
+    input_DL = tokens_L.masked_fill(masked_DL, model.config.mask_token_id)
+    positions_DL = torch.arange(len(tokens_L), device=tokens_L.device).expand_as(input_DL)
+    see = torch.ones(1, 1, len(tokens_L), len(tokens_L), dtype=torch.bool, device=tokens_L.device)
+    logits_DLV = model.logits(model(input_DL, positions_DL, DenseAttention(see)))
+    # the first position's are used only where logits are not shifted: with a prefix it is never masked
+    return logits_DLV.roll(1, dims=1) if model.config.shift_logits else logits_DLV
+
+
+def _block_logits(model: Decoder, tokens_L: Tensor, masked_DL: Tensor, first: int, block_size: int) -> Tensor:
+    """Logits (D, N, V) of the positions from `first` on, a block's beginning; each block sees its clean
+    predecessors and itself."""
+    if model.config.shift_logits:
+        raise ValueError("log-likelihoods of a model that attends in blocks and shifts its logits are not offered")
+    count, device = len(masked_DL), tokens_L.device
+    noisy_DN = tokens_L.masked_fill(masked_DL, model.config.mask_token_id)[:, first:]
+    clean_L = torch.arange(len(tokens_L), device=device)
+    positions = torch.cat((clean_L[first:], clean_L))
+    is_clean = torch.arange(len(positions), device=device) >= noisy_DN.shape[1]
+    block = positions // block_size
+    see = dual_stream_mask((~is_clean).long(), block, block + is_clean.long())[None, None]
+    input_ids = torch.cat((noisy_DN, tokens_L.expand(count, -1)), dim=1)
+    hidden = model(input_ids, positions.expand_as(input_ids), DenseAttention(see))
+    return model.logits(hidden[:, : noisy_DN.shape[1]])

@@ -1,0 +1,116 @@
+"""Task files for lm-evaluation-harness: a recipe's tasks on the user's data, as `--include_path` takes them.
+
+A task NAME is three files: NAME.yaml, the problems and, for a few-shot recipe, the examples, as rows of text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mbd_core.evaluation.asking import examples_of
+from mbd_core.evaluation.evaluation_recipes import Recipe, Setting
+from mbd_core.evaluation.problem_set import ProblemSet
+from mbd_core.evaluation.prompts import Example
+from mbd_core.evaluation.sample_tables import PROBLEM_COLUMNS
+from mbd_core.files import write_text
+from mbd_core.harness.harness_scoring import MEASURES, metrics_of, score
+
+COLUMNS = ("task", "asked", "target", *PROBLEM_COLUMNS)
+FLAGS = {
+    "turn": "--apply_chat_template --fewshot_as_multiturn false",
+    "turns": "--apply_chat_template --fewshot_as_multiturn true",
+    "plain": "",
+}
+
+
+def task_name(recipe: Recipe, task: str) -> str:
+    """The harness's name of a recipe's task."""
+    return f"{recipe.name}_{task}"
+
+
+def write_task_files(
+    folder: Path, recipe: Recipe, problem_sets: Sequence[ProblemSet], *, examples: Mapping[str, str], home: Path
+) -> dict[str, str]:
+    """Write the files of every task into `folder`; by task's name, the flags that its prompts need.
+
+    The files name each other as they lie in `home`, where the folder is moved. Raises `ValueError` if the recipe does
+    not have a task, and for examples that are missing, malformed, too few or not wanted.
+    """
+    flags: dict[str, str] = {}
+    for problem_set in problem_sets:
+        task, setting = problem_set.task, recipe.setting(problem_set.task.name)
+        shown = examples_of(task, recipe, examples.get(task.name))
+        name = task_name(recipe, task.name)
+        files = {"test": f"{name}.problems.jsonl"}
+        write_text(folder / files["test"], _lines(_problem_rows(problem_set, setting)))
+        if shown:
+            files["train"] = f"{name}.examples.jsonl"
+            write_text(folder / files["train"], _lines([_example_row(task.name, setting, one) for one in shown]))
+        paths = {split: str(home / file) for split, file in files.items()}
+        write_text(folder / f"{name}.yaml", _yaml(name, recipe, problem_set, setting, paths))
+        flags[name] = FLAGS[setting.wording.form]
+    return flags
+
+
+def _problem_rows(problem_set: ProblemSet, setting: Setting) -> list[dict[str, str]]:
+    return [
+        {
+            "task": problem_set.task.name,
+            "asked": setting.wording.text.format(question=one.text or one.prompt, tests=one.tests),
+            "target": one.reference if problem_set.task.rule not in ("code", "plus") else one.entry_point,
+            **{name: getattr(one, name) for name in PROBLEM_COLUMNS},
+        }
+        for one in problem_set.problems
+    ]
+
+
+def _example_row(task: str, setting: Setting, example: Example) -> dict[str, str]:
+    """A row with the columns of a problem's: the splits of a data set must have the same."""
+    asked = setting.wording.text.format(question=example.question, tests=example.tests)
+    target = setting.wording.answer.format(answer=example.answer)
+    return dict.fromkeys(COLUMNS, "") | {"task": task, "asked": asked, "target": target}
+
+
+def _lines(rows: Sequence[Mapping[str, str]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, setting: Setting, files: Mapping[str, str]) -> str:
+    """The task as YAML, every value as JSON, which YAML contains."""
+    wording = setting.wording
+    fields: dict[str, Any] = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "asked",
+        "doc_to_target": "target",
+        "target_delimiter": wording.joint,
+        "fewshot_delimiter": wording.between,
+        "num_fewshot": setting.num_examples,
+        "generation_kwargs": {"until": list(setting.stop), "max_gen_toks": setting.max_tokens, "do_sample": False},
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": metric not in ("nfe", "tokens", "cut")}
+            for metric in metrics_of(problem_set.task)
+        ],
+        "metadata": {
+            "version": 1.0,
+            "recipe": f"{recipe.name} ({recipe.source})",
+            "setting_from": setting.source,
+            "prompt_by": setting.text_by,
+            "problems": problem_set.source,
+            "problems_sha256": problem_set.sha256,
+        },
+    }
+    if setting.num_examples:
+        fields["training_split"] = fields["fewshot_split"] = "train"
+        fields["fewshot_config"] = {"sampler": "first_n" if setting.choice == "first" else "default"}
+    lines = [
+        f"# {recipe.name}: {problem_set.task.label}, asked with: lm_eval {FLAGS[wording.form]} ...",
+        f"# {', '.join(MEASURES)}: means over the answers of the model 'mbd'",
+        *(f"{key}: {json.dumps(value)}" for key, value in fields.items()),
+        f"process_results: !function {score.__module__}.{score.__name__}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,91 @@
+"""An engine that sleeps gives its memory back and wakes up as it was; all requests can be ended at once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.dormant_memory import DormantMemory
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+
+DECODING = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.3)
+
+
+@pytest.fixture
+def engine(tiny_model_dir: Path) -> Engine:
+    return Engine(load_model(tiny_model_dir), EngineConfig(max_rows=2, num_pages=60, batch_invariant=True))
+
+
+def asked(number: int) -> Request:
+    prompt = tuple(range(20, 40 + number))
+    return Request(request_id=str(number), prompt=prompt, max_tokens=25, decoding=DECODING, ignore_eos=True)
+
+
+def test_views_and_shared_tensors_come_again_as_they_were() -> None:
+    whole = torch.arange(12.0)
+    half, other = whole[6:], torch.ones(5)
+    dormant = DormantMemory(lost=(whole, half, other), kept=(torch.ones(3),))
+    assert dormant.num_bytes == (12 + 5) * 4 and whole.untyped_storage().nbytes() == 0
+    dormant.restore()
+    half += 2
+    assert whole.tolist() == [0.0] * 6 + [2.0] * 6 and other.tolist() == [0.0] * 5
+
+
+def test_an_engine_wakes_up_as_it_was(engine: Engine) -> None:
+    before = engine.generate([asked(n) for n in range(4)])
+    cache = engine.runner.cache
+    size = cache.k.untyped_storage().nbytes()
+    assert size == cache.k.nbytes > 0
+    with pytest.raises(ValueError, match="needs an engine that sleeps"):
+        engine.wake_up()
+    for _ in range(2):
+        assert engine.sleep() == 2 * size
+        assert engine.asleep and cache.k.untyped_storage().nbytes() == cache.v.untyped_storage().nbytes() == 0
+        with pytest.raises(RequestRefused, match="wake it up first"):
+            engine.add(asked(0))
+        for refused in (engine.sleep, lambda: engine.update_weights(engine.model.state_dict().items())):
+            with pytest.raises(ValueError, match="sleeps"):
+                refused()
+        engine.wake_up()
+        assert cache.k.untyped_storage().nbytes() == size
+        again = engine.generate([asked(n) for n in range(4)])
+        assert [o.tokens for o in again] == [o.tokens for o in before]
+        assert again[0].counts.num_cached_tokens == 0, "what was cached is gone"
+    engine.check_integrity()
+
+
+def test_an_engine_at_work_does_not_sleep(engine: Engine) -> None:
+    engine.add(asked(0))
+    engine.step()
+    with pytest.raises(ValueError, match="sleep\\(\\) needs an idle engine; 1 requests"):
+        engine.sleep()
+    engine.abort("0")
+    assert engine.sleep() > 0
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["packed", "static"])
+def test_all_requests_end_at_once_with_what_they_have(tiny_model_dir: Path, static: bool) -> None:
+    engine = Engine(load_model(tiny_model_dir), EngineConfig(max_rows=2, num_pages=60, static_shapes=static))
+    whole = {o.request_id: o.tokens for o in engine.generate([asked(n) for n in range(4)])}
+    given: dict[str, tuple[int, ...]] = {str(n): () for n in range(4)}
+    for n in range(4):
+        engine.add(asked(n))
+    while not any(given.values()):
+        for step in engine.step():
+            given[step.request_id] += step.new_tokens
+    engine.preempt()  # what it collects is not given out yet
+    last = engine.abort_all()
+    for step in last:
+        given[step.request_id] += step.new_tokens
+    outputs = {step.request_id: step.output for step in last if step.output is not None}
+    assert outputs.keys() == whole.keys() and not engine.has_work
+    for name, output in outputs.items():
+        assert output is not None and output.finish_reason == "abort"
+        assert output.tokens == given[name] == whole[name][: len(given[name])]
+    engine.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
