@@ -14,6 +14,7 @@ from mbd_core.checkpoint.safetensor_files import list_tensors
 from mbd_core.checkpoint.tensor_matching import match_tensors
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
+from mbd_core.decoding.speed_front import read_front
 from mbd_core.models.model_config import ModelConfig
 
 METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
@@ -49,7 +50,9 @@ def read_folder(folder: Path) -> ModelFolder:
     if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
         defaults = {**defaults, "canvas": {}}  # such models decode whole canvases, unless the folder says otherwise
     try:
-        decoding_config(defaults, {}, block_size=defaults.get("block_size", config.block_size))
+        block_size = defaults.get("block_size", config.block_size)
+        decoding_config(defaults, {}, block_size=block_size)
+        read_front(defaults, block_size=block_size)
     except ValueError as error:
         raise ValueError(f"{folder}: generation_config.json: {error}") from None
     dtypes = [info.dtype for info in tensors.values()]

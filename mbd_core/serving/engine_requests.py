@@ -110,7 +110,7 @@ def _api_error(
     fields = {
         "prompt": prompt_field,
         "max_tokens": asked.budget_field,
-        "decoding": "decoding",
+        "decoding": "decoding" if asked.speed is None else "speed",
         "rollout": "return_step_map",
         "frames": "frames",
         "grammar": asked.grammar_field,

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mbd_core.decoding.speed_front import read_front
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_measures import EngineMeasures
 from mbd_core.engine.resident_adapters import AdapterInUse
@@ -34,6 +35,7 @@ class EngineService:
         self.loaded = load_engine(
             Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
         )
+        self._front = read_front(self.loaded.defaults, block_size=self.loaded.engine.block_size)
         self.loaded.prepare()
         self._weights: Path | None = None
         self._adapters: dict[str, Path] = {}
@@ -216,6 +218,7 @@ class EngineService:
             "tensor_parallel": self.args.tensor_parallel,
             "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
             "defaults": self.defaults,
+            "speed_front": None if self._front is None else self._front.shown(),
             "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
             "kv_cache": {
                 "num_pages": engine.num_pages,

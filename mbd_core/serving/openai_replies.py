@@ -24,8 +24,9 @@ class ReplyChoice:
 class Reply:
     """The fields that all JSON objects of one answer share, and those objects' shapes.
 
-    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn. Counts are
-    those of all choices, in their order.
+    Choices are numbered prompt by prompt, `num_choices` of each. `seed` is set where tokens are drawn, `speed` where
+    the client chose a point of the model's front: the speed at which it stands. Counts are those of all choices, in
+    their order.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Reply:
     chat: bool
     num_choices: int = 1
     seed: int | None = None
+    speed: float | None = None
 
     def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
@@ -105,10 +107,10 @@ class Reply:
         }
 
     def measures(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> dict[str, float]:
-        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, the seed, the
-        oldest and the newest weights that decoded any of them (`StepOutput.weights`)."""
+        """The `mbd` field: sums of the raw counts over all choices, tokens per forward as their ratio, seed and speed,
+        the oldest and the newest weights that decoded any of them (`StepOutput.weights`)."""
         columns = [asdict(c) for c in counts]
         total = Counts(**{name: sum(c[name] for c in columns) for name in columns[0]})
-        seed = {} if self.seed is None else {"seed": self.seed}
+        chosen = {name: value for name, value in (("seed", self.seed), ("speed", self.speed)) if value is not None}
         versions = {"oldest_weights": min(w[0] for w in weights), "newest_weights": max(w[1] for w in weights)}
-        return {**asdict(total), "tpf": total.tpf, **versions, **seed}
+        return {**asdict(total), "tpf": total.tpf, **versions, **chosen}

@@ -55,6 +55,7 @@ class Only:
 TokenId = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Speed = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
@@ -74,6 +75,7 @@ class GenerationRequest(Strict, StructuredFields):
     """What the two generating routes have in common.
 
     decoding          `DecodingConfig` fields of this request, parts as objects
+    speed             instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest
     top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
     return_token_ids  the ids of the prompt's and the answer's tokens in the reply
     return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
@@ -86,6 +88,7 @@ class GenerationRequest(Strict, StructuredFields):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     decoding: dict[str, Any] | None = None
+    speed: Speed | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -125,6 +128,8 @@ class GenerationRequest(Strict, StructuredFields):
             raise ValueError(f"stop: a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
         if "" in self.stop_strings:
             raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
+        if self.speed is not None and self.decoding is not None:
+            raise ValueError("speed: chooses the decoding, which decoding gives already; give one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
         if self.frames and not self.stream:

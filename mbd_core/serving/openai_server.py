@@ -13,6 +13,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
+from mbd_core.decoding.speed_front import SpeedPoint
 from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_requests import check_number, engine_requests
@@ -184,6 +185,7 @@ class OpenAIServer:
             chat=chat,
             num_choices=asked.num_choices,
             seed=seed if asked.draws else None,
+            speed=None if asked.speed is None else route.point(asked.speed)[0],
         )
         logprobs = None
         if asked.wants_logprobs:
@@ -270,7 +272,20 @@ class _Route:
             check_calls(self.model)
         return [chat_ids(self.model, asked.turns, tools=asked.shown_tools)]
 
+    def point(self, speed: float) -> tuple[float, SpeedPoint]:
+        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
+        front = self.model.speed_front
+        if front is None:
+            message = (
+                "speed: this model has no measured front; measure one with jobs/eval_sweep.py and put it into the "
+                "model's folder with jobs/speed_front.py, or give decoding"
+            )
+            raise ApiError(400, message, param="speed", code="invalid_value")
+        return front.at(speed)
+
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
+        if asked.speed is not None:
+            return self.model.decoding(self.point(asked.speed)[1].decoding)
         try:
             decoding = self.model.decoding(asked.decoding or {})
         except ValueError as error:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import edit_note
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
+from mbd_core.decoding.speed_front import SpeedFront, read_front
 from mbd_core.engine.admission import Admission
 from mbd_core.serving.token_stream import TokenSource
 
@@ -44,6 +46,11 @@ class ServedModel:
     def capacity(self) -> int:
         """Requests that all engines together take at once."""
         return self.num_engines * self.limits.capacity
+
+    @cached_property
+    def speed_front(self) -> SpeedFront | None:
+        """The model's measured front, if it has one."""
+        return read_front(self.limits.generation, block_size=self.limits.block_size)
 
     def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
         """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
