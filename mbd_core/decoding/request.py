@@ -27,6 +27,8 @@ class Request:
     closing        where tokens are committed under a grammar: a way from them to the answer's end (`StepOutput`)
     template       if not empty, what stands behind the prompt, `max_tokens` positions: a token is fixed, and `None` is
                    a hole to be filled. Fixed tokens stand in the output, and do not count as generated
+    scored         put the template's tokens in one a forward, the leftmost, and report `TokenScore`s; it may have no
+                   hole
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class Request:
     grammar: Grammar | None = None
     closing: tuple[int, ...] = ()
     template: tuple[int | None, ...] = ()
+    scored: bool = False
 
     @property
     def steered(self) -> bool:
@@ -89,12 +92,22 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenScore:
+    """A token's natural log-probability in the forward before it was put in, and the likeliest token's there."""
+
+    logprob: float
+    likeliest: int
+    likeliest_logprob: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
     """A finished request: its useful tokens (EOS excluded), why it ended, its counts.
 
     logprobs  if requested, the natural log-probability of each token in the forward that accepted it; not of the
               request's `committed` tokens, which an earlier engine accepted
     rollout   if requested, when each token was accepted, and the rest of the last block; not of `committed` tokens
+    scores    of a request that was scored: one for each token; not of `committed` tokens
     """
 
     request_id: str
@@ -103,6 +116,7 @@ class Output:
     counts: Counts
     logprobs: tuple[float, ...] | None = None
     rollout: Rollout | None = None
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

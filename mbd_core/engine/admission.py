@@ -166,8 +166,10 @@ class Admission:
             reason = "a template ends at its own end and needs ignore_eos"
         elif len(request.template) != request.max_tokens:
             reason = f"the template has {len(request.template)} positions, not max_tokens={request.max_tokens}"
-        elif None not in request.template:
+        elif None not in request.template and not request.scored:
             reason = "the template has no hole"
+        elif request.scored and self._model.attention == "full":
+            reason = f"scores need a model that attends in blocks; {self._model.architecture} sees the whole sequence"
         else:
             return
         raise RequestRefused("template", reason)

@@ -13,6 +13,7 @@ from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.frame_log import FrameLog
 from mbd_core.engine.resident_adapters import ResidentAdapter
 from mbd_core.engine.step_map import StepMap
+from mbd_core.engine.text_scores import TextScores
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class SequenceState:
     step_map           where a rollout is asked for: the forwards that filled the positions of its slots
     frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
+    text_scores        where it is scored: the scores of its tokens
     rollout            the rollout of its emitted tokens, but for those that an earlier engine committed
     weights            the numbers of the weights under which it was admitted first and last
     block_ages         forwards that the blocks in its slots took part in, while it is preempted
@@ -93,6 +95,7 @@ class SequenceState:
     is_canvas: bool = field(init=False)
     step_map: StepMap | None = field(init=False)
     frame_log: FrameLog | None = field(init=False)
+    text_scores: TextScores | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -104,6 +107,7 @@ class SequenceState:
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
         self.rollout = Rollout() if request.rollout else None
+        self.text_scores = TextScores(request) if request.scored else None
         self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
         self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
@@ -183,6 +187,7 @@ class SequenceState:
             counts=self.counts(),
             logprobs=tuple(self.logprobs) if self.request.logprobs else None,
             rollout=self.rollout,
+            scores=() if self.text_scores is None else tuple(self.text_scores.scores),
         )
 
 

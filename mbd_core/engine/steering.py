@@ -19,6 +19,7 @@ from mbd_core.decoding.block_buffer import BlockBuffer, Chosen
 from mbd_core.decoding.guide import Guide
 from mbd_core.decoding.sampling import Draw, Vocab, choose
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.text_scores import TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 LogitsOf = Callable[[slice], Tensor]
@@ -29,7 +30,7 @@ class _Row:
     """Where a guide may decide in this step: `places`, flat places of the row's open positions in order, and the
     logits (V,) at the first of them."""
 
-    guide: Guide
+    guide: Guide | TextScores
     tau: float
     quota: int
     draws: bool
@@ -61,7 +62,7 @@ class Steering:
         """Tokens for open positions, by slot and offset."""
         places = [(int(slot), int(offset)) for slot, offset in open_NB.nonzero().tolist()]
         request, guide = sequence.request, sequence.guide
-        if request.template:
+        if request.template and not request.scored:
             positions, start = positions_NB.tolist(), len(request.prompt)
             tokens = {(n, b): request.template[positions[n][b] - start] for n, b in places}
             return {place: token for place, token in tokens.items() if token is not None}
@@ -81,15 +82,14 @@ class Steering:
         size = buffer.num_slots * buffer.block_size
         index_of = {place: index for index, place in enumerate(at_A.tolist())}
         for number, sequence in self._sequences.items():
-            if sequence.guide is None or sequence.guide.ended:
+            guide = sequence.text_scores or sequence.guide
+            if guide is None or (isinstance(guide, Guide) and guide.ended):
                 continue
             places = (buffer.open_RNB[number].flatten().nonzero()[:, 0] + number * size).tolist()
             decoding = sequence.request.decoding
-            row = _Row(
-                sequence.guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places
-            )
+            row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places)
             self._rows.append(row)
-            for i, place in enumerate(places[: buffer.block_size]):
+            for i, place in enumerate(places[: buffer.block_size if isinstance(guide, Guide) else 1]):
                 wanted[index_of[place]] = (row, i)
 
         def watched(part: slice) -> Tensor:
@@ -107,23 +107,28 @@ class Steering:
         guided = torch.zeros(len(accepted), dtype=torch.bool, device=accepted.device)
         token, confidence = prediction.token_RNB.view(-1), prediction.confidence_RNB.view(-1)
         for row in self._rows:
-            decided: list[tuple[int, float]] = []
-            if row.places:
-                decided = row.guide.extend(
-                    len(row.places), len(row.logits), _picker(row, buffer, vocab), tau=row.tau, quota=row.quota
-                )
-            if row.guide.ended and not row.guide.pending and decided:  # the rest of its block has no meaning
-                last = row.places[len(decided) - 1]
-                rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
-                decided += [(decided[-1][0], 1.0)] * len(rest)
+            decided = _decided(row, buffer, vocab) if row.places else []
             places = torch.tensor(row.places[: len(decided)], dtype=torch.int64, device=accepted.device)
             token[places] = torch.tensor([t for t, _ in decided], dtype=token.dtype, device=token.device)
             confidence[places] = torch.tensor([p for _, p in decided], dtype=confidence.dtype, device=token.device)
             accepted.view(-1)[places] = True
         for number, sequence in self._sequences.items():
-            if sequence.guide is not None:
+            if sequence.guide is not None or sequence.text_scores is not None:
                 guided[number] = True
         return Chosen(guided, accepted)
+
+
+def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> list[tuple[int, float]]:
+    """Tokens and their probabilities for the first of a row's open positions."""
+    guide, pick = row.guide, _picker(row, buffer, vocab)
+    if isinstance(guide, TextScores):
+        return [guide.decide(row.logits[0], pick, vocab)]
+    decided = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota)
+    if guide.ended and not guide.pending and decided:  # the rest of its block has no meaning
+        last = row.places[len(decided) - 1]
+        rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
+        decided += [(decided[-1][0], 1.0)] * len(rest)
+    return decided
 
 
 def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:

@@ -58,8 +58,13 @@ class ChoiceLogprobs:
         for token in tokens:
             offsets.append(self._length)
             self._length += len(self._text.push(token))
-        names = [_escaped(raw) if BROKEN in text and raw is not None else text for text, raw in pieces]
+        names = [self.name(token) for token in tokens]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+    def name(self, token: int) -> str:
+        """A token as completions name it."""
+        text, raw = self._texts(token)
+        return _escaped(raw) if BROKEN in text and raw is not None else text
 
 
 def _escaped(raw: bytes) -> str:

@@ -198,7 +198,8 @@ class GenerationRequest(Strict, StructuredFields):
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
-    logprobs: Annotated[Any, Only(0)] = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Any, Only(0, 1)] = None
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
     template: Template | None = None
@@ -223,15 +224,27 @@ class CompletionRequest(GenerationRequest):
             )
         return self
 
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _not_of_the_prompt(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and info.data.get("echo"):
-            raise ValueError(
-                "with echo it asks for log-probabilities of the prompt's tokens, which are not defined for a model "
-                "that fills a block's positions together; leave one of both out"
-            )
-        return value
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's own tokens are asked for."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> "CompletionRequest":
+        if not self.scores_prompt:
+            if self.max_tokens == 0:
+                raise ValueError("max_tokens: 0 is for echo with logprobs; give 1 or more")
+            if self.logprobs:
+                raise ValueError("logprobs: 1 is for echo with logprobs; give 0, or leave it out")
+            return self
+        if self.max_tokens not in (0, 1):
+            raise ValueError("max_tokens: echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
+        for name in ("decoding", "speed", "stop", "template", "stream", "return_step_map", self.grammar_field):
+            if name is not None and getattr(self, name) not in (None, False, []):
+                raise ValueError(f"{name}: has no effect on echo with logprobs, which scores the prompt; leave it out")
+        if self.num_choices > 1:
+            raise ValueError("n: echo with logprobs scores each prompt once; leave it out")
+        return self
 
     @property
     def wants_logprobs(self) -> bool:

@@ -24,6 +24,7 @@ from mbd_core.serving.open_requests import OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.prompt_scores import ScoredAnswer, score_requests
 from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, check_calls, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
@@ -187,12 +188,23 @@ class OpenAIServer:
             seed=seed if asked.draws else None,
             speed=None if asked.speed is None else route.point(asked.speed)[0],
         )
-        logprobs = None
+        logprobs, measured = None, watch.measured(stream)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            return ScoredAnswer(
+                asked,
+                reply,
+                measured,
+                texts=route.token_texts,
+                decode=route.decode,
+                details=token_details(asked, None, route.decode),
+                echoes=asked.echoes(route.decode),
+                on_close=on_close,
+            )
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
         return Answer(
             reply,
-            watch.measured(stream),
+            measured,
             streamed=bool(asked.stream),
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
@@ -234,6 +246,8 @@ class _Route:
         else:
             field, number, read = "prompt", len(asked.prompts), partial(self._plain_prompts, asked)
         check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            return score_requests(asked, read(), self.model, seed=seed), None
         template = None
         if isinstance(asked, CompletionRequest) and asked.template is not None:
             template = template_tokens(asked.template, partial(text_ids, self.model, field="template", special=False))

@@ -112,7 +112,7 @@ class ResumingStream:
 
     def _rest(self) -> Request:
         request = self._request
-        if request.decoding.canvas is not None:
+        if request.decoding.canvas is not None or request.scored:  # it begins anew
             self._repeats = list(self._tokens)
             return request
         num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)

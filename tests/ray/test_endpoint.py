@@ -275,7 +275,7 @@ REFUSED = [
     ("completions", complete(n=6, prompt=["x", "y"]), 400, "n"),
     ("completions", complete(best_of=3), 400, "best_of"),
     ("completions", complete(n=2, best_of=1), 400, "best_of"),
-    ("completions", complete(echo=True, logprobs=0), 400, "logprobs"),
+    ("completions", complete(echo=True, logprobs=0), 400, "max_tokens"),
     ("completions", complete(stop="x" * 1025), 400, "stop"),
     ("completions", complete(ignore_eos=True), 400, "ignore_eos"),
     ("completions", complete(min_p=0.1), 400, "min_p"),

@@ -209,6 +209,17 @@ def test_a_canvas_begins_anew_and_repeats_nothing(canvas_engine: Engine) -> None
     assert sum(bool(step.new_tokens) for step in steps) > 3, "it hands out its tokens little by little"
 
 
+def test_a_text_that_is_scored_begins_anew_and_has_all_its_scores(engine: Engine) -> None:
+    template = (*range(30, 49), None)
+    request = asked(template=template, max_tokens=len(template), scored=True)
+    whole = engine.generate([request])[0]
+    steps, replicas, _ = steps_of(engine, request, [3, 2])
+    assert len(replicas.requests) == 3
+    output = output_of(steps)
+    assert (output.tokens, output.scores) == (whole.tokens, whole.scores)
+    assert len(output.scores) == len(template)
+
+
 def test_a_canvas_that_comes_out_otherwise_ends(canvas_engine: Engine) -> None:
     decoding = DecodingConfig(block_size=4, canvas=Canvas(block_length=4, steps=24))
     request = replace(asked(), decoding=decoding, max_tokens=24)

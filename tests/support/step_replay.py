@@ -38,6 +38,20 @@ def check_replay(model: Decoder, request: Request, output: Output, *, vocab_size
     return len(set(steps) - {0})
 
 
+def text_log_probabilities(model: Decoder, text: tuple[int, ...]) -> torch.Tensor:
+    """(L - 1, V) of each token of a text but the first, before it stands there and masks in the rest of its block."""
+    rows = []
+    for i in range(1, len(text)):
+        length = (i // model.config.block_size + 1) * model.config.block_size
+        ids = torch.tensor([[*text[:i], *[model.config.mask_token_id] * (length - i)]])
+        block_L = torch.arange(length) // model.config.block_size
+        attention = DenseAttention((block_L[None, :] <= block_L[:, None])[None, None])
+        with torch.no_grad():
+            hidden = model(ids, torch.arange(length)[None], attention)[0]
+            rows.append(model.logits(hidden[[i]])[0].float().log_softmax(-1))
+    return torch.stack(rows) if rows else torch.zeros(0, model.config.vocab_size)
+
+
 def _draw(request: Request, places: list[int], forward: int) -> Draw | None:
     sampling = request.sampling
     if not sampling.draws:

@@ -1,0 +1,135 @@
+"""`echo` with `logprobs`: a prompt's log-probabilities are the definition's, in the shape that lm_eval reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_server import answers, openai_client, server_of
+from step_replay import text_log_probabilities
+
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.models.decoder import Decoder
+from mbd_core.serving.openai_errors import ApiError
+
+ASKED = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}  # as lm_eval asks
+PROMPTS = ["Tom has 3 pens and buys", "2 + 2 = 4\n", "x"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Decoder:
+    return load_model(tiny_model_dir)
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    from mbd_core.checkpoint.config_files import load_config
+
+    return list(load_tokenizer(folder, load_config(folder)).encode(text))
+
+
+def lm_eval_s_reading(choice: dict[str, Any], context_length: int) -> tuple[float, bool]:
+    """What lm_eval's local-completions makes of a choice: the continuation's log-likelihood, and whether it is greedy.
+    The last token is the one that was generated."""
+    logprobs = choice["logprobs"]
+    part = slice(context_length, -1)
+    total = sum(logprobs["token_logprobs"][part])
+    pairs = zip(logprobs["tokens"][part], logprobs["top_logprobs"][part], strict=True)
+    return total, all(token == max(top, key=top.get) for token, top in pairs)
+
+
+def test_lm_eval_reads_the_definition_s_log_likelihoods(tiny_model_dir: Path, model: Decoder) -> None:
+    prompts = [ids_of(tiny_model_dir, text) for text in PROMPTS]
+    [objects] = answers(tiny_model_dir, ("complete", ASKED | {"prompt": prompts}))
+    choices = objects[0]["choices"]
+    for ids, choice in zip(prompts, choices, strict=True):
+        log_p_LV = text_log_probabilities(model, tuple(ids))
+        expected = [float(row[token]) for row, token in zip(log_p_LV, ids[1:], strict=True)]
+        logprobs = choice["logprobs"]
+        assert {len(column) for column in logprobs.values()} == {len(ids) + 1}
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1:-1] == pytest.approx(expected, abs=2e-4)
+        for context in range(1, len(ids)):
+            total, greedy = lm_eval_s_reading(choice, context)
+            assert total == pytest.approx(sum(expected[context - 1 :]), abs=2e-3)
+            rows, tokens = log_p_LV[context - 1 :].clone(), ids[context:]
+            rows[:, model.config.mask_token_id] = -1e9
+            assert greedy == (rows.argmax(-1).tolist() == tokens)
+        assert "".join(logprobs["tokens"]).startswith(choice["text"][: logprobs["text_offset"][-1]])
+        assert choice["finish_reason"] == "length"
+    usage = objects[0]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(map(len, prompts)), 3)
+
+
+def test_the_likeliest_continuation_is_greedy_and_another_is_not(tiny_model_dir: Path) -> None:
+    start = ids_of(tiny_model_dir, PROMPTS[0])
+    ids = list(start)
+    for _ in range(5):
+        [objects] = answers(tiny_model_dir, ("complete", ASKED | {"prompt": ids, "return_token_ids": True}))
+        ids += objects[0]["choices"][0]["token_ids"]
+    other = [*ids[:-1], (ids[-1] + 1) % 500]
+    [objects] = answers(tiny_model_dir, ("complete", ASKED | {"prompt": [ids, other]}))
+    (best, greedy), (less, not_greedy) = (lm_eval_s_reading(c, len(start)) for c in objects[0]["choices"])
+    assert (greedy, not_greedy) == (True, False)
+    assert best > less
+
+
+def test_without_a_token_behind_it_the_prompt_stands_alone(tiny_model_dir: Path) -> None:
+    one, zero, short, ids = answers(
+        tiny_model_dir,
+        ("complete", ASKED | {"prompt": PROMPTS[0]}),
+        ("complete", ASKED | {"prompt": PROMPTS[0], "max_tokens": 0, "logprobs": 0}),
+        ("complete", ASKED | {"prompt": [5], "max_tokens": 0}),
+        ("complete", ASKED | {"prompt": PROMPTS[0], "return_token_ids": True}),
+    )
+    choice, with_one = zero[0]["choices"][0], one[0]["choices"][0]
+    assert choice["text"] == PROMPTS[0]
+    assert choice["logprobs"]["token_logprobs"] == with_one["logprobs"]["token_logprobs"][:-1]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert zero[0]["usage"]["completion_tokens"] == 0
+    assert short[0]["choices"][0]["logprobs"]["token_logprobs"] == [None]
+    choice = ids[0]["choices"][0]
+    assert choice["prompt_token_ids"] == ids_of(tiny_model_dir, PROMPTS[0]) and len(choice["token_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 2}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"echo": None}, "logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"n": 2}, "n"),
+        ({"stream": True}, "stream"),
+        ({"stop": "x"}, "stop"),
+        ({"decoding": {}}, "decoding"),
+        ({"speed": 0.5}, "speed"),
+        ({"guided_regex": "x"}, "guided_regex"),
+        ({"return_step_map": True}, "return_step_map"),
+        ({"prompt": [5] * 512}, "prompt"),
+        ({"prompt": [5, 600]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(tiny_model_dir: Path, fields: dict[str, Any], param: str) -> None:
+    [error] = answers(tiny_model_dir, ("complete", ASKED | fields))
+    assert isinstance(error, ApiError), json.dumps(error)
+    assert (error.status, error.param) == (400, param), error.message
+
+
+def test_openai_s_client_reads_it(tiny_model_dir: Path) -> None:
+    import asyncio
+
+    async def scenario() -> None:
+        server = server_of(tiny_model_dir)
+        try:
+            completions = openai_client(server).completions
+            answer = await completions.create(model="tiny", prompt=PROMPTS[0], echo=True, logprobs=1, max_tokens=1)
+            logprobs = answer.choices[0].logprobs
+            assert logprobs is not None and logprobs.tokens is not None and logprobs.token_logprobs is not None
+            assert len(logprobs.tokens) == len(logprobs.token_logprobs)
+        finally:
+            await server.stop()
+
+    asyncio.run(scenario())
