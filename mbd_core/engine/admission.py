@@ -83,6 +83,11 @@ class Admission:
     def model(self) -> ModelConfig:
         return self._model
 
+    @property
+    def buffer_size(self) -> int:
+        """Slots of the engine's buffer."""
+        return self._buffer_size
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_adapters": None}
 

@@ -25,10 +25,9 @@ def score_requests(
 
     Raises `ApiError` (400) naming the field that cannot be honoured.
     """
-    decoding = DecodingConfig(
-        block_size=model.limits.block_size, buffer_size=1, tau_m2t=1.0, tokens_per_step=1, fallback="leftmost"
-    )
     requests, limits = [], model.limits.admission
+    slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the one before it
+    decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
     for prompt in prompts:
         if len(prompt) >= limits.max_length:
             message = (

@@ -55,13 +55,15 @@ def check(model: Decoder, output: Output, text: tuple[int, ...], *, prompt: int 
     assert [s.likeliest_logprob for s in output.scores] == pytest.approx(best, abs=2e-4)
 
 
-def test_scores_are_the_definition_s_in_a_batch_with_others(model: Decoder) -> None:
+@pytest.mark.parametrize("slots", [1, 2])
+def test_scores_are_the_definition_s_in_a_batch_with_others(model: Decoder, slots: int) -> None:
     engine = Engine(model, EngineConfig(max_rows=3, num_pages=60, page_size=8, buffer_size=3))
     plain = Request(
         request_id="plain", prompt=(5, 6, 7), max_tokens=9, decoding=DecodingConfig(block_size=B, buffer_size=3)
     )
     alone = engine.generate([plain])[0]
     asked = [scored(text, prompt=prompt) for text in texts(1) for prompt in (1, 2) if prompt < len(text)]
+    asked = [replace(request, decoding=replace(DECODING, buffer_size=slots)) for request in asked]
     outputs = engine.generate([*asked, replace(plain, request_id="beside")])
     for request, output in zip(asked, outputs, strict=False):
         text = (*request.prompt, *(t for t in request.template if t is not None))

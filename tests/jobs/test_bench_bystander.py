@@ -1,0 +1,95 @@
+"""The bystander's measure: quiet is quiet, crowded is crowded, and the ratio is theirs."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+
+from jobs import bench_bystander
+from jobs.load.bystander import Bystander
+
+
+class Endpoint:
+    """Streams one token at once; a long prompt takes a while."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.open_long = 0
+        self.crowds: list[int] = []  # for each short request, the long ones that were open when it came
+        self.prompts: list[str] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.prompts.append(body["prompt"])
+        if len(body["prompt"]) > 500:
+            self.open_long += 1
+            try:
+                await asyncio.sleep(0.01)
+            finally:
+                self.open_long -= 1
+            if self.refuses:
+                return web.json_response({"error": {}}, status=400)
+        else:
+            await asyncio.sleep(0.005)  # long ones come in between
+            self.crowds.append(self.open_long)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for choices in ([{"text": "x"}], []):
+            event = {"choices": choices, "usage": None if choices else {"completion_tokens": 1}}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "known"}]})
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/v1/models", self.models)
+        loop, runner = asyncio.new_event_loop(), web.AppRunner(app)
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(runner.setup(), loop).result()
+            asyncio.run_coroutine_threadsafe(web.TCPSite(runner, "127.0.0.1", 0).start(), loop).result()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
+    capsys: pytest.CaptureFixture[str], refuses: bool
+) -> None:
+    endpoint = Endpoint(refuses=refuses)
+    with endpoint.running() as url:
+        options = ["--url", url, "--characters", "1000", "--crowd", "3", "--requests", "20"]
+        assert bench_bystander.main(options) == 0
+    out = capsys.readouterr().out
+    assert "   quiet: 20 requests" in out and " crowded: 20 requests" in out
+    assert ("refused or failed: HTTP 400" in out) is refuses
+    assert "crowded / quiet: median" in out
+    assert len(endpoint.crowds) == 40
+    assert sum(crowd > 0 for crowd in endpoint.crowds) >= 8, "many came while long prompts were read"
+    assert endpoint.crowds[:5] == [0] * 5, "the first turn begins in quiet"
+    long = [prompt for prompt in endpoint.prompts if len(prompt) > 500]
+    assert len(set(long)) == len(long), "no cache could hold them"
+
+
+def test_the_ratio_is_of_equal_percentiles() -> None:
+    found = Bystander(quiet=(1.0, 2.0, 3.0), crowded=(2.0, 6.0, 30.0), num_long=1, long_errors=())
+    assert (found.ratio(50), found.ratio(0), found.ratio(100)) == (3, 2, 10)
+
+
+def test_what_does_not_answer_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_bystander.main(["--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer as an OpenAI endpoint" in capsys.readouterr().err
