@@ -194,7 +194,7 @@ class OpenAIServer:
                 asked,
                 reply,
                 measured,
-                texts=route.token_texts,
+                token_texts=route.token_texts,
                 decode=route.decode,
                 details=token_details(asked, None, route.decode),
                 echoes=asked.echoes(route.decode),

@@ -67,18 +67,20 @@ class ScoredAnswer(Answer):
         reply: Reply,
         stream: MeasuredStream,
         *,
-        texts: TokenTexts,
+        token_texts: TokenTexts,
         decode: Decode,
         **fields: Any,
     ) -> None:
         super().__init__(reply, stream, **fields)
-        self._asked, self._texts, self._decode = asked, texts, decode
+        self._asked, self._token_texts, self._decode = asked, token_texts, decode
 
     async def whole(self) -> dict[str, Any]:
         outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
         async for step in self._stream:
             if step.output is not None:
                 outputs[step.request_id] = step.output
+                weights.append(step.weights)
         ordered = [outputs[request.request_id] for request in self._stream.requests]
         choices = [
             self._scored(request, output, echo)
@@ -87,12 +89,12 @@ class ScoredAnswer(Answer):
         counts = [
             replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._asked.max_tokens or 0) for o in ordered
         ]
-        return self._reply.full(choices, counts)
+        return self._reply.full(choices, counts, weights)
 
     def _scored(self, request: Request, output: Output, echo: str) -> ReplyChoice:
         number = len(output.tokens) - 1 + (self._asked.max_tokens or 0)  # scores that were asked for
         tokens, scores = (*request.prompt, *output.tokens[:number]), output.scores[:number]
-        entries = ChoiceLogprobs(self._texts, self._decode, chat=False)
+        entries = ChoiceLogprobs(self._token_texts, self._decode, chat=False)
         columns = entries.add(tokens, (0.0, *(score.logprob for score in scores)))
         columns["token_logprobs"][0] = None  # nothing stands before it
         if self._asked.logprobs:
