@@ -25,8 +25,9 @@ from jobs.command_line import (
     command,
     names,
 )
+from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES
+from mbd_core.evaluation.evaluation_recipes import OWN
 from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder, sweep_in
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
@@ -79,34 +80,11 @@ MaxTokens = Annotated[
         help="New tokens a problem.", show_default="the recipe's, 128 if generated", min=1, rich_help_panel=DECODING
     ),
 ]
-RecipeName = Annotated[
-    str,
-    typer.Option("--recipe", metavar="NAME", help=f"How tasks are asked: {', '.join(RECIPES)}.", rich_help_panel=DATA),
-]
-ExampleFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--examples",
-        metavar="TASK=PATH",
-        help="Solved problems for a few-shot recipe, as the task's train split; repeatable.",
-        rich_help_panel=DATA,
-    ),
-]
 Limit = Annotated[
     int | None,
     typer.Option(help="Problems a task.", show_default="500 generated, all of a file", min=1, rich_help_panel=DATA),
 ]
 TaskSplit = Annotated[Split, typer.Option("--split", help="Split of the generated tasks.", rich_help_panel=DATA)]
-TaskFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        metavar="TASK=PATH",
-        help="Where a task that is not generated lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]. "
-        "With one task PATH alone; repeatable.",
-        rich_help_panel=DATA,
-    ),
-]
 ShardText = Annotated[
     str,
     typer.Option(

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from jobs.command_line import DATA, OutFolder, Overwrite, command, names
-from mbd_core.evaluation.evaluation_recipes import OWN, RECIPES, find_recipe
+from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
+from mbd_core.evaluation.evaluation_recipes import OWN, find_recipe
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.sweep_plan import task_files
 from mbd_core.evaluation.tasks import TASKS, find_task
@@ -18,35 +19,13 @@ KIND = "harness tasks"
 TaskNames = Annotated[
     str, typer.Option("--tasks", metavar="NAME,...", help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)
 ]
-RecipeName = Annotated[
-    str,
-    typer.Option("--recipe", metavar="NAME", help=f"How tasks are asked: {', '.join(RECIPES)}.", rich_help_panel=DATA),
-]
-DataFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        metavar="TASK=PATH",
-        help="Where a task lies: a file of JSON lines, or hub:NAME[:CONFIGURATION[:SPLIT]]; repeatable.",
-        rich_help_panel=DATA,
-    ),
-]
-ExampleFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--examples",
-        metavar="TASK=PATH",
-        help="Solved problems for a few-shot recipe, as the task's train split; repeatable.",
-        rich_help_panel=DATA,
-    ),
-]
 
 
 def run(
     tasks: TaskNames,
     out: OutFolder,
     recipe: RecipeName = OWN.name,
-    data: DataFiles = None,
+    data: TaskFiles = None,
     examples: ExampleFiles = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -66,7 +45,8 @@ def run(
         flags = write_task_files(folder, found, problem_sets, examples=shown, home=out.resolve())
     for options in dict.fromkeys(flags.values()):
         some = ",".join(name for name in flags if flags[name] == options)
-        print(f"lm_eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {some} {options}".strip())
+        command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {some}"
+        print(f"{command_line} {options}".strip())
 
 
 main = command(run)
