@@ -4,7 +4,9 @@ Every replica carries an order out, or the answer says which did not. What holds
 in the gateway (`Standing`), so orders that must last are refused where there are several gateways.
 """
 
-from typing import Any
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
@@ -13,40 +15,60 @@ from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.operations import SleepOrder, Standing, WeightsOrder, WeightsUpdate
 
 ORDER_SECONDS = 3900.0  # for all replicas to carry out an order: longer than the longest wait that one can ask for
+Done = dict[str, Any]
 
 
 class Administration:
-    """The orders to the replicas of one model, behind their handle."""
+    """The orders to the replicas of one model, behind their handle.
 
-    def __init__(self, handle: DeploymentHandle, standing: Standing, *, lasting: bool, may_be_empty: bool) -> None:
-        """`lasting`: whether this gateway is the only one. `may_be_empty`: whether there may be no replica."""
+    Those that last are carried out one after the other, each to its end, also when the client that asked has left:
+    otherwise replicas could differ, and those that start later would know nothing of it.
+    """
+
+    _under_way: ClassVar[set[asyncio.Task[Done]]] = set()
+
+    def __init__(
+        self, handle: DeploymentHandle, standing: Standing, *, turn: asyncio.Lock, lasting: bool, may_be_empty: bool
+    ) -> None:
+        """`turn` is the model's. `lasting`: whether this gateway is the only one. `may_be_empty`: whether there may be
+        no replica."""
         self._handle, self._standing = handle, standing
         self._lasting, self._may_be_empty = lasting, may_be_empty
+        self._turn = turn
 
-    async def update_weights(self, asked: WeightsUpdate) -> dict[str, Any]:
+    async def update_weights(self, asked: WeightsUpdate) -> Done:
         """Returns when all replicas decode with them."""
+        return await self._in_turn(self._update_weights(asked))
+
+    async def _update_weights(self, asked: WeightsUpdate) -> Done:
         self._check_lasting()
         if self._standing.asleep:
             raise ApiError(409, "the model sleeps, and its weights have no place; wake it up first", code="asleep")
-        states = await self._order("state")
-        known = [state["weights"]["version"] for state in states]
-        newest = max([*known, 0 if self._standing.weights is None else self._standing.weights.version])
-        version = newest + 1 if asked.version is None else asked.version
-        if version <= newest:
-            message = f"version: {version} must be larger than {newest}, the number of the newest weights"
+        known = [state["weights"]["version"] for state in await self._order("state")]
+        if not known:
+            raise ApiError(409, "no replica runs that could take the weights; ask when one does", code="no_replica")
+        stands = 0 if self._standing.weights is None else self._standing.weights.version
+        # A number that some replicas have and others have not is that of an order which is repeated.
+        least = max(*known, min(known) + 1, stands + 1)
+        version = max(*known, stands) + 1 if asked.version is None else asked.version
+        if version < least:
+            message = f"version: {version} must be at least {least}, more than the number of the newest weights"
             raise ApiError(400, message, param="version", code="invalid_value")
         order = WeightsOrder(folder=asked.folder, version=version, mode=asked.mode)
         replies = await self._order("update_weights", order)
         self._standing.weights = order
         return {"folder": asked.folder, "version": version, "replicas": len(replies)}
 
-    async def abort(self) -> dict[str, Any]:
+    async def abort(self) -> Done:
         """End every request that replicas run or hold."""
         replies = await self._order("abort_all")
         return {"aborted": sum(replies), "replicas": len(replies)}
 
-    async def sleep(self, asked: SleepOrder) -> dict[str, Any]:
+    async def sleep(self, asked: SleepOrder) -> Done:
         """Returns when all replicas sleep; where one cannot, all are awake again."""
+        return await self._in_turn(self._sleep(asked))
+
+    async def _sleep(self, asked: SleepOrder) -> Done:
         self._check_lasting()
         self._standing.asleep = True
         try:
@@ -59,12 +81,25 @@ class Administration:
             raise
         return {"asleep": True, "freed_bytes": sum(freed), "replicas": len(freed)}
 
-    async def wake_up(self) -> dict[str, Any]:
+    async def wake_up(self) -> Done:
         """Returns when all replicas serve again."""
+        return await self._in_turn(self._wake_up())
+
+    async def _wake_up(self) -> Done:
         self._check_lasting()
         replies = await self._order("wake_up")
         self._standing.asleep = False
         return {"asleep": False, "replicas": len(replies)}
+
+    async def _in_turn(self, order: Coroutine[Any, Any, Done]) -> Done:
+        async def carry_out() -> Done:
+            async with self._turn:
+                return await order
+
+        task = asyncio.create_task(carry_out())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
 
     def _check_lasting(self) -> None:
         if not self._lasting:

@@ -57,6 +57,7 @@ class ModelRoute:
     model: ModelArgs
     handle: DeploymentHandle
     standing: Standing = field(default_factory=Standing)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
 
     async def served_model(
         self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -298,6 +299,7 @@ class Gateway:
         return order, Administration(
             route.handle,
             route.standing,
+            turn=route.turn,
             lasting=self._args.gateways == 1,
             may_be_empty=route.model.least_replicas == 0,
         )

@@ -5,8 +5,7 @@
     </tool_call>
 
 is what chat templates of Qwen's kind teach a model; a template that says nothing of tools gets the same form in a
-system turn. A template with tools in another form is not followed: nobody could tell a
-call from a text.
+system turn. A template with tools in another form is not followed: nobody could tell a call from a text.
 """
 
 import json

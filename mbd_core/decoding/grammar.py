@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from mbd_core.decoding.checks import check_choice
 
 Syntax = Literal["json_schema", "regex", "lark"]
+NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 MAX_CHARACTERS = 65_536
 
 

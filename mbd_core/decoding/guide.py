@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mbd_core.decoding.grammar import Grammar, GrammarRefused
+from mbd_core.decoding.grammar import NAMES, Grammar, GrammarRefused
 
 Pick = Callable[[int, np.ndarray], tuple[int, float]]
 """The token at the i-th open position among the allowed ones (V,), and its probability among them."""
@@ -335,7 +335,7 @@ class Grammars:
         compiled = _compile(tokenizer, grammar)
         if closings.allowed(compiled) is None:
             reason = _first_line(compiled.get_error()) if compiled.is_error() else "no token may begin the answer"
-            raise GrammarRefused(f"the {grammar.syntax} accepts no text: {reason}")
+            raise GrammarRefused(f"the {NAMES[grammar.syntax]} accepts no text: {reason}")
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > MAX_COMPILED:
@@ -352,10 +352,10 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         else:
             text = LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
-        raise GrammarRefused(f"the {grammar.syntax} cannot be read: {_first_line(str(error))}") from None
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise GrammarRefused(f"the {grammar.syntax} cannot be honoured: {_first_line(matcher.get_error())}")
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
     return matcher
 
 

@@ -119,6 +119,7 @@ class StepGraphs:
             captured.release()
         self._captured.clear()
         self._graph_of_kind.clear()
+        self.memory_bytes = 0
 
     def report(self) -> dict[str, int]:
         """For whoever watches a server: graphs, their memory, and steps by how they ran."""

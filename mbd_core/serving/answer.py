@@ -101,7 +101,7 @@ class Answer:
     def _reason(self, index: int, reason: str) -> str:
         """Why a choice ended, once its text is read."""
         reader = self._calls[index]
-        return reason if reader is None or not reader.num_calls else "tool_calls"
+        return reason if reason == "abort" or reader is None or not reader.num_calls else "tool_calls"
 
     async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
         """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.

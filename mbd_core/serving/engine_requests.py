@@ -29,8 +29,7 @@ def engine_requests(
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
 
     `prompt_field` is the field that the prompts came in, `added_tokens` what the tokenizer has as tokens beside its
-    own pieces. Raises `ApiError` (400) naming the field that cannot be
-    honoured.
+    own pieces. Raises `ApiError` (400) naming the field that cannot be honoured.
     """
     samplings = asked.samplings(seed)
     budget, grammar = asked.budget, _grammar(asked, added_tokens)

@@ -89,9 +89,12 @@ class EngineService:
         """Decode with a folder's weights, number `version`; returns when they are in place, which with "wait" is after
         the requests that run. Weights of that number or a newer one stay.
 
-        Raises `ValueError` for what does not fit, and asleep; nothing has changed then.
+        Raises `ValueError` for what does not fit, for another folder's weights of the same number, and asleep; nothing
+        has changed then.
         """
         async with self._changes:
+            if version == self.weights_version and folder != self._weights:
+                raise ValueError(f"version {version} is the number of the weights of {self._weights or 'the model'}")
             if version <= self.weights_version:
                 return
             await self.engine.call(partial(Engine.update_weights, source=folder, mode=mode, version=version))
@@ -133,9 +136,10 @@ class EngineService:
     async def wake_up(self) -> None:
         """Take the memory again, and requests; does nothing awake. Raises torch's error where the memory is taken."""
         async with self._changes:
-            if not self.asleep:
+            if not self.engine.closed:
                 return
-            await self.engine.call(Engine.wake_up)
+            if self.asleep:
+                await self.engine.call(Engine.wake_up)
             await self.engine.call(lambda _: self.loaded.prepare())
             self.engine.closed = False
 

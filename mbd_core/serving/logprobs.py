@@ -24,6 +24,8 @@ class TokenTexts:
     def _look_up(self, token: int) -> tuple[str, bytes | None]:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # of the model's vocabulary, and not of the tokenizer's
+            return "", b""
         assert isinstance(text, str) and isinstance(piece, str)
         if all(letter in LETTERS for letter in piece):
             raw = bytes(LETTERS[letter] for letter in piece)

@@ -37,7 +37,7 @@ class Reply:
     seed: int | None = None
     speed: float | None = None
 
-    def _frame(self, kind: str, **rest: Any) -> dict[str, Any]:
+    def _object(self, kind: str, **rest: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
     def full(
@@ -49,7 +49,7 @@ class Reply:
             for index, c in enumerate(choices)
         ]
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._frame(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts, weights))
+        return self._object(kind, choices=objects, usage=self.usage(counts), mbd=self.measures(counts, weights))
 
     def _content(self, choice: ReplyChoice) -> dict[str, Any]:
         if not self.chat:
@@ -81,11 +81,11 @@ class Reply:
         else:
             choice = {"index": index, "text": text}
         choice |= {"logprobs": logprobs, "finish_reason": reason, **(details or {})}
-        return self._frame(self._chunk_kind, choices=[choice])
+        return self._object(self._chunk_kind, choices=[choice])
 
     def usage_chunk(self, counts: Sequence[Counts], weights: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The extra last chunk for `stream_options.include_usage`."""
-        return self._frame(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts, weights))
+        return self._object(self._chunk_kind, choices=[], usage=self.usage(counts), mbd=self.measures(counts, weights))
 
     def frame(self, fields: FrameFields) -> dict[str, Any]:
         """The data of a provisional event."""

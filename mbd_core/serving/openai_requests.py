@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -24,6 +22,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
+from mbd_core.serving.strict_model import Strict
 from mbd_core.serving.structured_fields import StructuredFields
 from mbd_core.serving.tool_fields import AssistantCall, ToolFields, ordered_results
 
@@ -62,16 +61,12 @@ Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-class GenerationRequest(Strict, StructuredFields):
+class GenerationRequest(StructuredFields):
     """What the two generating routes have in common.
 
     decoding          `DecodingConfig` fields of this request, parts as objects

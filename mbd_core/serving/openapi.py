@@ -151,6 +151,7 @@ ORDERS: dict[str, type[ModelOrder]] = {  # for administrators
     "/wakeup": ModelOrder,
     "/abort_requests": ModelOrder,
 }
+MAY_BE_EMPTY = {kind.__name__ for kind in (SleepOrder, ModelOrder)}  # all of their fields may be left out
 _TEXT = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
@@ -209,7 +210,7 @@ def _generating(operation: str, request: str) -> dict[str, Any]:
 def _posting(operation: str, request: str, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "operationId": operation,
-        "requestBody": {"required": True, **_content(request)},
+        "requestBody": {"required": request not in MAY_BE_EMPTY, **_content(request)},
         "responses": {"200": answer, **_errors(*RESPONSES)},
     }
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mbd_core.engine.weight_swap import SwapMode
-from mbd_core.serving.openai_requests import Strict
+from mbd_core.serving.strict_model import Strict
 from mbd_core.serving.token_stream import Asleep
 
 SLEEP_SECONDS = 600.0

@@ -82,6 +82,9 @@ class ScoredAnswer(Answer):
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)
         ordered = [outputs[request.request_id] for request in self._stream.requests]
+        if any(output.finish_reason == "abort" for output in ordered):
+            message = "the request was aborted before all of its prompt was scored; ask again"
+            raise ApiError(503, message, code="aborted", headers={"Retry-After": "1"})
         choices = [
             self._scored(request, output, echo)
             for request, output, echo in zip(self._stream.requests, ordered, self._echoes, strict=True)

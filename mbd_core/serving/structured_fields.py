@@ -3,28 +3,25 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar
+from mbd_core.serving.strict_model import Strict
 
 MAX_CHOICES_GUIDED = 1000
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class TextFormat(_Part):
+class TextFormat(Strict):
     type: Literal["text"]
 
 
-class ObjectFormat(_Part):
+class ObjectFormat(Strict):
     type: Literal["json_object"]
 
 
-class NamedSchema(_Part):
+class NamedSchema(Strict):
     """`strict` is always honoured: an answer that does not fit its schema is not given."""
 
     name: Annotated[str, Field(max_length=64)]
@@ -33,7 +30,7 @@ class NamedSchema(_Part):
     strict: bool | None = None
 
 
-class SchemaFormat(_Part):
+class SchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
@@ -41,7 +38,7 @@ class SchemaFormat(_Part):
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(Strict):
     """OpenAI's `response_format`, and the `guided_*` fields of other servers, of which a request gives one at most.
 
     guided_json     a JSON schema, as an object or as its text
@@ -49,8 +46,6 @@ class StructuredFields(BaseModel):
     guided_grammar  a context-free grammar in llguidance's variant of Lark
     guided_choice   the answers that are possible
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | GrammarText | None = None

@@ -7,13 +7,14 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import ChatMessage, Strict, TokenId, turns
+from mbd_core.serving.openai_requests import ChatMessage, TokenId, turns
 from mbd_core.serving.prompt_text import chat_ids, text_ids
 from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.strict_model import Strict
 from mbd_core.serving.tool_fields import ToolFields
 
 
-class TokenizeRequest(Strict, ToolFields):
+class TokenizeRequest(ToolFields):
     """A text, or a chat in the model's template, with its tools; `model` may be left out where one model is served."""
 
     model: str | None = None

@@ -4,20 +4,17 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mbd_core.checkpoint.tool_turns import CallRule
+from mbd_core.serving.strict_model import Strict
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Function(_Part):
+class Function(Strict):
     """A function. `parameters` is a JSON schema of an object, left out for a function without any. `strict` is always
     honoured: arguments that do not fit the schema are not given."""
 
@@ -38,29 +35,27 @@ class Function(_Part):
         return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
 
 
-class Tool(_Part):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Part):
+class NamedFunction(Strict):
     name: FunctionName
 
 
-class NamedTool(_Part):
+class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
 
-class ToolFields(BaseModel):
+class ToolFields(Strict):
     """The tools of a chat request.
 
     tool_choice          auto (where there are tools): the model decides; none: text; required: calls; or a function,
                          which is called once
     parallel_tool_calls  whether an answer may have several calls (it may, unless this is false)
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -109,7 +104,7 @@ class ToolFields(BaseModel):
         )
 
 
-class CalledFunction(_Part):
+class CalledFunction(Strict):
     """`arguments` is a JSON object, as text; an empty text is an object without members. `parsed_arguments` is what
     OpenAI's client reads in it, and changes nothing."""
 
@@ -122,14 +117,15 @@ class CalledFunction(_Part):
     def _an_object(cls, text: str) -> str:
         try:
             value = json.loads(text or "{}")
-        except ValueError:
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise ValueError("must be the text of a JSON object, as an answer's tool_calls have it")
         return text
 
 
-class AssistantCall(_Part):
+class AssistantCall(Strict):
     """A call in a turn of the assistant."""
 
     id: Annotated[str, Field(min_length=1)]
@@ -170,6 +166,9 @@ def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None
         if result is None:
             close()
             order.append(number)
+            twice = next((call for call in ids if ids.count(call) > 1), None)
+            if twice is not None:
+                raise ValueError(f"messages.{number}.tool_calls: two calls have the id {twice}")
             asked_by, open_calls = number, dict.fromkeys(ids)
         elif open_calls.get(result, number) is not None:
             raise ValueError(f"messages.{number}.tool_call_id: the turn before has no open call with this id")

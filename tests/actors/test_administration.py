@@ -1,11 +1,12 @@
 """Operations over HTTP, to a gateway and its replicas in this process: who may, what happens, and what goes on."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jsonschema
@@ -13,11 +14,14 @@ import pytest
 import torch
 from gateway_in_process import Handle, new_replica, running_gateway
 
+from actors.administration import Administration
 from actors.serving_args import ServingArgs
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openapi import openapi_document
+from mbd_core.serving.operations import Standing, WeightsOrder, WeightsUpdate
 
 LIMIT = 300
 MODEL, ADMIN, BEN = "tiny", "ann-0123456789abcdef", "ben-0123456789abcdef"
@@ -210,3 +214,84 @@ def test_what_runs_can_be_ended(url: str) -> None:
         assert running.events.result()[-1]["choices"][0]["finish_reason"] == "abort"
     order(url, "/wakeup")
     assert ask(url).status_code == 200
+
+
+class Replica:
+    """Weights by their number, as `EngineService` keeps them; orders wait for `let_go`."""
+
+    def __init__(self) -> None:
+        self.version, self.folder, self.fails = 0, "", False
+        self.let_go = asyncio.Event()
+        self.let_go.set()
+
+    async def state(self) -> dict[str, Any]:
+        return {"weights": {"version": self.version}}
+
+    async def update_weights(self, asked: WeightsOrder) -> None:
+        await self.let_go.wait()
+        if self.fails:
+            raise RuntimeError("out of memory")
+        if asked.version > self.version:
+            self.version, self.folder = asked.version, asked.folder
+
+
+def administration(*replicas: Replica, **changes: Any) -> tuple[Administration, Standing]:
+    standing = Standing()
+    fields = {"turn": asyncio.Lock(), "lasting": True, "may_be_empty": False} | changes
+    return Administration(cast(Any, Handle(list(replicas))), standing, **fields), standing
+
+
+def test_orders_for_weights_that_come_together_are_carried_out_one_after_the_other() -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        orders, standing = administration(*replicas)
+        done = await asyncio.gather(*(orders.update_weights(WeightsUpdate(folder=folder)) for folder in "ab"))
+        assert [one["version"] for one in done] == [1, 2]
+        assert standing.weights is not None and standing.weights.folder == "b"
+        assert [(r.version, r.folder) for r in replicas] == [(2, "b")] * 2
+
+    asyncio.run(run())
+
+
+def test_an_order_whose_client_leaves_is_carried_out_to_its_end() -> None:
+    async def run() -> None:
+        replica = Replica()
+        replica.let_go.clear()
+        orders, standing = administration(replica)
+        asked = asyncio.create_task(orders.update_weights(WeightsUpdate(folder="a")))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        replica.let_go.set()
+        await orders.update_weights(WeightsUpdate(folder="b"))  # comes after it
+        assert standing.weights is not None and standing.weights.version == 2
+
+    asyncio.run(run())
+
+
+def test_an_order_that_some_replicas_have_not_carried_out_can_be_repeated() -> None:
+    async def run() -> None:
+        replicas = [Replica(), Replica()]
+        orders, standing = administration(*replicas)
+        replicas[1].fails = True
+        with pytest.raises(ApiError, match="1 of 2 replicas"):
+            await orders.update_weights(WeightsUpdate(folder="a", version=7))
+        replicas[1].fails = False
+        with pytest.raises(ApiError, match="must be at least 7"):
+            await orders.update_weights(WeightsUpdate(folder="a", version=6))
+        assert (await orders.update_weights(WeightsUpdate(folder="a", version=7)))["version"] == 7
+        with pytest.raises(ApiError, match="must be at least 8"):
+            await orders.update_weights(WeightsUpdate(folder="a", version=7))
+        assert standing.weights is not None and [r.version for r in replicas] == [7, 7]
+
+    asyncio.run(run())
+
+
+def test_weights_that_no_replica_can_check_are_refused() -> None:
+    async def run() -> None:
+        orders, standing = administration(may_be_empty=True)
+        with pytest.raises(ApiError, match="no replica runs") as refused:
+            await orders.update_weights(WeightsUpdate(folder="mistyped"))
+        assert refused.value.status == 409 and standing.weights is None
+
+    asyncio.run(run())

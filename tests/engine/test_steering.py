@@ -201,7 +201,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         ({"decoding": DecodingConfig(block_size=B, soft=Soft())}, "soft changes tokens"),
         ({"ignore_eos": True}, "leave out ignore_eos"),
         ({"template": (None,) * 120, "ignore_eos": True}, "give one of them"),
-        ({"grammar": Grammar(syntax="regex", text="(")}, "the regex cannot be honoured"),
+        ({"grammar": Grammar(syntax="regex", text="(")}, "the regular expression cannot be honoured"),
         ({"grammar": Grammar(syntax="json_schema", text='{"$ref": "#"}')}, "accepts no text"),
         ({"grammar": Grammar(syntax="json_schema", text='{"not": {}}')}, "cannot be honoured: Unimplemented keys"),
     ],

@@ -108,6 +108,47 @@ def test_a_service_sleeps_when_its_requests_have_ended_and_wakes_up(tiny_model_d
     run(service, scenario)
 
 
+def test_a_service_that_could_not_wake_up_wholly_is_woken_again(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = EngineService(
+        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+    )
+    failures = [RuntimeError("no memory for graphs")]
+
+    def prepare(_: object) -> int:
+        if failures:
+            raise failures.pop()
+        return 0
+
+    async def scenario() -> None:
+        await service.sleep(seconds=LIMIT)
+        monkeypatch.setattr(type(service.loaded), "prepare", prepare)
+        with pytest.raises(RuntimeError, match="no memory"):
+            await service.wake_up()
+        assert not service.state()["ready"]
+        await service.wake_up()
+        assert service.state()["ready"]
+        assert (await outputs(await service.engine.open(asked("a", 6))))[0].tokens
+
+    run(service, scenario)
+
+
+def test_weights_of_one_number_are_of_one_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    service = EngineService(
+        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+    )
+
+    async def scenario() -> None:
+        for _ in range(2):  # an order may be repeated
+            await service.update_weights(tiny_model_dir, version=3)
+        with pytest.raises(ValueError, match="version 3 is the number of the weights of"):
+            await service.update_weights(tmp_path, version=3)
+        assert service.weights_version == 3
+
+    run(service, scenario)
+
+
 def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> None:
     service = EngineService(
         EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
@@ -142,7 +183,7 @@ def test_requests_say_which_weights_decoded_them(tiny_model_dir: Path, mode: Swa
         assert service.state()["weights"] == {"folder": str(tiny_model_dir), "version": 7}
         last = [[step async for step in stream][-1] for stream in (running, waiting)]
         assert [step.weights for step in last] == [(0, 7 if mode == "preempt" else 0), (7, 7)]
-        await service.update_weights(tiny_model_dir / "nowhere", version=7)  # it has them
+        await service.update_weights(tiny_model_dir, version=7)  # it has them
         with pytest.raises(ValueError, match="nowhere"):
             await service.update_weights(tiny_model_dir / "nowhere", version=8)
         assert service.state()["weights"]["version"] == 7

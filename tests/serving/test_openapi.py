@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, Strict, parse
-from mbd_core.serving.openapi import RESPONSES, openapi_document
+from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, parse
+from mbd_core.serving.openapi import ORDERS, RESPONSES, openapi_document
 from mbd_core.serving.operations import SleepOrder, WeightsUpdate
+from mbd_core.serving.strict_model import Strict
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 DOCUMENT = openapi_document()
@@ -54,6 +55,12 @@ def test_the_document_is_valid_openapi() -> None:
         "POST /wakeup",
         "POST /abort_requests",
     }
+
+
+def test_a_body_may_be_left_out_where_all_of_its_fields_may() -> None:
+    paths = openapi_document()["paths"]
+    needed = {path: paths[path]["post"]["requestBody"]["required"] for path in ORDERS}
+    assert needed == {"/update_weights": True, "/sleep": False, "/wakeup": False, "/abort_requests": False}
 
 
 @pytest.mark.parametrize("kind", REQUESTS)

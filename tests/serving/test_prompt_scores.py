@@ -1,11 +1,12 @@
 """`echo` with `logprobs`: a prompt's log-probabilities are the definition's, in the shape that lm_eval reads."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_server import answers, openai_client, server_of
+from local_server import LIMIT, MODEL, answers, openai_client, server_of
 from step_replay import text_log_probabilities
 
 from mbd_core.checkpoint.loading import load_model
@@ -135,3 +136,20 @@ def test_openai_s_client_reads_it(tiny_model_dir: Path) -> None:
             await server.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_prompt_that_is_not_scored_to_its_end_is_an_error(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    body = json.dumps({"model": MODEL, "prompt": [5 + n % 300 for n in range(200)], **ASKED}).encode()
+
+    async def scenario() -> None:
+        answer = await server.complete(body)
+        whole = asyncio.create_task(answer.whole())
+        while await server.service.abort_all() == 0:
+            await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="before all of its prompt was scored") as refused:
+            await whole
+        assert refused.value.status == 503
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT))

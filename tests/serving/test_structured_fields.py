@@ -69,7 +69,7 @@ def test_guided_fields_hold(tiny_model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"guided_regex": "("}, "guided_regex", "the regex cannot be honoured"),
+        ({"guided_regex": "("}, "guided_regex", "the regular expression cannot be honoured"),
         ({"guided_regex": "a" * 70_000}, "guided_regex", "at most 65536"),
         ({"guided_json": {"enum": ["a" * 70_000]}}, "guided_json", "at most 65536 are taken"),
         ({"guided_json": "{"}, "guided_json", "cannot be read"),

@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from local_server import MODEL, LocalServer, answers, openai_client, server_of
+from local_server import LIMIT, MODEL, ROUTES, LocalServer, answers, openai_client, server_of
 from tool_templates import OTHER_FORM, QWEN, tool_folder
 from transformers import AutoTokenizer
 
@@ -135,6 +135,17 @@ def test_under_auto_text_stays_text_and_is_cut_by_the_budget_alone(plain: Path) 
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+ARGUMENTS = "messages.0.tool_calls.0.function.arguments"
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "now", "arguments": arguments}}
+
+
+def said(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(calls)}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
@@ -156,6 +167,9 @@ def test_under_auto_text_stays_text_and_is_cut_by_the_budget_alone(plain: Path) 
         ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages.0.tool_call_id", "no open"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id", "required"),
         ({"messages": [{"role": "user", "tool_calls": []}]}, "messages.0.content", "needs a string"),
+        ({"messages": [said(call("a", '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"))]}, ARGUMENTS, "a JSON object"),
+        ({"messages": [said(call("a", '{"a":"\\ud800"}'))]}, ARGUMENTS, "a JSON object"),
+        ({"messages": [said(call("a", "{}"), call("a", "{}"))]}, "messages.0.tool_calls", "two calls have the id a"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -331,3 +345,29 @@ def test_a_call_is_never_cut(plain: Path, monkeypatch: pytest.MonkeyPatch, numbe
     assert "tool_calls" not in choice["message"], "there is no room for one"
     assert "<tool_call>" not in choice["message"]["content"]
     assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_a_call_that_is_aborted_says_so(plain: Path) -> None:
+    """Its arguments are not whole, so the answer does not end as one with calls."""
+    city = {"type": "object", "properties": {"city": {"type": "string", "minLength": 150}}, "required": ["city"]}
+    fields = {
+        "tools": [tool("weather", parameters=city)],
+        "tool_choice": "required",
+        "max_tokens": 400,
+        "stream": True,
+    }
+    server = server_of(plain, num_pages=NUM_PAGES)
+
+    async def scenario() -> list[str]:
+        answer = await server.chat(json.dumps({"model": MODEL} | ROUTES["chat"] | fields | {"stream": True}).encode())
+        reasons, aborted = [], False
+        async for event in answer.events(lambda error: ApiError(500, str(error))):
+            if event.startswith("data: {"):
+                (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+                if choice["delta"].get("tool_calls") and not aborted:
+                    aborted = await server.service.abort_all() > 0
+        await server.stop()
+        return reasons
+
+    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT)) == ["abort"]

@@ -167,6 +167,11 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
+// Whether the chosen model decodes a canvas: no Block Buffer, so no frames, no slots and no thresholds of theirs.
+function hasCanvas() {
+  return Boolean(served.find((m) => m.name === $("model").value)?.defaults?.canvas);
+}
+
 function body(slots) {
   const temperature = Number($("temperature").value);
   const prompt = $("prompt").value;
@@ -176,10 +181,10 @@ function body(slots) {
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     max_tokens: Number($("tokens").value),
     stream: true,
-    frames: true,
+    ...(!hasCanvas() && { frames: true }),
     return_token_ids: true,
     ...(temperature && { temperature, seed: 1 }),
-    decoding: { buffer_size: slots, ...Object.fromEntries(THRESHOLDS.map((t) => [t, Number($(t).value)])) },
+    ...(!hasCanvas() && { decoding: { buffer_size: slots, ...Object.fromEntries(THRESHOLDS.map((t) => [t, Number($(t).value)])) } }),
   };
 }
 
@@ -243,6 +248,11 @@ async function runBoth(event) {
 
 function makeSides() {
   $("sides").replaceChildren();
+  if (hasCanvas()) {
+    const side = new Side("Canvas", 1);
+    side.parts.h2.textContent = "The whole sequence at once: this model has no Block Buffer to show";
+    return [side];
+  }
   const sides = [new Side("SingleBD", 1)];
   if ($("slots").value) sides.push(new Side("MultiBD", Number($("slots").value)));
   return sides;
@@ -253,8 +263,9 @@ function showValues() {
 }
 
 function chooseModel() {
+  stop?.abort();
   const model = served.find((m) => m.name === $("model").value);
-  const most = model?.most ?? 4;
+  const most = hasCanvas() ? 1 : (model?.most ?? 4);
   const sizes = Array.from({ length: Math.max(0, most - 1) }, (_, i) => i + 2);
   $("slots").replaceChildren(...sizes.map((n) => new Option(String(n), String(n), n === Math.min(4, most), n === Math.min(4, most))));
   $("run").textContent = sizes.length ? "Run both" : "Run";
