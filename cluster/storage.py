@@ -204,6 +204,7 @@ class Folder:
                 own = {name: found[name] for name in found if any(is_named(name, pattern) for pattern in files)}
                 if manifest is not None:
                     _download(system, path, own, mirror.path)
+                    mirror.path.mkdir(exist_ok=True)  # there is no file yet where the first upload was interrupted
                     (mirror.path / MANIFEST).write_text(manifest, encoding="utf-8")
             except BaseException:
                 shutil.rmtree(stage, ignore_errors=True)

@@ -247,6 +247,7 @@ def run_on_cluster(
         record = replace(work.record, settings=settings)
         with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
             folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
+            folder.remove(FAILURE)  # of an earlier run
             missing = [work.parts[number] for number in folder.missing()]
             cases = [work.cases[number] for number in folder.missing_cases()]
             if len(missing) < len(record.parts):
@@ -263,7 +264,6 @@ def run_on_cluster(
                     f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
                     f"traceback in {FAILURE}; the same command computes the rest"
                 ) from error
-            folder.remove(FAILURE)
             return write_summary(folder).text
     finally:
         if is_ours:

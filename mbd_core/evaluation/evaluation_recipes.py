@@ -70,6 +70,7 @@ BY_VALUE = "the task's own rule: the answer's value (math-verify), or the tests"
 # -- Wordings of this project ----------------------------------------------------------------------------------------
 
 BARE = Wording(form="turn", text="{question}")
+BARE_WITH_TESTS = Wording(form="turn", text="{question}\n{tests}")
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{{}}."
 FUNCTION = Wording(
     form="turn",
@@ -174,8 +175,11 @@ OWN = Recipe(
 NOTHING_ADDED = Recipe(
     name="bare",
     source="this project",
-    remark="The problem alone, in one turn of the user.",
-    settings=dict.fromkeys(OWN.settings, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
+    remark="The problem alone, in one turn of the user; MBPP's with its tests, which name the function.",
+    settings={
+        **dict.fromkeys(OWN.settings, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
+        **dict.fromkeys(("mbpp", "mbpp-plus"), _own(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own")),
+    },
 )
 
 _MBD_TABLE = "MBD-LMs, Appendix D, Table 4 (0-shot, 4,096 new tokens, temperature 0)"

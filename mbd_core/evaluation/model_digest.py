@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.files import MANIFEST
 
 WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
@@ -11,8 +12,13 @@ LEFT_OUT = (MANIFEST, "generation_config.json")  # what it recommends is not wha
 
 
 def model_digest(folder: Path) -> str:
-    """A hash of the files' names, sizes and contents; large files at 64 places, for training changes all of them."""
-    digest = hashlib.sha256()
+    """A hash of the files' names, sizes and contents; large files at 64 places, for training changes all of them.
+
+    Of `generation_config.json` only the ids count that it decides together with `config.json`: those that end an
+    answer, and the mask's. Raises `ValueError` where the two contradict each other.
+    """
+    config = load_config(folder)
+    digest = hashlib.sha256(f"{sorted(config.eos_token_ids)} {config.mask_token_id}\n".encode())
     for file in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
         if file.name in LEFT_OUT or file.suffix == ".md":
             continue

@@ -29,8 +29,8 @@ from mbd_core.files import (
     claim_folder,
     file_beside,
     folder_kind,
+    is_named,
     is_partial,
-    write_json,
 )
 
 KIND = "sweep"
@@ -71,11 +71,16 @@ class FolderState:
             raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
 
     def save(self, folder: Path) -> None:
-        write_json(folder / RECORD, {**vars(self), "record": self.record.as_json()})
+        """Write it, durably: without it the parts that are there are nobody's."""
+        with file_beside(folder / RECORD) as beside:
+            content = {**vars(self), "record": self.record.as_json()}
+            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            _sync(beside)
+        _sync(folder)
 
     def owns(self, folder: Path, name: str) -> bool:
         """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
-        if name in (MANIFEST, RECORD, LOCK) or is_partial(Path(name)):
+        if name in (MANIFEST, RECORD, LOCK) or is_leftover(name):
             return True
         if Path(name).parts[0] in TABLES:
             return part_id(folder / name) in (self.id, *self.previous)
@@ -198,12 +203,17 @@ class SweepFolder:
 
     def _clear(self) -> None:
         """Remove what is left of replaced sweeps and of killed processes; without all parts, the report too."""
-        outdated = (*REPORT_FILES, FAILURE) if self.missing() or self.missing_cases() else ()
+        outdated = REPORT_FILES if self.missing() or self.missing_cases() else ()
         for name in files_in(self.path):
-            if is_partial(Path(name)):
+            if is_leftover(name):
                 (self.path / name).unlink()
             elif name in outdated or part_id(self.path / name) in self.state.previous:
                 self.remove(name)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a killed process of ours left this file, by its relative name: one that it began and did not finish."""
+    return is_partial(Path(name)) and any(is_named(name, pattern) for pattern in (MANIFEST, *FILES))
 
 
 def part_name(number: int) -> str:
@@ -247,7 +257,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
         return
     there = FolderState.load(folder)
     if there is None:
-        strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_partial(Path(name))]
+        strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_leftover(name)]
         if strange:
             raise ValueError(f"{folder} cannot be used: it has no {RECORD}, and {strange[0]} in it; move that")
         return

@@ -1,5 +1,7 @@
 """A sweep's report as Markdown: the layout of the paper's Table 1, then every configuration and both AUPs."""
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -122,4 +124,11 @@ def _setting_text(value: Any) -> str:
         return ", ".join(f"{name} {_setting_text(inner)}" for name, inner in value.items())
     if isinstance(value, list | tuple):
         return "; ".join(_setting_text(inner) for inner in value)
-    return str(value)
+    text = str(value)
+    return _code_span(text) if any(mark in text for mark in "\n\r`<") else text
+
+
+def _code_span(text: str) -> str:
+    """The text on one line, as JSON, between more backticks than it holds in a row: nothing of it is Markdown."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {json.dumps(text, ensure_ascii=False)} {fence}"

@@ -50,9 +50,12 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
 
 def _times(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
     """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
-    known: dict[tuple[str, str, str, str], Path] = {}
+    known: dict[tuple[str, str, str, str], int] = {}
     timed = [
-        row for folder in folders for row in read_times(folder) if known.setdefault(config_of(row), folder) == folder
+        row
+        for number, folder in enumerate(folders)
+        for row in read_times(folder)
+        if known.setdefault(config_of(row), number) == number
     ]
     order = {(row.key.model, row.key.method, row.key.task, row.key.config): n for n, row in enumerate(rows)}
     found = {(speed.model, speed.method, speed.task, speed.config): speed for speed in speeds(timed)}

@@ -27,7 +27,7 @@ from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.answer_ends import before_stop, fitted, generate_until
 from mbd_core.evaluation.grid import DEFAULT_SLOTS, parse_grid
-from mbd_core.files import write_text
+from mbd_core.files import check_new_file, write_text
 from mbd_core.harness.counted_text import CountedText
 from mbd_core.harness.generation_fields import Generation, read_generation
 from mbd_core.harness.likelihood import Draws, log_likelihood
@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
     method       a method by name (`decoding.methods`); by default the model's own `generation_config.json` decides
     batch_size   sequences decoded at once; `auto` is the engine's default
     mc_num, seed the draws of a log-likelihood, and their seed
-    log          a file of JSON lines to write, one for each generation: its task, document, counts and end
+    log          a file of JSON lines, yet to be written, one for each generation: its task, document, counts and end
     decoding     any decoding field, as `tau_m2t=0.9` or `t2t.tau=0.5`
     """
 
@@ -68,6 +68,8 @@ class HarnessModel(TemplateLM):
         if method is not None and method not in METHODS:
             raise ValueError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
         self._method, self._fields = method, _nested(decoding)
+        if log is not None:
+            check_new_file(Path(log))
         folder = model_folder(pretrained)
         contents = read_folder(folder)
         self._defaults = contents.defaults
@@ -102,7 +104,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[CountedText]:
         """The answers, each cut before the stop string that comes first. A prompt that the model cannot hold is an
-        empty answer without counts, with a warning."""
+        empty answer without counts, with a warning; any other refusal is the user's to mend, and ends the run."""
         answers: list[CountedText] = []
         group = 4 * self._rows
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
@@ -123,6 +125,8 @@ class HarnessModel(TemplateLM):
                 self._model.engine.admission.check(request)
                 requests.append(request)
             except RequestRefused as error:
+                if error.code != "context_length_exceeded":
+                    raise
                 refused[request.request_id] = str(error)
                 LOGGER.warning("document %s of %s has no answer: %s", instance.doc_id, instance.task_name, error)
         stops = {str(number): generation.stop for number, generation in enumerate(asked)}
@@ -179,7 +183,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens."""
+        """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens. A text that the
+        model cannot hold ends the run: no number stands for it."""
         scored = []
         for texts, context, continuation in tqdm(
             requests, disable=kwargs.get("disable_tqdm", False), desc="Running loglikelihood requests"

@@ -108,7 +108,7 @@ def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, setting: Setting, 
         fields["training_split"] = fields["fewshot_split"] = "train"
         fields["fewshot_config"] = {"sampler": "first_n" if setting.choice == "first" else "default"}
     lines = [
-        f"# {recipe.name}: {problem_set.task.label}, asked with: lm_eval {FLAGS[wording.form]} ...",
+        f"# {recipe.name}: {problem_set.task.label}, asked with: mbd-lm-eval {FLAGS[wording.form]} ...",
         f"# {', '.join(MEASURES)}: means over the answers of the model 'mbd'",
         *(f"{key}: {json.dumps(value)}" for key, value in fields.items()),
         f"process_results: !function {score.__module__}.{score.__name__}",

@@ -162,6 +162,16 @@ def test_a_mirrored_folder_fills_file_by_file_and_begins_with_what_is_there(base
         pass
 
 
+def test_a_mirrored_folder_that_was_killed_before_its_first_file_is_gone_on_with(base: str) -> None:
+    folder, files = Folder.at(f"{base}/sweep"), ["report.txt"]
+    put(folder, UNFINISHED, json.dumps({"kind": "sweep", "files": files}))
+    with folder.mirrored("sweep", files) as mirror:
+        claim_folder(mirror.path, "sweep", files)
+        (mirror.path / "report.txt").write_text("whole")
+        mirror.publish("report.txt")
+    assert names(folder) == [MANIFEST, "report.txt"]
+
+
 def test_a_model_is_fetched_once_a_version(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cache = Folder.at(base) / "tiny", tmp_path / "cache"
     with pytest.raises(ValueError, match=r"^no folder lies at \S*/tiny; give the URL of one$"):

@@ -44,9 +44,7 @@ def test_a_setting_asks_the_problem_once_and_says_where_it_comes_from(recipe: st
     setting = SETTINGS[recipe, task]
     text = setting.wording.text.format(question="<Q>", tests="<T>")
     assert text.count("<Q>") == 1
-    assert text.count("<T>") == (task.startswith("mbpp") and recipe != "bare"), (
-        "only MBPP's tests are part of its question"
-    )
+    assert text.count("<T>") == task.startswith("mbpp"), "only MBPP's tests are part of its question"
     assert setting.wording.answer.format(answer="<A>").count("<A>") == 1
     assert setting.source and setting.extraction and task in REAL_TASKS
     assert setting.num_examples >= 0 and 1 <= setting.max_tokens <= 4096

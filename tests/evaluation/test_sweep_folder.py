@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from written_sweeps import graded_table, planned_rows, sweep_record, write_parts
 
+from mbd_core.evaluation import sweep_folder
 from mbd_core.evaluation.sweep_folder import (
     FAILURE,
     LOCK,
@@ -26,9 +27,9 @@ from mbd_core.evaluation.sweep_folder import (
     read_times,
 )
 from mbd_core.evaluation.sweep_parts import Shard, cut
-from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.evaluation.sweep_summary import rewrite_summary, write_summary
 from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
-from mbd_core.files import MANIFEST, write_json
+from mbd_core.files import MANIFEST, is_named, write_json
 
 ROWS = planned_rows()
 PARTS = cut(ROWS, rows_per_part=4)
@@ -204,7 +205,18 @@ def test_a_replacement_that_is_killed_midway_keeps_no_row_of_what_it_replaced(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
-    "name", ["notes.txt", "samples/notes.parquet", REPORT, "plot.png", FAILURE, part_name(1), part_name(99)]
+    "name",
+    [
+        "notes.txt",
+        ".notes.txt.7.partial",
+        "samples/.notes.7.partial.parquet",
+        "samples/notes.parquet",
+        REPORT,
+        "plot.png",
+        FAILURE,
+        part_name(1),
+        part_name(99),
+    ],
 )
 def test_a_file_of_the_user_s_is_never_read_replaced_or_removed(name: str, overwrite: bool, tmp_path: Path) -> None:
     """Neither in an interrupted sweep, nor in one that is to be replaced, nor without a sweep at all."""
@@ -243,6 +255,21 @@ def test_a_file_that_appears_while_a_sweep_runs_is_not_replaced(tmp_path: Path) 
         with pytest.raises(OSError, match=r"report\.md was not written by this sweep"):
             write_summary(folder)
     assert {(tmp_path / "out" / name).read_text() for name in (part_name(1), "report.md")} == {"precious"}
+
+
+def test_the_record_outlives_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(sweep_folder, "_sync", lambda path: synced.append(path.name))
+    SweepFolder.claim(tmp_path / "out", RECORDED).close()
+    assert [bool(is_named(name, RECORD)) for name in synced] == [True, False] and synced[1] == "out"
+
+
+def test_a_report_of_a_failed_sweep_keeps_its_traceback(tmp_path: Path) -> None:
+    with SweepFolder.claim(tmp_path, RECORDED) as folder:
+        folder.write_part(0, graded_table(PARTS[0]))
+        folder.write_files({FAILURE: b"Traceback"})
+    rewrite_summary(tmp_path)
+    assert (tmp_path / FAILURE).read_bytes() == b"Traceback" and (tmp_path / REPORT).exists()
 
 
 def test_folders_that_hold_no_sweep_of_ours_are_named(tmp_path: Path) -> None:

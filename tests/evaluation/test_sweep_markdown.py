@@ -1,9 +1,13 @@
 """The report's table in the layout of the paper's Table 1."""
 
 import re
+from dataclasses import asdict
 
 from sweep_rows import report_rows
+from written_sweeps import timed_table
 
+from mbd_core.evaluation.evaluation_recipes import RECIPES
+from mbd_core.evaluation.speed import speeds
 from mbd_core.evaluation.sweep_markdown import render_markdown
 from mbd_core.evaluation.sweep_report import build_aup
 
@@ -24,3 +28,24 @@ def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
     ]
     assert "- mbd, MBD: A: tau_m2t=0.7; B: tau_m2t=0.9" in text
     assert re.search(r"^- seed: 7$", text, re.MULTILINE)
+
+
+def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
+    rows, key = report_rows(), report_rows()[0].key
+    speed = speeds(timed_table({**asdict(key), "problem_id": "p"}).to_pylist())
+    asked = {
+        recipe.name: {name: {"prompt": one.wording.text, "stop": one.stop} for name, one in recipe.settings.items()}
+        for recipe in RECIPES.values()
+    }
+    labels = {"a": "A", "b": "B"}
+    text = render_markdown(rows, build_aup(rows), speed, labels=labels, settings={"tasks": asked, "paths": ["``"]})
+    plain = render_markdown(rows, build_aup(rows), speed, labels=labels, settings={"tasks": "", "paths": ""})
+    fenced, kept = False, list[str]()
+    for line in text.splitlines():
+        fenced ^= line.startswith(("```", "~~~"))
+        kept += [line] if not fenced and line.startswith(("## ", "|")) else []
+    assert kept == [line for line in plain.splitlines() if line.startswith(("## ", "|"))]
+    assert kept[-3] == next(line for line in kept if "Batch-1 TPS" in line)
+    (setting,) = (line for line in text.splitlines() if line.startswith("- tasks: "))
+    assert "<" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", setting), "outside code, it would be HTML"
+    assert len(text.splitlines()) == len(plain.splitlines())

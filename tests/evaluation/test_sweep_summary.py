@@ -1,10 +1,12 @@
 """Reports from rows alone: shards give the sweep's own, and what cannot be joined is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from written_sweeps import WHOLE, graded_table, planned_rows, sweep_record, write_parts
+from written_sweeps import WHOLE, graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from jobs.report_sweep import main
 from mbd_core.evaluation.sweep_folder import REPORT, SweepFolder, read_report
@@ -29,9 +31,23 @@ def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys
     assert "of 40 samples are there" in capsys.readouterr().err
 
 
+def write_timed(path: Path, *, num_cases: int = 2, cases: Sequence[int] = (0,), **changes: Any) -> None:
+    """A sweep with times of some of its two configurations on task a."""
+    rows = planned_rows(tasks=("a",), problems=3)
+    parts = cut(rows, rows_per_part=4)
+    with SweepFolder.claim(path, sweep_record(rows, parts, num_cases=num_cases, **changes)) as folder:
+        for number in folder.missing():
+            folder.write_part(number, graded_table(parts[number]))
+        for number in cases:
+            if number in folder.missing_cases():
+                folder.write_case(number, timed_table(rows[number]))
+
+
 def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
-    write_parts(tmp_path / "whole")
+    write_timed(tmp_path / "whole")
     once, twice = summarize_sweeps([tmp_path / "whole"]), summarize_sweeps([tmp_path / "whole"] * 2)
+    (speed,) = json.loads(once.files[REPORT])["times"]
+    assert (speed["num_alone"], speed["num_together"]) == (1, 2)
     assert once.files == twice.files
 
 

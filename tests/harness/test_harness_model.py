@@ -129,6 +129,21 @@ def test_a_prompt_that_does_not_fit_is_an_empty_answer_and_a_limit_is_what_fits(
     assert 0 < fits.measures()["tokens"] < 512
 
 
+def test_decoding_that_the_engine_refuses_ends_the_run_with_its_sentence(model: HarnessModel) -> None:
+    with pytest.raises(ValueError, match=r"buffer_size=9 exceeds this engine's \d+ slots"):
+        generate(model, ("How many?", {"max_gen_toks": 8, "buffer_size": 9}))
+    text = Instance(request_type="loglikelihood", doc={}, arguments=("word " * 600, " 7"), idx=0)
+    with pytest.raises(ValueError, match="exceeds the model's 512 positions"):
+        model.loglikelihood([text], disable_tqdm=True)
+
+
+def test_a_log_takes_no_other_file_s_place(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("precious")
+    with pytest.raises(ValueError, match=r"log\.jsonl exists already"):
+        HarnessModel(str(tiny_model_dir), device="cpu", log=str(tmp_path / "log.jsonl"))
+    assert (tmp_path / "log.jsonl").read_text() == "precious"
+
+
 def test_a_text_gets_the_tokenizer_s_special_tokens_once(tiny_model_dir: Path) -> None:
     plain = HarnessModel(str(tiny_model_dir), device="cpu")
     assert plain.tok_encode("How many?") == list(plain.tokenizer("How many?")["input_ids"])

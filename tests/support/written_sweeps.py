@@ -15,6 +15,7 @@ from mbd_core.evaluation.sweep_folder import SweepFolder
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_record import SweepRecord
 from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
 
 WHOLE = Shard()
 CONFIGS = ('{"block_size": 4, "tau_m2t": 0.7}', '{"block_size": 4, "tau_m2t": 0.9}')
@@ -82,6 +83,16 @@ def graded_table(part: Part) -> pa.Table:
         for row in part.rows
     ]
     return pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+
+
+def timed_table(row: dict[str, Any]) -> pa.Table:
+    """The timed requests of a row's configuration: one alone, two together."""
+    of_case = {name: row[name] for name in ("model", "method", "task", "config", "problem_id")}
+    seconds = {"num_tokens": 6, "num_forwards": 2, "begun": 0.0, "ended": 3.0, "decode_seconds": 1.0}
+    runs = (("alone", 1), ("together", 2), ("together", 2))
+    return pa.Table.from_pylist(
+        [{**of_case, **seconds, "run": run, "concurrency": count} for run, count in runs], schema=TIMED_COLUMNS
+    )
 
 
 def write_parts(
