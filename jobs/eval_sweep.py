@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,11 +26,12 @@ from jobs.command_line import (
 )
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.evaluation_recipes import OWN
-from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder, sweep_in
-from mbd_core.evaluation.sweep_parts import Part, Shard, cut
+from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder
+from mbd_core.evaluation.sweep_parts import Part, Shard, cut, part_size
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
-from mbd_core.evaluation.sweep_record import SweepRecord, difference, record_of
+from mbd_core.evaluation.sweep_record import SweepRecord, record_of
 from mbd_core.evaluation.sweep_samples import collect_samples, collect_times
 from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
 from mbd_core.evaluation.sweep_summary import write_summary
@@ -174,7 +174,11 @@ def run(
     )
     urls = {path: model for model, path in fetched.items() if path != model}
     timing = Timing(problems=timed, concurrency=concurrency)
-    print(run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite))
+    text = run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite)
+    if text is None:
+        print_notes([f"shard {part_of} has none of the sweep's parts, and no report of its own"])
+        return
+    print(text)
     print(f"The report is in {out_folder}: {WRITTEN}")
 
 
@@ -187,10 +191,11 @@ def run_in(
     urls: Mapping[str, str],
     num_actors: int,
     overwrite: bool,
-) -> str:
-    """Check what lies in the folder, and compute what is missing; the report as Markdown."""
+) -> str | None:
+    """Check what lies in the folder, and compute what is missing; the report as Markdown, `None` for a shard without
+    parts."""
     with out.mirrored(KIND, FILES) as mirror:
-        work = cut_sweep(sweep, mirror.path, shard=shard, timing=timing, num_actors=num_actors)
+        work = cut_sweep(sweep, shard=shard, timing=timing)
         check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
         print_notes(sweep.notes)
         return run_on_cluster(sweep, work, mirror, urls=urls, num_actors=num_actors, overwrite=overwrite)
@@ -210,28 +215,21 @@ class Work:
     cases: Sequence[TimedCase]
 
 
-def cut_sweep(sweep: Sweep, folder: Path, *, shard: Shard, timing: Timing, num_actors: int) -> Work:
-    """A sweep in parts; one that the folder holds already is cut as it was there, with however many actors."""
+def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
+    """A sweep in parts, the same with however many actors."""
     rows = list(sweep.rows())
-
-    def work(size: int) -> Work:
-        parts = cut(rows, rows_per_part=size)
-        record = record_of(sweep, rows, parts, shard=shard, rows_per_part=size, timing=timing)
-        return Work(record, parts, timed_cases(rows, timing))
-
-    cut_anew, there = work(min(4 * sweep.engine.max_rows, -(-len(rows) // num_actors))), sweep_in(folder)
-    if there is None or difference(there, cut_anew.record) is not None:
-        return cut_anew
-    return work(there.rows_per_part)
+    parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
+    return Work(record_of(sweep, rows, parts, shard=shard, timing=timing), parts, timed_cases(rows, timing))
 
 
 def run_on_cluster(
     sweep: Sweep, work: Work, mirror: Mirror, *, urls: Mapping[str, str], num_actors: int, overwrite: bool
-) -> str:
+) -> str | None:
     """Decode, grade, time and write what is missing; the report as Markdown. Ray is imported here: it takes seconds,
     and bad input none.
 
     Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in the folder.
+    A model that cannot be loaded to be timed is such a sentence too, after the report.
     """
     import ray
 
@@ -249,25 +247,39 @@ def run_on_cluster(
             folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
             folder.remove(FAILURE)  # of an earlier run
             missing = [work.parts[number] for number in folder.missing()]
-            cases = [work.cases[number] for number in folder.missing_cases()]
             if len(missing) < len(record.parts):
                 there = f"{len(record.parts) - len(missing)} of {len(record.parts)} parts are there"
                 print(f"eval_sweep: {there}", file=sys.stderr)
+            refused = None
             try:
                 own = [work.parts[number] for number in record.parts]
                 collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, own)
-                timed = time_cases(cases, sweep, pool, concurrency=record.plan["timing"]["concurrency"], urls=urls)
-                collect_times(timed, folder, cases)
+                write_report(folder)  # it is there whatever becomes of the times
+                left = set(folder.missing_cases())
+                cases = [case for case in work.cases if case.number in left]
+                timed = time_cases(cases, sweep, pool, concurrency=record.timing.concurrency, urls=urls)
+                try:
+                    collect_times(timed, folder, cases)
+                except ModelRefused as error:
+                    refused = error
             except CLUSTER_FAILURES as error:
                 folder.write_files({FAILURE: failure_text(error).encode()})
                 raise RuntimeError(
                     f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
                     f"traceback in {FAILURE}; the same command computes the rest"
                 ) from error
-            return write_summary(folder).text
+            text = write_report(folder)
+            if refused is not None:
+                raise RuntimeError(f"not all could be timed: {refused}; the report is in {mirror.target}")
+            return text
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def write_report(folder: SweepFolder) -> str | None:
+    """Write the report of what the folder holds; it as Markdown, `None` for a shard without parts."""
+    return write_summary(folder).text if folder.state.record.parts else None
 
 
 main = command(run)

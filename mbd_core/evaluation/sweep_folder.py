@@ -121,6 +121,8 @@ class SweepFolder:
             state = FolderState(record)
         elif is_resumable(path, there, record, overwrite=overwrite):
             state = there
+            if record.num_cases and not there.record.num_cases:  # nothing was to be timed before
+                state.record = replace(there.record, num_cases=record.num_cases, timing=record.timing)
         else:
             state = FolderState(record, previous=[there.id, *there.previous], digests=there.digests)
         folder = cls(path, state, lock, published)
@@ -283,12 +285,6 @@ def is_resumable(folder: Path, there: FolderState, record: SweepRecord, *, overw
 def is_finished(folder: Path, state: FolderState) -> bool:
     """Whether all parts and the report are there."""
     return state.owns(folder, REPORT) and all(part_id(folder / name) == state.id for name in tables_of(state.record))
-
-
-def sweep_in(folder: Path) -> SweepRecord | None:
-    """The record of the sweep in a folder, `None` if no sweep lies there."""
-    state = FolderState.load(folder) if folder_kind(folder) == KIND else None
-    return None if state is None else state.record
 
 
 def read_record(folder: Path) -> SweepRecord:

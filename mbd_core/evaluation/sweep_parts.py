@@ -49,6 +49,12 @@ class Shard:
         return number % self.count == self.index - 1
 
 
+def part_size(num_rows: int, *, max_rows: int) -> int:
+    """The rows of a part: four batches of `max_rows`, fewer in a small sweep, so that it too has parts for several
+    engines, but at least one. It depends on nothing but the plan, so that all shards are cut alike."""
+    return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
+
+
 def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
     """The parts, in the order in which they are best decoded: of each model the longest prompts first.
 

@@ -15,6 +15,8 @@ from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.timed_cases import Timing, timed_cases
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
+# Sizes that were asked for: how rows are batched, and which requests there is memory for.
+ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 # Columns of a row that are no part of its problem.
 APART = ("sample", "model", "method", "config", "max_tokens", "seed")
 
@@ -23,19 +25,20 @@ APART = ("sample", "model", "method", "config", "max_tokens", "seed")
 class SweepRecord:
     """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
 
-    plan           what decides the rows: models by digest, configurations, problems, sizes, versions (`plan_of`)
-    shard          the part of the sweep that lies in this folder
-    rows_per_part  how the sweep is cut, and into how many parts
-    num_cases      configurations and tasks that are timed (`timed_cases`)
-    labels         column heads by task
-    settings       what a reader of the report needs besides (`sweep_settings`)
+    plan       what decides the rows: models by digest, configurations, problems, sizes, versions (`plan_of`)
+    shard      the part of the sweep that lies in this folder
+    num_parts  how many parts the sweep is cut into
+    num_cases  configurations and tasks that are timed (`timed_cases`)
+    timing     how they are timed, which decides no row
+    labels     column heads by task
+    settings   what a reader of the report needs besides (`sweep_settings`)
     """
 
     plan: Mapping[str, Any]
     shard: Shard
-    rows_per_part: int
     num_parts: int
     num_cases: int
+    timing: Timing
     labels: Mapping[str, str]
     settings: Mapping[str, Any]
 
@@ -66,10 +69,10 @@ class SweepRecord:
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Self:
-        return cls(**{**content, "shard": Shard(**content["shard"])})
+        return cls(**{**content, "shard": Shard(**content["shard"]), "timing": Timing(**content["timing"])})
 
 
-def plan_of(sweep: Sweep, rows: Sequence[Row], timing: Timing) -> dict[str, Any]:
+def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
     """What decides the rows of a sweep; `rows` are all its rows."""
     return {
         "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()},
@@ -86,9 +89,8 @@ def plan_of(sweep: Sweep, rows: Sequence[Row], timing: Timing) -> dict[str, Any]
             }
             for problem_set in sweep.problem_sets
         },
-        "timing": asdict(timing),
         "seed": sweep.seed,
-        "max_rows": sweep.engine.max_rows,
+        **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
         "versions": {name: version(name) for name in VERSIONS},
     }
@@ -111,16 +113,15 @@ def record_of(
     parts: Sequence[Part],
     *,
     shard: Shard,
-    rows_per_part: int,
     timing: Timing,
 ) -> SweepRecord:
     """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
     return SweepRecord(
-        plan=plan_of(sweep, rows, timing),
+        plan=plan_of(sweep, rows),
         shard=shard,
-        rows_per_part=rows_per_part,
         num_parts=len(parts),
         num_cases=len(timed_cases(rows, timing)),
+        timing=timing,
         labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
         settings={},
     )
@@ -131,6 +132,8 @@ def difference(there: SweepRecord, here: SweepRecord) -> str | None:
     said = list(_differences(there.plan, here.plan))
     if there.shard != here.shard:
         said.append(f"it is shard {there.shard}, not {here.shard}")
+    if there.num_cases and here.num_cases and there.timing != here.timing:
+        said.append(f"its configurations are timed with {there.timing}, not {here.timing} (--timed 0 keeps its times)")
     return "; ".join(said) or None
 
 
@@ -147,12 +150,9 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     else:
         for name, task in here["tasks"].items():
             yield from _other_problems(name, there["tasks"][name], task)
-    for name in ("seed", "max_rows", "tensor_parallel"):
+    for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
         if there[name] != here[name]:
             yield f"its {name} is {there[name]}, not {here[name]}"
-    for name, value in here["timing"].items():
-        if there["timing"][name] != value:
-            yield f"its configurations are timed with {name}={there['timing'][name]}, not {value}"
     for name in VERSIONS:
         if there["versions"].get(name) != here["versions"][name]:
             yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"

@@ -43,12 +43,15 @@ def collect_samples(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder,
 
 
 def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
-    """Write the timed requests of each case, and show progress and what could not be timed."""
+    """Write the timed requests of each case, and show progress and what could not be timed, which is not written and
+    so timed again by the same command."""
     with tqdm(total=len(cases), unit="configuration", desc="timing", disable=not cases) as bar:
         for number, table in tables:
-            folder.write_case(number, table)
             bar.update()
-            for error in filter(None, table["error"].to_pylist()):
+            errors = [error for error in table["error"].to_pylist() if error is not None]
+            if not errors:
+                folder.write_case(number, table)
+            for error in errors:
                 bar.write(f"{table['method'][0]} on {table['task'][0]} cannot be timed: {error}", file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ from mbd_core.evaluation.report_files import report_files
 from mbd_core.evaluation.speed import Speed, speeds
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
-from mbd_core.evaluation.sweep_report import ReportRow, build_aup, build_rows
+from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import load_samples
 from mbd_core.evaluation.timed_cases import config_of
 
@@ -44,7 +44,10 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     settings = _joined_settings(folders, records)
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
-    files = report_files(rows, build_aup(rows), _times(folders, rows), labels=labels, settings=settings)
+    times = _times(folders, rows)
+    if any(record.num_cases for record in records) and (untimed := _untimed(rows, times)):
+        settings = {"not timed": untimed, **settings}
+    files = report_files(rows, build_aup(rows), times, labels=labels, settings=settings)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 
@@ -60,6 +63,16 @@ def _times(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
     order = {(row.key.model, row.key.method, row.key.task, row.key.config): n for n, row in enumerate(rows)}
     found = {(speed.model, speed.method, speed.task, speed.config): speed for speed in speeds(timed)}
     return [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
+
+
+def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed]) -> list[str]:
+    """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests."""
+    timed = {ReportKey(speed.model, speed.method, speed.task, speed.config) for speed in times}
+    return [
+        f"{row.key.model}, {row.key.method} on {row.key.task}: {row.varied or 'the only one'}"
+        for row in rows
+        if row.key not in timed
+    ]
 
 
 def write_summary(folder: SweepFolder) -> SweepSummary:

@@ -5,7 +5,7 @@ The sweep's own batches mix configurations, so their seconds tell nothing about 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mbd_core.evaluation.sweep_parts import Row
 
@@ -20,6 +20,9 @@ class Timing:
 
     problems: int = 10
     concurrency: int = 8
+
+    def __str__(self) -> str:
+        return f"--timed {self.problems} --concurrency {self.concurrency}"
 
     @property
     def together(self) -> int:
@@ -54,13 +57,19 @@ def timed_cases(rows: Sequence[Row], timing: Timing) -> list[TimedCase]:
     for row in rows:
         groups.setdefault((row["model"], row["method"], row["config"], row["task"]), []).append(row)
     cases = [
-        TimedCase(0, (*alone, *(row for row in together if row not in alone)), len(alone))
-        for of_case in groups.values()
-        for alone, together in [(spread(of_case, timing.problems), spread(of_case, timing.together))]
+        TimedCase(0, _timed_rows(of_case, timing), min(timing.problems, len(of_case))) for of_case in groups.values()
     ]
     models = list(dict.fromkeys(row["model"] for row in rows))
     cases.sort(key=lambda case: (models.index(case.model), case.buffer_size))
-    return [TimedCase(number, case.rows[: timing.together], case.num_alone) for number, case in enumerate(cases)]
+    return [replace(case, number=number) for number, case in enumerate(cases)]
+
+
+def _timed_rows(rows: Sequence[Row], timing: Timing) -> list[Row]:
+    """Those that are sent one at a time, evenly spread, then the further ones, evenly spread over the rest."""
+    alone = spread(rows, timing.problems)
+    chosen = {row["sample"] for row in alone}
+    rest = [row for row in rows if row["sample"] not in chosen]
+    return [*alone, *spread(rest, timing.together - len(alone))]
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:

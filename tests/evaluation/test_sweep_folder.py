@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from written_sweeps import graded_table, planned_rows, sweep_record, write_parts
+from written_sweeps import graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from mbd_core.evaluation import sweep_folder
 from mbd_core.evaluation.sweep_folder import (
@@ -28,6 +28,7 @@ from mbd_core.evaluation.sweep_folder import (
 )
 from mbd_core.evaluation.sweep_parts import Shard, cut
 from mbd_core.evaluation.sweep_summary import rewrite_summary, write_summary
+from mbd_core.evaluation.timed_cases import Timing
 from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
 from mbd_core.files import MANIFEST, is_named, write_json
 
@@ -131,6 +132,21 @@ def test_timed_cases_are_missing_until_they_are_written_and_the_report_waits_for
         check_sweep_folder(out, record, overwrite=True)
 
 
+def test_other_timing_is_the_same_sweep_whose_times_stay(tmp_path: Path) -> None:
+    timed, untimed = sweep_record(ROWS, PARTS, num_cases=2), sweep_record(ROWS, PARTS, timing=Timing(problems=0))
+    with SweepFolder.claim(tmp_path, untimed) as folder:
+        folder.write_part(0, graded_table(PARTS[0]))
+    with SweepFolder.claim(tmp_path, timed) as folder:
+        assert 0 not in folder.missing() and folder.missing_cases() == [0, 1]
+        folder.write_case(0, timed_table(ROWS[0]))
+    with SweepFolder.claim(tmp_path, untimed) as folder:
+        assert folder.missing_cases() == [1]
+    assert len(list(read_times(tmp_path))) == 3
+    other = sweep_record(ROWS, PARTS, num_cases=2, timing=Timing(problems=2, concurrency=8))
+    with pytest.raises(ValueError, match="timed with --timed 2 --concurrency 3, not --timed 2 --concurrency 8"):
+        check_sweep_folder(tmp_path, other)
+
+
 def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
     with (
         SweepFolder.claim(tmp_path / "out", RECORDED),
@@ -157,7 +173,8 @@ def test_another_sweep_is_refused_in_a_sentence_that_says_what_differs(tmp_path:
         ({"tasks": {**tasks, "b": {**tasks["b"], "sha256": "1"}}}, "prompts or rule of task 'b' are others"),
         ({"configurations": {"m": configurations["m"][:1]}}, "has 2 configurations, not 1, and has another of MBD"),
         ({"configurations": {"m": configurations["m"][::-1]}}, "has its configurations in another order"),
-        ({"timing": {"problems": 2, "concurrency": 8}}, "are timed with concurrency=3, not 8"),
+        ({"num_pages": 8}, "its num_pages is None, not 8"),
+        ({"kv_memory_fraction": 0.5}, "its kv_memory_fraction is 0.9, not 0.5"),
         ({"versions": {**RECORDED.plan["versions"], "torch": "2"}}, "it was made with torch 1, not 2"),
     ):
         with pytest.raises(ValueError, match="holds another sweep: ") as refusal:

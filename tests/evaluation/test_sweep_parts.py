@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from written_sweeps import planned_rows
 
-from mbd_core.evaluation.sweep_parts import Shard, cut
+from mbd_core.evaluation.sweep_parts import Shard, cut, part_size
 
 
 def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> None:
@@ -21,6 +21,10 @@ def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> 
     for model in ("m", "n"):
         lengths = [len(row["prompt"]) for part in parts for row in part.rows if row["model"] == model]
         assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_part_is_four_batches_fewer_in_a_small_sweep_and_never_less_than_one() -> None:
+    assert [part_size(rows, max_rows=8) for rows in (1, 128, 129, 400, 10_000)] == [8, 8, 9, 25, 32]
 
 
 def test_a_problem_with_more_configurations_than_a_part_has_rows_is_a_part() -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -21,14 +22,14 @@ from mbd_core.serving.load import load_engine
 
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
 TIMING = Timing(problems=2, concurrency=2)
+OPTIONS: dict[str, Any] = {"tasks": ["gsm-mini"], "limit": 3, "max_tokens": 8, "engine": ENGINE}
 
 
 def planned(folder: Path, *, limit: int = 3, rows_per_part: int = 2) -> tuple[Sweep, list[Part], SweepRecord]:
-    options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=limit, max_tokens=8, engine=ENGINE)
-    sweep = plan_sweep(options)
+    sweep = plan_sweep(SweepOptions(**{**OPTIONS, "limit": limit}, models=[str(folder)]))
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=rows_per_part)
-    return sweep, parts, record_of(sweep, rows, parts, shard=Shard(), rows_per_part=rows_per_part, timing=TIMING)
+    return sweep, parts, record_of(sweep, rows, parts, shard=Shard(), timing=TIMING)
 
 
 def decode_stage(folder: Path) -> DecodeStage:
@@ -93,5 +94,11 @@ def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) ->
     assert SweepRecord.of_json(json.loads(json.dumps(record.as_json()))) == record
     assert difference(record, planned(tiny_model_dir)[2]) is None
     assert difference(record, replace(record, settings={"machines": ["another"]})) is None
+    larger = replace(
+        plan_sweep(SweepOptions(**OPTIONS, models=[str(tiny_model_dir)])), engine=replace(ENGINE, num_pages=9)
+    )
+    rows = list(larger.rows())
+    other = record_of(larger, rows, cut(rows, rows_per_part=2), shard=Shard(), timing=TIMING)
+    assert difference(record, other) == "its num_pages is 128, not 9"
     fewer = planned(tiny_model_dir, limit=2)[2]
     assert difference(record, fewer) == "task 'gsm-mini' has 3 problems, not 2"

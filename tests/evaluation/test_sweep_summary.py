@@ -12,6 +12,7 @@ from jobs.report_sweep import main
 from mbd_core.evaluation.sweep_folder import REPORT, SweepFolder, read_report
 from mbd_core.evaluation.sweep_parts import Shard, cut
 from mbd_core.evaluation.sweep_summary import summarize_sweeps
+from mbd_core.evaluation.timed_cases import Timing
 
 NAMES = (REPORT, "report.md", "plot.png")
 
@@ -49,6 +50,17 @@ def test_a_folder_named_twice_counts_once(tmp_path: Path) -> None:
     (speed,) = json.loads(once.files[REPORT])["times"]
     assert (speed["num_alone"], speed["num_together"]) == (1, 2)
     assert once.files == twice.files
+
+
+def test_shards_that_are_timed_otherwise_are_one_sweep_and_what_is_not_timed_is_named(tmp_path: Path) -> None:
+    write_timed(tmp_path / "1", shard=Shard(1, 2))
+    write_timed(tmp_path / "2", shard=Shard(2, 2), cases=(), timing=Timing(problems=2, concurrency=8))
+    report = json.loads(summarize_sweeps([tmp_path / "1", tmp_path / "2"]).files[REPORT])
+    assert "incomplete" not in report["settings"] and sum(row["n"] for row in report["rows"]) == 6
+    assert report["settings"]["not timed"] == ["m, MBD on a: tau_m2t=0.9"]
+    write_timed(tmp_path / "3", shard=Shard(2, 2), cases=(1,), timing=Timing(problems=2, concurrency=8))
+    report = json.loads(summarize_sweeps([tmp_path / "1", tmp_path / "3"]).files[REPORT])
+    assert "not timed" not in report["settings"] and len(report["times"]) == 2
 
 
 def test_a_report_is_written_anew_in_place_also_of_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,11 @@ def test_the_timed_problems_are_spread_over_the_task(tiny_model_dir: Path) -> No
     prompts = [str(number) for number in range(100)]
     (case,) = cases(Timing(problems=4, concurrency=3), buffer_sizes=[1], prompts=prompts)
     assert [row["prompt"] for row in case.rows[: case.num_alone]] == ["0", "25", "50", "75"]
-    assert len(case.rows) == 6 and len({row["prompt"] for row in case.rows}) == 6
+    further = [int(row["prompt"]) for row in case.rows[case.num_alone :]]
+    assert len(further) == 2 and further[0] < 25 < 50 < further[1], "spread over the rest"
+    (more,) = cases(Timing(problems=10, concurrency=8), buffer_sizes=[1], prompts=prompts)
+    gaps = [b - a for a, b in pairwise(sorted(int(row["prompt"]) for row in more.rows[more.num_alone :]))]
+    assert len(gaps) == 5 and max(gaps) < 25
     assert cases(Timing(problems=0)) == []
     assert [case.number for case in cases(Timing())] == [0, 1]
     assert TIMED_COLUMNS.names[:3] == ["model", "method", "task"]

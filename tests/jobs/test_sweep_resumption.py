@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 import ray.data
@@ -20,6 +21,8 @@ from actors.timing import TimingActor
 from cluster import local
 from cluster.topology import Topology
 from jobs.eval_sweep import main
+from jobs.report_sweep import main as join
+from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.sweep_folder import read_report, read_samples
 from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_plan import Sweep
@@ -33,6 +36,7 @@ class Cluster:
         self.parts: list[int] = []
         self.fails_after: int | None = None
         self.cases: list[int] = []
+        self.refuses_to_time = self.times_fail = False
 
     def plan_pool(self, sweep: Sweep, *, num_engines: int) -> EnginePool:
         return EnginePool(engine=sweep.engine, topology=Topology(processes=num_engines), cluster_cpus=2)
@@ -50,8 +54,15 @@ class Cluster:
     ) -> Iterator[Any]:
         actor = TimingActor(sweep.models, pool.engine, tensor_parallel=1, concurrency=concurrency)
         for case in cases:
+            if self.refuses_to_time:
+                raise ModelRefused("no KV page")
             self.cases.append(case.number)
-            yield case.number, actor.time(case)
+            table = actor.time(case)
+            if self.times_fail:
+                table = pa.Table.from_pylist(
+                    [{**table.to_pylist()[0], "error": "RuntimeError: broken"}], schema=table.schema
+                )
+            yield case.number, table
 
 
 @pytest.fixture
@@ -66,7 +77,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def command(model: Path, out: Path | str, *more: str) -> list[str]:
     options = {"--models": model, "--tasks": "gsm-mini", "--methods": "single", "--max-tokens": "8", "--limit": "6"}
-    options |= {"--max-rows": "1", "--num-pages": "64", "--timed": "2", "--concurrency": "3", "--out": out}
+    options |= {"--max-rows": "3", "--num-pages": "64", "--timed": "2", "--concurrency": "3", "--out": out}
     return [*(str(part) for option in options.items() for part in option), *more]
 
 
@@ -100,8 +111,48 @@ def test_the_same_command_computes_only_what_is_missing(
     assert read_report(out) == {**report, "times": times}
     assert main(command(tiny_model_dir, out, "--overwrite", "--actors", "6")) == 0
     assert len(cluster.parts) == 4, "cut as it was"
-    assert main(command(tiny_model_dir, out, "--overwrite", "--actors", "6", "--seed", "1")) == 0
-    assert len(cluster.parts) == 4 + 6, "another sweep is cut for its actors"
+    for index, actors in ((1, 1), (2, 6)):
+        shard = tmp_path / f"shard-{index}"
+        asked = ["--shard", f"{index}/2", "--actors", str(actors), "--timed", str(index), "--concurrency", str(index)]
+        assert main(command(tiny_model_dir, shard, *asked)) == 0
+    samples = [row["sample"] for index in (1, 2) for row in read_samples(tmp_path / f"shard-{index}")]
+    assert sorted(samples) == list(range(6)), "shards are cut alike, with however many actors"
+    assert join([str(tmp_path / "shard-1"), str(tmp_path / "shard-2"), "--out", str(tmp_path / "joined")]) == 0
+
+
+def test_what_cannot_be_timed_withholds_no_report(
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    cluster.refuses_to_time = True
+    assert main(command(tiny_model_dir, out)) == 1
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .splitlines()[-1]
+        .endswith(f"not all could be timed: no KV page; the report is in {out}")
+    )
+    assert len(read_report(out)["settings"]["not timed"]) == 1 and not (out / "failure.txt").exists()
+    cluster.refuses_to_time, cluster.times_fail = False, True
+    assert main(command(tiny_model_dir, out)) == 0
+    assert "cannot be timed: RuntimeError: broken" in capsys.readouterr().err
+    assert len(read_report(out)["settings"]["not timed"]) == 1, "a failed case is not done"
+    assert main(command(tiny_model_dir, out, "--timed", "0")) == 0
+    cluster.times_fail = False
+    assert main(command(tiny_model_dir, out)) == 0
+    report = read_report(out)
+    assert len(report["times"]) == 1 and "not timed" not in report["settings"] and len(cluster.parts) == 2
+    assert main(command(tiny_model_dir, out, "--timed", "0")) == 0
+    assert read_report(out) == report
+
+
+def test_a_shard_without_parts_is_a_note(
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tiny_model_dir, tmp_path / "out", "--shard", "3/3")) == 0
+    printed = capsys.readouterr()
+    assert "note: shard 3/3 has none of the sweep's parts" in printed.err and not printed.out
+    assert not cluster.parts and not cluster.cases
 
 
 def test_a_model_of_the_same_name_with_other_weights_is_another_sweep(

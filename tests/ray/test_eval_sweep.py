@@ -154,7 +154,7 @@ def test_parts_and_shards_end_up_as_the_uninterrupted_sweep(
     ray_cluster: Any, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sweep that lost a part and its report, and two shards that are joined."""
-    out, size = tmp_path / "out", ["--limit", "6", "--max-rows", "1"]
+    out, size = tmp_path / "out", ["--limit", "6", "--max-rows", "3"]
     assert main([*sweep_command(tiny_model_dir, out), *size]) == 0
     whole = without_times(out)
     first, second = sorted((out / "samples").iterdir())
@@ -178,7 +178,7 @@ def without_times(folder: Path) -> dict[str, Any]:
 def test_a_driver_that_is_killed_leaves_no_worker_and_no_half_row(tiny_model_dir: Path, tmp_path: Path) -> None:
     """SIGKILL once the first part is written; the same command then ends the sweep."""
     out = tmp_path / "out"
-    command = [*sweep_command(tiny_model_dir, out), "--limit", "12", "--max-rows", "1"]
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "12", "--max-rows", "4"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     script = [sys.executable, str(ROOT / "jobs" / "eval_sweep.py"), *command]
     with (tmp_path / "log").open("w") as log:
@@ -263,7 +263,7 @@ def test_a_sweep_at_a_url_appears_part_by_part(
     """If the storage does not take a file, the same command goes on with what it did take."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out = Folder.at(f"memory://{tmp_path.name}/sweep")
-    command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "1"]
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "4"]
     system, path = out._remote()
     put_file, put = system.put_file, list[str]()
 

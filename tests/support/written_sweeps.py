@@ -15,9 +15,11 @@ from mbd_core.evaluation.sweep_folder import SweepFolder
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_record import SweepRecord
 from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.evaluation.timed_cases import Timing
 from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
 
 WHOLE = Shard()
+TIMING = Timing(problems=2, concurrency=3)
 CONFIGS = ('{"block_size": 4, "tau_m2t": 0.7}', '{"block_size": 4, "tau_m2t": 0.9}')
 
 
@@ -40,7 +42,13 @@ def planned_rows(
 
 
 def sweep_record(
-    rows: Sequence[Any], parts: Sequence[Part], *, shard: Shard = WHOLE, num_cases: int = 0, **plan: Any
+    rows: Sequence[Any],
+    parts: Sequence[Part],
+    *,
+    shard: Shard = WHOLE,
+    num_cases: int = 0,
+    timing: Timing = TIMING,
+    **plan: Any,
 ) -> SweepRecord:
     """The record of a sweep of `rows`, with other values of its plan where they are given."""
     tasks = dict.fromkeys(row["task"] for row in rows)
@@ -53,17 +61,18 @@ def sweep_record(
             "tasks": {
                 task: {"problems": problems[task], "rule": "strict", "max_tokens": 8, "sha256": "0"} for task in tasks
             },
-            "timing": {"problems": 2, "concurrency": 3},
             "seed": 0,
             "max_rows": 4,
+            "num_pages": None,
+            "kv_memory_fraction": 0.9,
             "tensor_parallel": 1,
             "versions": dict.fromkeys(("mbd-cluster", "torch", "transformers", "math-verify"), "1"),
             **plan,
         },
         shard=shard,
-        rows_per_part=4,
         num_parts=len(parts),
         num_cases=num_cases,
+        timing=timing,
         labels={task: task.upper() for task in tasks},
         settings={"seed": 0, "machines": []},
     )
