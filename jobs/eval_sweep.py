@@ -175,11 +175,8 @@ def run(
     urls = {path: model for model, path in fetched.items() if path != model}
     timing = Timing(problems=timed, concurrency=concurrency)
     text = run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite)
-    if text is None:
-        print_notes([f"shard {part_of} has none of the sweep's parts, and no report of its own"])
-        return
-    print(text)
-    print(f"The report is in {out_folder}: {WRITTEN}")
+    if text is not None:
+        print(f"{text}\nThe report is in {out_folder}: {WRITTEN}")
 
 
 def run_in(
@@ -198,6 +195,8 @@ def run_in(
         work = cut_sweep(sweep, shard=shard, timing=timing)
         check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
         print_notes(sweep.notes)
+        if not work.record.parts:
+            print_notes([f"shard {shard} has none of the sweep's parts, and so no report of its own"])
         return run_on_cluster(sweep, work, mirror, urls=urls, num_actors=num_actors, overwrite=overwrite)
 
 

@@ -58,10 +58,15 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
 
 def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
     """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
-    if not any(s in decode(tokens) for s in stop):
+
+    def stopped(number: int) -> bool:
+        text = decode(tokens[:number])
+        return any(s in text for s in stop)
+
+    if not stop or not stopped(len(tokens)):
         return step.output
     number = len(tokens) - len(step.new_tokens) + 1
-    while not any(s in decode(tokens[:number]) for s in stop):
+    while not stopped(number):
         number += 1
     return Output(
         request_id=step.request_id,

@@ -1,8 +1,9 @@
 """What a sweep asks its models: every task's problems in the words of a recipe, with the limits of their answers."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mbd_core.evaluation.evaluation_recipes import Recipe, Setting
@@ -19,7 +20,7 @@ class Asked:
     inputs         one for each problem, as `worded` made them
     max_tokens     an answer's tokens, at most
     may_shorten    whether an answer may get fewer tokens than that, where a model holds no more positions
-    examples_from  the file of the examples, if there are any
+    examples_from  the file of the examples, if there are any, and `examples_sha256` a hash of its examples
     """
 
     setting: Setting
@@ -27,6 +28,7 @@ class Asked:
     max_tokens: int
     may_shorten: bool
     examples_from: str | None = None
+    examples_sha256: str | None = None
 
     def columns(self, number: int) -> dict[str, Any]:
         """The planned columns of a problem that concern its prompt and its end."""
@@ -43,12 +45,14 @@ class Asked:
         return {
             "examples": self.setting.num_examples,
             "examples_from": self.examples_from,
+            "examples_sha256": self.examples_sha256,
             "form": self.setting.wording.form,
             "prompt": self.setting.wording.text,
             "prompt_by": self.setting.text_by,
             "max_tokens": self.max_tokens,
             "stop": list(self.setting.stop),
             "setting_from": self.setting.source,
+            "extraction": self.setting.extraction,
         }
 
 
@@ -80,6 +84,9 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
         max_tokens=setting.max_tokens if max_tokens is None else max_tokens,
         may_shorten=max_tokens is None,
         examples_from=examples,
+        examples_sha256=hashlib.sha256(json.dumps([asdict(one) for one in shown]).encode()).hexdigest()
+        if shown
+        else None,
     )
 
 

@@ -32,6 +32,7 @@ def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_c
         },
         "seed": sweep.seed,
         "recipe": f"{sweep.recipe.name} ({sweep.recipe.source})",
+        **({"recipe_remark": sweep.recipe.remark} if sweep.recipe.remark else {}),
         "engine": asdict(engine),
         "actors": num_actors,
         "tensor_parallel": sweep.tensor_parallel,

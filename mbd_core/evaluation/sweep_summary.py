@@ -1,6 +1,7 @@
 """A sweep's report from its rows alone, without a model: of one folder, or of several joined."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from mbd_core.evaluation.sweep_record import SweepRecord
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import load_samples
 from mbd_core.evaluation.timed_cases import config_of
+
+ASKED = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +94,24 @@ def rewrite_summary(path: Path) -> SweepSummary:
 
 def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> None:
     """Raise `ValueError` if one name means different things in two folders."""
-    for subject, one in (("models", "the files of model"), ("tasks", "the rule or max_tokens of task")):
-        seen: dict[str, tuple[Any, Path]] = {}
-        for folder, record in zip(folders, records, strict=True):
-            for name, content in record.plan[subject].items():
-                same = content if subject == "models" else (content["rule"], content["max_tokens"])
-                first = seen.setdefault(name, (same, folder))
-                if first[0] != same:
-                    raise ValueError(f"{first[1]} and {folder} cannot be joined: {one} '{name}' differ")
+    seen: dict[str, tuple[Any, Path]] = {}
+    for folder, record in zip(folders, records, strict=True):
+        for subject, content in _meanings(record):
+            meant, first = seen.setdefault(subject, (content, folder))
+            if meant != content:
+                raise ValueError(f"{first} and {folder} cannot be joined: {subject} differ")
+
+
+def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
+    """What each name of a sweep means, with what is said where it means something else in another."""
+    for name, digest in record.plan["models"].items():
+        yield f"the files of model '{name}'", digest
+    for name, task in record.plan["tasks"].items():
+        yield f"the rule or max_tokens of task '{name}'", (task["rule"], task["max_tokens"])
+    for name, task in record.settings.get("tasks", {}).items():
+        yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in ASKED]
+    for name, fields in record.settings.get("methods", {}).items():
+        yield f"the fields of method '{name}'", json.loads(fields)
 
 
 def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:

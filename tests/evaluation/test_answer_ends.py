@@ -1,6 +1,6 @@
 """Where answers end: stop strings end the decoding of their own request and no other, and limits fit the model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ import pytest
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.request import Counts, Request, StepOutput
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.answer_ends import before_stop, fitted, generate_until
+from mbd_core.evaluation.answer_ends import before_stop, fitted, generate_until, output_at
 from mbd_core.serving.load import LoadedModel, load_engine
 
 
@@ -52,6 +52,22 @@ def test_a_stop_string_ends_its_request_and_no_other(model: LoadedModel) -> None
     assert before_stop(decode(ended[1].tokens), [stop]) == before_stop(text, [stop])
     assert not model.engine.has_work
     assert [o.tokens for o in model.engine.generate(requests(model))] == [o.tokens for o in whole]
+
+
+def test_a_step_s_text_is_decoded_once_however_many_stop_strings_there_are(model: LoadedModel) -> None:
+    calls: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        calls.append(len(tokens))
+        return "text"
+
+    names = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+    counts = Counts(**dict.fromkeys(names, 1), decode_seconds=0.0)
+    step = StepOutput(request_id="r", new_tokens=(5, 6), output=None, counts=counts)
+    assert output_at(step, [5, 6], ("a", "b", "c"), decode) is None and calls == [2]
+    assert output_at(step, [5, 6], (), decode) is None and calls == [2]
+    ended = output_at(step, [5, 6], ("no", "ext"), decode)
+    assert ended is not None and ended.tokens == (5,)
 
 
 def test_without_stop_strings_it_is_generate(model: LoadedModel) -> None:

@@ -87,4 +87,6 @@ def test_a_report_says_how_it_was_asked(gsm8k: Path) -> None:
     assert settings["recipe"] == "blockbatch (BlockBatch, Table 1 and Appendix E.3)"
     asked = settings["tasks"]["gsm8k"]
     assert (asked["examples"], asked["examples_from"], asked["max_tokens"]) == (5, train, 256)
+    assert asked["extraction"] == "flexible-extract (the last number)" and len(asked["examples_sha256"]) == 64
+    assert settings["recipe_remark"].startswith("The paper names the shots")
     assert asked["setting_from"].startswith("BlockBatch") and asked["prompt"].startswith("Question: ")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mbd_core.evaluation.sweep_parts import Shard, cut
 from mbd_core.evaluation.sweep_summary import summarize_sweeps
 from mbd_core.evaluation.timed_cases import Timing
 
+ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}
 NAMES = (REPORT, "report.md", "plot.png")
 
 
@@ -77,6 +79,35 @@ def test_a_report_is_written_anew_in_place_also_of_a_part(tmp_path: Path, capsys
     assert sum(row["n"] for row in report["rows"]) == 4
     write_parts(out)
     assert "incomplete" not in read_report(out)["settings"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"tasks": {"a": {**ASKED, "prompt": "Q: {question}"}}},
+            "prompts, examples or stop strings of task 'a' differ",
+        ),
+        ({"tasks": {"a": {**ASKED, "examples_sha256": "1"}}}, "prompts, examples or stop strings of task 'a' differ"),
+        ({"methods": {"mine": '{"tau_m2t": 0.5}'}}, "the fields of method 'mine' differ"),
+        ({"tasks": {"a": {**ASKED, "examples_from": "there", "sha256": "1"}}}, None),
+    ],
+)
+def test_one_name_means_one_thing_in_all_that_is_joined(
+    settings: dict[str, Any], sentence: str | None, tmp_path: Path
+) -> None:
+    own = {"tasks": {"a": ASKED}, "methods": {"mine": '{"tau_m2t": 0.9}'}}
+    for name, model, said in (("1", "m", own), ("2", "n", {**own, **settings})):
+        rows = planned_rows(models=(model,), tasks=("a",), problems=2)
+        parts = cut(rows, rows_per_part=4)
+        with SweepFolder.claim(tmp_path / name, replace(sweep_record(rows, parts), settings=said)) as folder:
+            for part in parts:
+                folder.write_part(part.number, graded_table(part))
+    if sentence is None:
+        assert summarize_sweeps([tmp_path / "1", tmp_path / "2"]).num_samples == 8
+    else:
+        with pytest.raises(ValueError, match=f"cannot be joined: .*{sentence}"):
+            summarize_sweeps([tmp_path / "1", tmp_path / "2"])
 
 
 def test_sweeps_of_different_models_and_tasks_are_joined(tmp_path: Path) -> None:
