@@ -1,4 +1,4 @@
-"""The files of a report: Markdown, JSON and the plot, as bytes that depend on the rows and settings alone."""
+"""The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone."""
 
 import io
 import json
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mbd_core.evaluation.report_page import render_page
+from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.sweep_markdown import render_markdown
 from mbd_core.evaluation.sweep_report import AupRow, ReportRow
@@ -16,14 +18,15 @@ def report_files(
     rows: Sequence[ReportRow],
     aups: Sequence[AupRow],
     times: Sequence[Speed],
+    shown: ShownSamples,
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
-    What was timed is in `times` of `report.json` and in the last section of `report.md`; all else is the same bytes
-    for the same plan.
+    What was timed is in `times` of `report.json` and in the last section of `report.md` and so of the page; all else
+    is the same bytes for the same plan.
     """
     content = {
         "rows": [
@@ -42,8 +45,10 @@ def report_files(
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
+    text = render_markdown(rows, aups, times, labels=labels, settings=settings)
     return {
         "plot.png": plot.getvalue(),
-        "report.md": render_markdown(rows, aups, times, labels=labels, settings=settings).encode(),
+        "report.md": text.encode(),
+        "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }

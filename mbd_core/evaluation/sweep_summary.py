@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.shown_samples import choose_samples
 from mbd_core.evaluation.speed import Speed, speeds
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
@@ -50,7 +51,8 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     times = _times(folders, rows)
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times)):
         settings = {"not timed": untimed, **settings}
-    files = report_files(rows, build_aup(rows), times, labels=labels, settings=settings)
+    shown = choose_samples(folders)
+    files = report_files(rows, build_aup(rows), times, shown, labels=labels, settings=settings)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 
