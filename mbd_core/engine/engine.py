@@ -436,11 +436,9 @@ class Engine:
         return self.static_shapes and bool(plan.decoding) and not mixed
 
     def _may_run_ahead(self) -> bool:
-        """Whether nobody is to be seated, and there are pages for whatever the step under way and the next may fill."""
+        """Whether nobody is to be seated, and there are pages for what the step under way and the next may fill."""
         running = self.scheduler.running
-        if not running:
-            return False
-        if self.scheduler.waiting and len(running) < self.config.max_rows:
+        if not running or (self.scheduler.waiting and len(running) < self.config.max_rows):
             return False
         return int(self._seating.ledger.missing_pages_R(unread=1).sum()) <= self.scheduler.pool.num_free
 
