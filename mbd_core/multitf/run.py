@@ -82,7 +82,7 @@ def run(
     if state is not None:
         trainer.load_state_dict(state["trainer"])
     chosen = with_precision(chosen, trainer.precision)
-    print(start_line(chosen))
+    print(start_line(chosen, device=trainer.device))
     train(trainer, chosen, checkpoint, every=every)
     export(folder, chosen, model, tokenizer, overwrite=overwrite)
     print(f"wrote {folder}")
