@@ -10,8 +10,9 @@ from mbd_core.evaluation.paper_tables import Own, beside_tables, paper_content, 
 from mbd_core.evaluation.report_page import render_page
 from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed
+from mbd_core.evaluation.speed_gain import SpeedGain, speed_gains
 from mbd_core.evaluation.sweep_markdown import render_markdown
-from mbd_core.evaluation.sweep_report import AupRow, ReportRow
+from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow, token_efficiency
 from mbd_core.evaluation.tradeoff_plot import draw_plot
 
 
@@ -29,6 +30,7 @@ def report_files(
     What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
     page, from `Speed` on; all else is the same bytes for the same plan.
     """
+    gains = speed_gains(times, rows)
     papers = beside_tables(Own.of(rows, aups, times))
     content = {
         "rows": [
@@ -38,12 +40,15 @@ def report_files(
                 "task": row.key.task,
                 "config": json.loads(row.key.config),
                 **asdict(row.summary),
+                "token_efficiency": token_efficiency(row),
             }
             for row in rows
         ],
         "aup": [asdict(aup) for aup in aups],
         "settings": settings,
-        "times": [{**asdict(speed), "config": json.loads(speed.config)} for speed in times],
+        "times": [
+            {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
+        ],
         "papers": paper_content(papers),
     }
     plot = io.BytesIO()
@@ -56,6 +61,11 @@ def report_files(
         "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
+
+
+def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:
+    gain = gains.get(ReportKey(speed.model, speed.method, speed.task, speed.config))
+    return None if gain is None else asdict(gain)
 
 
 def _recipes(settings: Mapping[str, Any]) -> str:
