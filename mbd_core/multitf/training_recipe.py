@@ -8,6 +8,7 @@ from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
 
 
@@ -54,6 +55,23 @@ def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
 def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingRecipe:
     """The recipe computed in `precision`."""
     return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def with_options(
+    recipe: TrainingRecipe, *, micro_batch: int | None, activation_checkpointing: bool | None, lora: int | None
+) -> TrainingRecipe:
+    """The recipe with what a command says of its memory; `None` leaves the recipe's own. `lora` is an adapter's rank.
+
+    Raises `ValueError` for a rank below 1.
+    """
+    changes: dict[str, Any] = {}
+    if micro_batch is not None:
+        changes["micro_batch"] = micro_batch
+    if activation_checkpointing is not None:
+        changes["activation_checkpointing"] = activation_checkpointing
+    if lora is not None:
+        changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
+    return replace(recipe, train=replace(recipe.train, **changes))
 
 
 def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
