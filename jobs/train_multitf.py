@@ -25,7 +25,7 @@ from mbd_core.multitf import precision as precisions
 from mbd_core.multitf.fit import check_fit, planned_lines
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import ShardingChoice
-from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, with_options, with_precision
+from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, with_fitted_noise, with_options, with_precision
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -44,6 +44,14 @@ Data = Annotated[
     typer.Option(
         metavar="DIR|URL",
         help="Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
+        rich_help_panel=DATA,
+    ),
+]
+FittedNoise = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Mask ratios as jobs/alignment.py measured and wrote them, instead of the recipe's noise-schedule.",
         rich_help_panel=DATA,
     ),
 ]
@@ -136,6 +144,7 @@ def run(
     recipe: Recipe = "tiny-mbd",
     base: Base = None,
     data: Data = None,
+    fitted_noise: FittedNoise = None,
     steps: Steps = None,
     precision: Precision = "auto",
     workers: Workers = 2,
@@ -160,6 +169,8 @@ def run(
         chosen = replace(chosen, base=checked_base(start))
     if data is not None:
         chosen = replace(chosen, data=checked_data(data))
+    if fitted_noise is not None:
+        chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
     chosen = with_options(

@@ -29,9 +29,11 @@ class SampleCounts:
 class GradedSample:
     """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong.
 
-    cut   whether the answer ended at the limit of its tokens
+    problem  the id of its problem
+    cut      whether the answer ended at the limit of its tokens
     """
 
+    problem: str
     correct: bool
     counts: SampleCounts | None
     cut: bool = False

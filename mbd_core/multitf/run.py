@@ -30,7 +30,14 @@ from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import Sharding, ShardingChoice
 from mbd_core.multitf.training_loop import start, train
-from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, start_line, with_options, with_precision
+from mbd_core.multitf.training_recipe import (
+    TrainingRecipe,
+    shortened,
+    start_line,
+    with_fitted_noise,
+    with_options,
+    with_precision,
+)
 from mbd_core.multitf.workers import Workers, torchrun_workers
 from mbd_core.ops.host_memory import free_host_memory
 
@@ -46,6 +53,9 @@ def run(
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.")
+    ] = None,
+    fitted_noise: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Mask ratios as jobs/alignment.py measured and wrote them.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Updates, instead of the recipe's; the schedule shrinks with them.")
@@ -87,6 +97,8 @@ def run(
         chosen = replace(chosen, base=named_model(base))
     if data is not None:
         chosen = replace(chosen, data=named_data(data))
+    if fitted_noise is not None:
+        chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
     chosen = with_options(

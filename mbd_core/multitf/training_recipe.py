@@ -1,10 +1,12 @@
 """A training run as a value: what is trained, on what, how, and what a command changes in it."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
+from mbd_core.multitf.fitted_noise import read_noise
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
@@ -72,6 +74,15 @@ def with_options(
     if lora is not None:
         changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
     return replace(recipe, train=replace(recipe.train, **changes))
+
+
+def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
+    """The recipe with the mask ratios of a file that `write_noise` wrote, instead of its own schedule's.
+
+    Raises `ValueError` as `read_noise` does.
+    """
+    bounds = replace(recipe.states.bounds, fitted=read_noise(path))
+    return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 
 
 def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
