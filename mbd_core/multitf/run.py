@@ -44,6 +44,23 @@ from mbd_core.ops.host_memory import free_host_memory
 SHOWN_STEPS = 50
 """The progress bar shows means over the last so many steps."""
 
+Sharded = Annotated[
+    ShardingChoice,
+    typer.Option(help="Each worker's weights and states: replicated or sharded; auto: replicated if that fits."),
+]
+MicroBatch = Annotated[
+    int | None, typer.Option(min=1, help="Samples a worker computes at once, instead of the recipe's.")
+]
+Again = Annotated[
+    bool | None,
+    typer.Option(
+        "--activation-checkpointing/--no-activation-checkpointing",
+        help="Compute layers again in the backward pass, instead of as the recipe says.",
+    ),
+]
+Lora = Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")]
+Plan = Annotated[int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")]
+
 
 def run(
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.")],
@@ -63,24 +80,11 @@ def run(
     precision: Annotated[
         Precision, typer.Option(help="auto: bfloat16 where the device computes it, else float32.")
     ] = "auto",
-    sharding: Annotated[
-        ShardingChoice,
-        typer.Option(help="Each worker's weights and states: replicated or sharded; auto: replicated if that fits."),
-    ] = "auto",
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples a worker computes at once, instead of the recipe's.")
-    ] = None,
-    activation_checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--activation-checkpointing/--no-activation-checkpointing",
-            help="Compute layers again in the backward pass, instead of as the recipe says.",
-        ),
-    ] = None,
-    lora: Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")] = None,
-    plan: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")
-    ] = None,
+    sharding: Sharded = "auto",
+    micro_batch: MicroBatch = None,
+    activation_checkpointing: Again = None,
+    lora: Lora = None,
+    plan: Plan = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
     ] = None,

@@ -31,8 +31,11 @@ from mbd_core.multitf.workers import Workers
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 ALONE = Workers(0, 1, torch.device("cpu"))
 LIMIT = 300.0
-LOSS = {"rel": 1e-5}
-"""Two workers add up gradients in another order than one: after 8 updates losses differ by less than this."""
+CLOSE = {"adamw": 1e-5, "muon": 1e-4}
+"""Workers add up gradients in another order than one does: after 8 updates losses differ by less than this.
+
+Muon orthogonalises in bfloat16, where a small difference can become a rounding step.
+"""
 
 
 @contextmanager
@@ -95,13 +98,13 @@ def test_sharded_weights_train_as_replicated_ones_and_as_one_worker(
 ) -> None:
     replicated, sharded = together[f"{optimizer}-replicated"], together[f"{optimizer}-sharded"]
     assert len(alone[optimizer]) == STEPS and alone[optimizer][-1] < alone[optimizer][0]
-    assert replicated == pytest.approx(alone[optimizer], **LOSS)
-    assert sharded == pytest.approx(alone[optimizer], **LOSS)
-    assert together[f"{optimizer}-sharded-norms"] == pytest.approx(together[f"{optimizer}-replicated-norms"], rel=1e-4)
+    assert replicated == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
+    assert sharded == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
+    assert together[f"{optimizer}-sharded-norms"] == pytest.approx(together[f"{optimizer}-replicated-norms"], rel=1e-3)
 
 
 def test_experts_are_sharded_too(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
-    assert together["experts"] == pytest.approx(alone["experts"], **LOSS)
+    assert together["experts"] == pytest.approx(alone["experts"], rel=CLOSE["muon"])
 
 
 def test_each_worker_holds_what_the_plan_says(together: dict[str, Any]) -> None:
@@ -126,14 +129,14 @@ def test_a_checkpoint_of_two_workers_is_continued_by_one(
         (folder / "step_000008" / MARKER).unlink()
         again = losses(trained(recipe_on(out / "model", optimizer=optimizer), ALONE, "replicated", str(folder)))
         assert again[:6] == together[name][:6]
-        assert again == pytest.approx(alone[optimizer], **LOSS)
+        assert again == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
 
 
 def test_a_checkpoint_of_one_worker_is_continued_by_two(
     together: dict[str, Any], alone: dict[str, list[float]]
 ) -> None:
     assert together["from-one"][:3] == alone["muon"][:3]
-    assert together["from-one"] == pytest.approx(alone["muon"], **LOSS)
+    assert together["from-one"] == pytest.approx(alone["muon"], rel=CLOSE["muon"])
 
 
 def test_a_sharded_model_is_written_whole(out: Path, together: dict[str, Any]) -> None:
@@ -142,6 +145,7 @@ def test_a_sharded_model_is_written_whole(out: Path, together: dict[str, Any]) -
         assert torch.equal(tensor, written.state_dict()[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 2], ids=["one worker", "both workers"])
 def test_killed_at_a_random_step_a_run_is_the_uninterrupted_one(out: Path, killed: int) -> None:
     if not (out / "undisturbed").exists():
