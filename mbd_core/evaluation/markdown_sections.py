@@ -1,7 +1,7 @@
 """The sections of a report's Markdown as data, for a page that shows the same tables and sentences.
 
-Only what the report writes is known: headings of the second and third level, tables, lists of one level, and paragraphs of one
-line. Emphasis marks the rows of a table that head a group of rows.
+Only what the report writes is known: headings of the second and third level, tables, lists of one level, and
+paragraphs of one line. Emphasis marks the rows of a table that head a group of rows.
 """
 
 import re
