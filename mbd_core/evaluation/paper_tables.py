@@ -187,8 +187,9 @@ def paper_lines(tables: Sequence[BesideTable], *, recipe: str) -> list[str]:
     for found in tables:
         judged = [one.verdict for row in found.rows for one in row.ours if one and one.verdict != "not judged"]
         inside = f"{judged.count('inside')} of {len(judged)} printed figures are inside our 95 % intervals"
+        inside = inside if judged else "no figure here is judged"
         asked = " or ".join(found.table.recipes)
-        lines += [f"{found.table.title}, asked there as by --recipe {asked}: {inside}.", ""]
+        lines += [f"### {found.table.title}", "", f"Asked there as by --recipe {asked}; {inside}.", ""]
         lines += ["| Row | Of | " + " | ".join(found.table.heads) + " |"]
         lines += ["|---|---|" + "---:|" * len(found.table.heads)]
         for group in dict.fromkeys(row.group for row in found.rows):
@@ -223,7 +224,7 @@ def needed(table: PaperTable) -> str:
     figures = table.figures()
     models = dict.fromkeys(name for figure in figures for name in MODELS[figure.model])
     tasks = dict.fromkeys(task for figure in figures for task in figure.tasks)
-    return f"{table.title}: a model folder named {', '.join(models)}, decoded as in its rows, on {', '.join(tasks)}"
+    return f"{table.title}: a model folder named {' or '.join(models)}, decoded as in its rows, on {', '.join(tasks)}"
 
 
 def paper_content(tables: Sequence[BesideTable]) -> list[dict[str, Any]]:
