@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mbd_core.evaluation.endpoint_seconds import EndpointSeconds, seconds_lines
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import SpeedGain, speed_gains
 from mbd_core.evaluation.sweep_markdown import render_markdown
@@ -20,11 +21,12 @@ def report_files(
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
+    seconds: Sequence[EndpointSeconds] = (),
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
     What was timed is in `times` of `report.json` and in the last section of `report.md`; all else is the same bytes
-    for the same plan.
+    for the same plan. `seconds` are those of endpoints.
     """
     gains = speed_gains(times, rows)
     content = {
@@ -44,12 +46,14 @@ def report_files(
         "times": [
             {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
         ],
+        **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
     }
+    markdown = render_markdown(rows, aups, times, labels=labels, settings=settings)
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     return {
         "plot.png": plot.getvalue(),
-        "report.md": render_markdown(rows, aups, times, labels=labels, settings=settings).encode(),
+        "report.md": "".join([markdown, *(f"{line}\n" for line in seconds_lines(seconds, labels))]).encode(),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
 
