@@ -22,6 +22,7 @@ from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_service import EngineService
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_server import OpenAIServer
+from mbd_core.serving.operations import SleepOrder
 from mbd_core.serving.served_model import ServedModel
 
 log = logging.getLogger("ray.serve")
@@ -170,16 +171,25 @@ class DiffusionServer:
         return self._config
 
     async def is_sleeping(self) -> bool:
-        return False
+        return self.service.asleep
 
     async def is_paused(self) -> bool:
         return False
 
-    async def sleep(self, **_: Any) -> None:
-        refuse("sleep")
+    async def sleep(self, *, level: int = 1, **options: Any) -> None:
+        """Give the engine's memory back; `options` are `SleepOrder`'s. Raises `ValueError` for other ones, and where
+        requests do not end in time."""
+        order = SleepOrder.model_validate(options)
+        if level != 1:
+            raise ValueError(f"level={level} is not supported: weights wait in the host's memory (level 1)")
+        if order.requests == "abort":
+            await self.service.abort_all()
+        await self.service.sleep(seconds=order.seconds)
 
-    async def wakeup(self, **_: Any) -> None:
-        refuse("wakeup")
+    async def wakeup(self, **options: Any) -> None:
+        if options:
+            raise ValueError(f"wakeup takes no options, it wakes up everything; given: {', '.join(sorted(options))}")
+        await self.service.wake_up()
 
     async def pause(self, **_: Any) -> None:
         refuse("pause")

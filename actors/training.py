@@ -82,7 +82,7 @@ def train_worker(config: dict[str, Any]) -> int:
     if is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
-        say(start_line(recipe, num_workers=world_size))
+        say(start_line(recipe, device=get_device(), num_workers=world_size))
     model, tokenizer, examples = prepare(fetched(recipe))
     model.to(get_device())
     mean = mean_tensor if world_size > 1 else None

@@ -118,7 +118,7 @@ Concurrency = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
-WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
+WRITTEN = f"report.md, report.html, {REPORT}, plot.png, samples/"
 
 
 def run(

@@ -24,7 +24,7 @@ from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
 from mbd_core.multitf.fit import check_fit
 from mbd_core.multitf.recipes import RECIPES, recipe_named
-from mbd_core.multitf.training_recipe import shortened, with_precision
+from mbd_core.multitf.training_recipe import shortened, with_fitted_noise, with_precision
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -43,6 +43,14 @@ Data = Annotated[
     typer.Option(
         metavar="DIR|URL",
         help="Train on the data that jobs/prepare_data.py wrote there, instead of the recipe's.",
+        rich_help_panel=DATA,
+    ),
+]
+FittedNoise = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Mask ratios as jobs/alignment.py measured and wrote them, instead of the recipe's noise-schedule.",
         rich_help_panel=DATA,
     ),
 ]
@@ -93,6 +101,7 @@ def run(
     recipe: Recipe = "tiny-mbd",
     base: Base = None,
     data: Data = None,
+    fitted_noise: FittedNoise = None,
     steps: Steps = None,
     precision: Precision = "auto",
     workers: Workers = 2,
@@ -112,6 +121,8 @@ def run(
         chosen = replace(chosen, base=checked_base(start))
     if data is not None:
         chosen = replace(chosen, data=checked_data(data))
+    if fitted_noise is not None:
+        chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
     runs, name = Folder.at(os.path.expanduser(storage)), run_name or chosen.name

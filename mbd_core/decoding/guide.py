@@ -14,6 +14,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -161,12 +162,24 @@ def _byte_ranks() -> list[int]:
 _BYTE_RANK = _byte_ranks()
 
 
-class Guide:
-    """One answer's way through its grammar.
+@dataclass(eq=False)
+class GuideState:
+    """What a decoding engine knows of an answer under a grammar; the guide itself may be in another process.
 
     pending  tokens that are decided and have no place in the Block Buffer yet
     ended    an EOS is decided
     """
+
+    pending: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def rest(self, number: int) -> list[int]:
+        """A way from the answer's first `number` tokens to its end; only the guide knows one."""
+        return []
+
+
+class Guide(GuideState):
+    """One answer's way through its grammar."""
 
     def __init__(
         self,
@@ -190,8 +203,7 @@ class Guide:
                 "simplify it"
             )
         self._closing = found
-        self.ended = False
-        self.pending = self._forced_by_closing()
+        super().__init__(self._forced_by_closing())
         self._decided += self.pending
         self._left -= len(self.pending)
 

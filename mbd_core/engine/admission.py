@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
 from mbd_core.decoding.grammar import GrammarRefused
-from mbd_core.decoding.guide import Grammars, Guide
+from mbd_core.decoding.guide import Grammars, Guide, GuideState
 from mbd_core.decoding.request import Request
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
@@ -45,12 +45,12 @@ class Admitted:
     """A request that its engine can serve; only `Admission.check` makes one.
 
     checked_at  when that was, in seconds of `time.perf_counter`: it waits from then on
-    guide       its compiled grammar; where there is none the engine compiles it
+    guide       its compiled grammar; where there is none the engine compiles it. On the ranks that follow: its state
     """
 
     request: Request
     checked_at: float = field(default_factory=time.perf_counter, compare=False)
-    guide: Guide | None = field(default=None, compare=False)
+    guide: GuideState | None = field(default=None, compare=False)
 
 
 class Admission:
@@ -155,7 +155,7 @@ class Admission:
         elif not self._model.eos_token_ids:
             reason = "the model has no EOS token to end the answer with"
         elif not self._grammars:
-            reason = "this engine was started without a tokenizer, or over several tensor-parallel ranks"
+            reason = "this engine was started without a tokenizer"
         else:
             return
         raise RequestRefused("grammar", f"the grammar cannot be honoured: {reason}")

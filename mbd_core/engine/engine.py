@@ -1,7 +1,7 @@
 """The Block Buffer engine: continuous batching of requests over one model (paper Section 3.3)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import torch
 
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.guide import Grammars, Guide
+from mbd_core.decoding.guide import Grammars, Guide, GuideState
 from mbd_core.decoding.request import Output, Request, StepOutput, aborted_step
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
@@ -25,14 +25,25 @@ from mbd_core.engine.resident_adapters import AdapterInUse
 from mbd_core.engine.rows import StepRows, packed_rows
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.steering import Decided
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.step_report import HostCopy, Report
-from mbd_core.engine.weight_swap import StagedWeights, SwapMode, WeightSource, overwrite, stage_weights
+from mbd_core.engine.weight_swap import (
+    StagedWeights,
+    SwapMode,
+    WeightSource,
+    overwrite,
+    stage_weights,
+    swap_is_due,
+)
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import AttentionKernel
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
+
+
+NOT_ASLEEP = "wake_up() needs an engine that sleeps"
 
 
 class Engine:
@@ -134,7 +145,7 @@ class Engine:
         self.admission.check_adapter(request)
         if self.scheduler.find(request.request_id) is not None:
             raise RequestRefused("request_id", f"request_id '{request.request_id}' is already being served")
-        guide = admitted.guide or self.compile(request)
+        guide: GuideState | None = admitted.guide or self.compile(request)
         sequence = self.scheduler.add(request, self.adapters.get(request.adapter))
         sequence.added_at, sequence.guide = admitted.checked_at, guide
 
@@ -284,7 +295,7 @@ class Engine:
 
     @torch.inference_mode()
     def _swap_if_due(self) -> None:
-        if self._staged is None or not self._swap_is_due(self._staged.mode):
+        if self._staged is None or not swap_is_due(self._staged.mode, self.scheduler):
             return
         self._unsent += self.land()
         while (sequence := self.scheduler.preempt_youngest()) is not None:
@@ -295,13 +306,6 @@ class Engine:
         self.scheduler.weights_changed(self.weights_version)
         self._staged, self.scheduler.closed = None, False
 
-    def _swap_is_due(self, mode: SwapMode) -> bool:
-        """Whether nobody is in the way of a swap (`StagedWeights`)."""
-        running, waiting = self.scheduler.running.values(), self.scheduler.waiting
-        if mode == "wait":
-            return not running and not any(s.num_preemptions for s in waiting)
-        return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
-
     @property
     def asleep(self) -> bool:
         """Whether its memory is given back; it takes no requests."""
@@ -310,19 +314,23 @@ class Engine:
     def sleep(self) -> int:
         """Give back the memory of KV pages, graphs, and on a GPU of the weights, which wait on the host; the bytes.
         Cached prefixes are forgotten. `ValueError` while requests are being served, and asleep."""
-        self.check_idle("sleep")
-        if self.asleep:
-            raise ValueError("the engine sleeps already")
+        self.check_sleep()
         self._graphs.release()
         self.scheduler.weights_changed(self.weights_version)  # as if: what pages hold is of no use any more
         cache = self.runner.cache
         self._dormant = DormantMemory(lost=(cache.k, cache.v), kept=gpu_tensors(self.model))
         return self._dormant.num_bytes
 
+    def check_sleep(self) -> None:
+        """Raise `ValueError` where `sleep` would."""
+        self.check_idle("sleep")
+        if self.asleep:
+            raise ValueError("the engine sleeps already")
+
     def wake_up(self) -> None:
         """Take the memory again; `prepare` captures graphs anew. `ValueError` awake, torch's where memory is short."""
         if self._dormant is None:
-            raise ValueError("wake_up() needs an engine that sleeps")
+            raise ValueError(NOT_ASLEEP)
         self._dormant.restore()
         self._dormant = None
 
@@ -410,8 +418,13 @@ class Engine:
 
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
-        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, self._seating.ledger.steering())
+        steering = self._seating.ledger.steering(self.share)
+        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
+
+    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+        """What the host decides within a step, the same on all ranks where there are several."""
+        return decide()
 
     def collect(self, launched: LaunchedStep) -> list[StepOutput]:
         """A step's third part, on the host again: count it, hand out what was committed, let finished sequences go."""
@@ -423,12 +436,9 @@ class Engine:
         return self.static_shapes and bool(plan.decoding) and not mixed
 
     def _may_run_ahead(self) -> bool:
-        """Whether the next step can be launched before the last one's results are known: nobody is to be seated, and
-        there are pages for whatever both steps may fill."""
+        """Whether nobody is to be seated, and there are pages for what the step under way and the next may fill."""
         running = self.scheduler.running
-        if not running:
-            return False
-        if self.scheduler.waiting and len(running) < self.config.max_rows:
+        if not running or (self.scheduler.waiting and len(running) < self.config.max_rows):
             return False
         return int(self._seating.ledger.missing_pages_R(unread=1).sum()) <= self.scheduler.pool.num_free
 

@@ -11,7 +11,7 @@ import numpy as np
 from mbd_core.decoding.request import Counts
 from mbd_core.decoding.slot_state import SlotState
 from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.steering import Steering
+from mbd_core.engine.steering import Share, Steering
 from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
 from mbd_core.engine.step_report import Report
 
@@ -65,12 +65,12 @@ class Ledger:
         """Whether the host decides tokens of some row."""
         return bool(self._steered)
 
-    def steering(self) -> Steering | None:
+    def steering(self, share: Share) -> Steering | None:
         """The next step's, if it needs one."""
         if not self._steered:
             return None
         done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
-        return Steering(self._steered, done)
+        return Steering(self._steered, done, share)
 
     def update(self, sequence: SequenceState) -> None:
         """Read a sequence's progress and pages anew, after it has committed or got pages."""

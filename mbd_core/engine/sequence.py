@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from mbd_core.canvas.lane import num_lanes
-from mbd_core.decoding.guide import Guide
+from mbd_core.decoding.guide import GuideState
 from mbd_core.decoding.request import Counts, FinishReason, Output, Request
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.frame_log import FrameLog
@@ -69,7 +69,7 @@ class SequenceState:
     emitted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rollout: Rollout | None = None
-    guide: Guide | None = None
+    guide: GuideState | None = None
     saved: list[Tensor] | None = None
     num_resident: int = 1
     chain: list[bytes] = field(default_factory=list)

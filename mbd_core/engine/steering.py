@@ -2,7 +2,8 @@
 
 Before the forward, tokens that are already certain take their places: a template's fixed ones, and those that a
 grammar forces. After it, a guide decides the tokens of its row, from left to right, on the host. Such a step runs
-packed and eagerly; the rows of other requests decode in it as in any other.
+packed and eagerly; the rows of other requests decode in it as in any other. Of several ranks one has the guides; it
+decides, and the others take over what it decided.
 
 Shape legend: R rows, N slots, B block size, A positions with logits, V vocabulary.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mbd_core.decoding.acceptance import Prediction
 from mbd_core.decoding.block_buffer import BlockBuffer, Chosen
-from mbd_core.decoding.guide import Guide
+from mbd_core.decoding.guide import Guide, GuideState
 from mbd_core.decoding.sampling import Draw, Vocab, choose
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.text_scores import TextScores
@@ -30,7 +31,7 @@ class _Row:
     """Where a guide may decide in this step: `places`, flat places of the row's open positions in order, and the
     logits (V,) at the first of them."""
 
-    guide: Guide | TextScores
+    guide: GuideState | TextScores
     tau: float
     quota: int
     draws: bool
@@ -38,12 +39,26 @@ class _Row:
     logits: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a step decides for one row: tokens and their probabilities for the first of its open positions, and the
+    state of its guide after that."""
+
+    tokens: list[tuple[int, float]]
+    pending: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+Share = Callable[[Callable[[], list[Decided]]], list[Decided]]
+"""Calls what decides, or takes the decisions of the rank that has called it."""
+
+
 class Steering:
     """One step's host decisions for the sequences of these batch rows."""
 
-    def __init__(self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int]) -> None:
+    def __init__(self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int], share: Share) -> None:
         """`forwards` are the forwards that each of them took part in before this step."""
-        self._sequences, self._forwards = sequences, forwards
+        self._sequences, self._forwards, self._share = sequences, forwards, share
         self._rows: list[_Row] = []
 
     def fill(self, buffer: BlockBuffer) -> None:
@@ -83,13 +98,13 @@ class Steering:
         index_of = {place: index for index, place in enumerate(at_A.tolist())}
         for number, sequence in self._sequences.items():
             guide = sequence.text_scores or sequence.guide
-            if guide is None or (isinstance(guide, Guide) and guide.ended):
+            if guide is None or (isinstance(guide, GuideState) and guide.ended):
                 continue
             places = (buffer.open_RNB[number].flatten().nonzero()[:, 0] + number * size).tolist()
             decoding = sequence.request.decoding
             row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places)
             self._rows.append(row)
-            for i, place in enumerate(places[: buffer.block_size if isinstance(guide, Guide) else 1]):
+            for i, place in enumerate(places[: buffer.block_size if isinstance(guide, GuideState) else 1]):
                 wanted[index_of[place]] = (row, i)
 
         def watched(part: slice) -> Tensor:
@@ -106,8 +121,7 @@ class Steering:
         accepted = torch.zeros_like(buffer.masked_RNB)
         guided = torch.zeros(len(accepted), dtype=torch.bool, device=accepted.device)
         token, confidence = prediction.token_RNB.view(-1), prediction.confidence_RNB.view(-1)
-        for row in self._rows:
-            decided = _decided(row, buffer, vocab) if row.places else []
+        for row, decided in zip(self._rows, self._decisions(buffer, vocab), strict=True):
             places = torch.tensor(row.places[: len(decided)], dtype=torch.int64, device=accepted.device)
             token[places] = torch.tensor([t for t, _ in decided], dtype=token.dtype, device=token.device)
             confidence[places] = torch.tensor([p for _, p in decided], dtype=confidence.dtype, device=token.device)
@@ -117,18 +131,30 @@ class Steering:
                 guided[number] = True
         return Chosen(guided, accepted)
 
+    def _decisions(self, buffer: BlockBuffer, vocab: Vocab) -> list[list[tuple[int, float]]]:
+        """Tokens and their probabilities for the first open positions of each row; its guide knows of them."""
+        if not self._rows:
+            return []
+        shared = self._share(lambda: [_decided(row, buffer, vocab) for row in self._rows])
+        for row, decided in zip(self._rows, shared, strict=True):
+            if isinstance(row.guide, GuideState):
+                row.guide.pending, row.guide.ended = decided.pending, decided.ended
+        return [decided.tokens for decided in shared]
 
-def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> list[tuple[int, float]]:
-    """Tokens and their probabilities for the first of a row's open positions."""
+
+def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Decided:
     guide, pick = row.guide, _picker(row, buffer, vocab)
     if isinstance(guide, TextScores):
-        return [guide.decide(row.logits[0], pick, vocab)]
+        return Decided([guide.decide(row.logits[0], pick, vocab)] if row.places else [])
+    assert isinstance(guide, Guide), "only the rank that has the guides decides"
+    if not row.places:
+        return Decided([], guide.pending, guide.ended)
     decided = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota)
     if guide.ended and not guide.pending and decided:  # the rest of its block has no meaning
         last = row.places[len(decided) - 1]
         rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
         decided += [(decided[-1][0], 1.0)] * len(rest)
-    return decided
+    return Decided(decided, guide.pending, guide.ended)
 
 
 def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:

@@ -55,7 +55,8 @@ class Summary:
     accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
-    nfe                mean forwards per sample
+    nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
+    tokens             mean useful tokens per sample; `tokens_stderr` likewise
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
 
@@ -74,6 +75,9 @@ class Summary:
     tpf_stderr: float | None
     tpf_ratio_of_sums: float | None
     nfe: float | None
+    nfe_stderr: float | None
+    tokens: float | None
+    tokens_stderr: float | None
     num_tokens: int | None
     num_forwards: int | None
     num_store_forwards: int | None
@@ -90,8 +94,9 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     low, high = wilson_interval(num_correct, n)
     bare = any(s.is_bare for s in samples)
     tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
-    rates = [c.tpf for c in counts]
-    tpf, tpf_stderr = (None, None) if bare or None in rates else mean_and_stderr([r for r in rates if r is not None])
+    tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
+    nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
+    mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
     return Summary(
         n=n,
         cut=sum(s.cut for s in samples),
@@ -104,7 +109,10 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
-        nfe=None if forwards is None else forwards / len(counts) if counts else 0.0,
+        nfe=nfe,
+        nfe_stderr=nfe_stderr,
+        tokens=mean_tokens,
+        tokens_stderr=tokens_stderr,
         num_tokens=tokens,
         num_forwards=forwards,
         num_store_forwards=stores,
@@ -113,6 +121,12 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
 
 
 TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+
+
+def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
+    """The mean and its standard error, `None` where something is not known."""
+    known = [value for value in values if value is not None]
+    return (None, None) if bare or len(known) < len(values) else mean_and_stderr(known)
 
 
 def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""The files of a report: Markdown, JSON and the plot, as bytes that depend on the rows and settings alone."""
+"""The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone."""
 
 import io
 import json
@@ -7,6 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from mbd_core.evaluation.endpoint_seconds import EndpointSeconds, seconds_lines
+from mbd_core.evaluation.paper_tables import Own, beside_tables, paper_content, paper_lines
+from mbd_core.evaluation.report_page import render_page
+from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import SpeedGain, speed_gains
 from mbd_core.evaluation.sweep_markdown import render_markdown
@@ -18,6 +21,7 @@ def report_files(
     rows: Sequence[ReportRow],
     aups: Sequence[AupRow],
     times: Sequence[Speed],
+    shown: ShownSamples,
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
@@ -25,10 +29,11 @@ def report_files(
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
-    What was timed is in `times` of `report.json` and in the last section of `report.md`; all else is the same bytes
-    for the same plan. `seconds` are those of endpoints.
+    What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
+    page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
     """
     gains = speed_gains(times, rows)
+    papers = beside_tables(Own.of(rows, aups, times))
     content = {
         "rows": [
             {
@@ -46,14 +51,18 @@ def report_files(
         "times": [
             {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
         ],
+        "papers": paper_content(papers),
         **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
     }
-    markdown = render_markdown(rows, aups, times, labels=labels, settings=settings)
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
+    text = render_markdown(rows, aups, times, labels=labels, settings=settings)
+    text += "".join(f"{line}\n" for line in seconds_lines(seconds, labels))
+    text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
     return {
         "plot.png": plot.getvalue(),
-        "report.md": "".join([markdown, *(f"{line}\n" for line in seconds_lines(seconds, labels))]).encode(),
+        "report.md": text.encode(),
+        "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
 
@@ -61,3 +70,10 @@ def report_files(
 def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:
     gain = gains.get(ReportKey(speed.model, speed.method, speed.task, speed.config))
     return None if gain is None else asdict(gain)
+
+
+def _recipes(settings: Mapping[str, Any]) -> str:
+    """How the problems were asked, in words; of joined sweeps, how those of each were."""
+    parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
+    names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
+    return "; ".join(names) or "as the settings say"

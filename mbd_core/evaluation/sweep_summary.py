@@ -10,6 +10,7 @@ from mbd_core.evaluation.aup_interval import with_intervals
 from mbd_core.evaluation.endpoint import is_endpoint
 from mbd_core.evaluation.endpoint_seconds import endpoint_seconds
 from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.shown_samples import choose_samples
 from mbd_core.evaluation.speed import Speed, speeds
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
@@ -55,8 +56,8 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
         settings = {"not timed": untimed, **settings}
     aups = with_intervals(build_aup(rows), samples)
-    seconds = endpoint_seconds(folders)
-    files = report_files(rows, aups, times, labels=labels, settings=settings, seconds=seconds)
+    shown, seconds = choose_samples(folders), endpoint_seconds(folders)
+    files = report_files(rows, aups, times, shown, labels=labels, settings=settings, seconds=seconds)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 

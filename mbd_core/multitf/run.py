@@ -26,7 +26,7 @@ from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.trainer import StepMetrics, Trainer
 from mbd_core.multitf.trainer_state import read_state, save_state
-from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, start_line, with_precision
+from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, start_line, with_fitted_noise, with_precision
 
 SHOWN_STEPS = 50
 """The progress bar shows means over the last so many steps."""
@@ -40,6 +40,9 @@ def run(
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.")
+    ] = None,
+    fitted_noise: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Mask ratios as jobs/alignment.py measured and wrote them.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Updates, instead of the recipe's; the schedule shrinks with them.")
@@ -62,6 +65,8 @@ def run(
         chosen = replace(chosen, base=named_model(base))
     if data is not None:
         chosen = replace(chosen, data=named_data(data))
+    if fitted_noise is not None:
+        chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
     folder = out or Path("out") / chosen.name
@@ -77,7 +82,7 @@ def run(
     if state is not None:
         trainer.load_state_dict(state["trainer"])
     chosen = with_precision(chosen, trainer.precision)
-    print(start_line(chosen))
+    print(start_line(chosen, device=trainer.device))
     train(trainer, chosen, checkpoint, every=every)
     export(folder, chosen, model, tokenizer, overwrite=overwrite)
     print(f"wrote {folder}")

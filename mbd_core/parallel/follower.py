@@ -1,11 +1,14 @@
 """A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.steering import Decided
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.parallel.group import Group, Rank, init_group, load_shard
@@ -19,11 +22,25 @@ from mbd_core.parallel.orders import (
     Preempt,
     Prepare,
     Setup,
+    Sleep,
     UnloadAdapter,
     UpdateWeights,
+    WakeUp,
     change,
     fingerprint,
 )
+
+
+class FollowingEngine(Engine):
+    """The engine of a rank that follows: what the host decides within a step comes from rank 0."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, *, group: Group, vocab_limit: int | None) -> None:
+        super().__init__(model, config, vocab_limit=vocab_limit)
+        self._group = group
+
+    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+        decided: list[Decided] = self._group.receive()
+        return decided
 
 
 class OutOfStep(RuntimeError):
@@ -59,7 +76,8 @@ def _build(model: Decoder, group: Group) -> Engine:
         quantize_weights(model, setup.fp8)
     if group.rank.kind == "cpu":
         torch.set_num_threads(setup.num_threads)
-    return Engine(model, sized_alike(model, setup.engine, group), vocab_limit=setup.vocab_limit)
+    sized = sized_alike(model, setup.engine, group)
+    return FollowingEngine(model, sized, group=group, vocab_limit=setup.vocab_limit)
 
 
 def _obey(engine: Engine, command: Command, group: Group) -> None:
@@ -76,7 +94,9 @@ def _obey(engine: Engine, command: Command, group: Group) -> None:
             engine.forget_prefixes()
         case UnloadAdapter(name):
             engine.unload_adapter(name)
-        case LoadAdapter() | UpdateWeights():
+        case Sleep():
+            group.total(engine.sleep())
+        case LoadAdapter() | UpdateWeights() | WakeUp():
             with suppress(ValueError):  # rank 0 raises it too
                 change(engine, command, group)
 

@@ -114,9 +114,16 @@ class Group:
 
     def least(self, value: int) -> int:
         """The least of the ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.MIN)
+
+    def total(self, value: int) -> int:
+        """The sum of the ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.SUM)
+
+    def _over_ranks(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         values = torch.tensor(value)
         try:
-            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._messages)
+            dist.all_reduce(values, op=operation, group=self._messages)
         except RuntimeError as error:
             raise self._lost("compare a number with the others") from error
         return int(values)

@@ -2,24 +2,28 @@
 
 Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
 do the same and step with it. Adapters and weights, of which each rank reads its own part, come between two steps, on
-all ranks or on none. Nothing else crosses: what a step decides follows from the logits, which are the same on
-every rank bit for bit, and from no clock and no random state. A fingerprint of rank 0's state goes with each step; a
+all ranks or on none. What a step decides follows from the logits, which are the same on every rank bit for bit, and
+from no clock and no random state; so nothing else crosses but what the host decides within a step, under grammars for
+example, whose state and limits rank 0 alone has. A fingerprint of rank 0's state goes with each step; a
 rank whose own differs is out of step, and ends.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.guide import Grammars, GuideState
 from mbd_core.decoding.request import Output, StepOutput
 from mbd_core.engine.admission import Admitted
-from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine import NOT_ASLEEP, Engine
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.steering import Decided
 from mbd_core.engine.weight_swap import SwapMode, WeightSource
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import quantized_parts
@@ -37,8 +41,10 @@ from mbd_core.parallel.orders import (
     Preempt,
     Prepare,
     Setup,
+    Sleep,
     UnloadAdapter,
     UpdateWeights,
+    WakeUp,
     change,
     fingerprint,
 )
@@ -63,6 +69,7 @@ class ParallelEngine(Engine):
         followers: Followers | None = None,
         trace: "TraceRecorder | None" = None,
         vocab_limit: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`model` is rank 0's shard (`load_shard`), rounded to FP8 or not; returns when all ranks have built theirs.
 
@@ -82,7 +89,8 @@ class ParallelEngine(Engine):
                 num_threads=torch.get_num_threads(),
             )
         )
-        super().__init__(model, sized_alike(model, config, group), trace=trace, vocab_limit=vocab_limit)
+        sized = sized_alike(model, config, group)
+        super().__init__(model, sized, trace=trace, vocab_limit=vocab_limit, grammars=grammars)
         self.followers, self._group = followers, group
         self._commands: list[Command] = []
         self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
@@ -94,7 +102,10 @@ class ParallelEngine(Engine):
 
     def add_admitted(self, admitted: Admitted) -> None:
         super().add_admitted(admitted)
-        self._commands.append(Add(admitted))
+        sequence = self.scheduler.find(admitted.request.request_id)
+        guide = None if sequence is None else sequence.guide
+        state = None if guide is None else GuideState(list(guide.pending), guide.ended)
+        self._commands.append(Add(replace(admitted, guide=state)))
 
     def abort(self, request_id: str) -> Output | None:
         output = super().abort(request_id)
@@ -113,6 +124,11 @@ class ParallelEngine(Engine):
         orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
         with self._together(orders):
             return super().step()
+
+    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+        decided = super().share(decide)
+        self._group.broadcast(decided)
+        return decided
 
     def prepare(self, decoding: DecodingConfig) -> int:
         self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
@@ -140,7 +156,19 @@ class ParallelEngine(Engine):
         self._change(UpdateWeights(source, mode, version))
 
     def sleep(self) -> int:
-        raise ValueError("a tensor-parallel engine cannot sleep: its ranks hold their memory; end it instead")
+        """`Engine.sleep` on all ranks; the bytes of all."""
+        self.check_sleep()
+        with self._together(Orders(action="wait", commands=(*self._commands, Sleep()))):
+            return self._group.total(super().sleep())
+
+    def wake_up(self) -> None:
+        """`Engine.wake_up` on all ranks, or on none."""
+        if not self.asleep:
+            raise ValueError(NOT_ASLEEP)
+        try:
+            self._change(WakeUp())
+        except ValueError as error:
+            raise torch.OutOfMemoryError(str(error)) from error
 
     def _change(self, command: Change) -> None:
         refusal: ValueError | None = None

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
@@ -74,8 +76,18 @@ class UpdateWeights:
     version: int | None
 
 
-Change = LoadAdapter | UpdateWeights
-Command = Add | Abort | Preempt | Prepare | ForgetPrefixes | UnloadAdapter | Change
+@dataclass(frozen=True)
+class Sleep:
+    pass
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    pass
+
+
+Change = LoadAdapter | UpdateWeights | WakeUp
+Command = Add | Abort | Preempt | Prepare | ForgetPrefixes | UnloadAdapter | Sleep | Change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +105,28 @@ class Orders:
 
 
 def change(engine: Engine, command: Change, group: Group) -> None:
-    """What reads files, on every rank its own part: all change, or none does and all raise `ValueError`."""
+    """What may fail on one rank alone, as each reads its own part of a file or takes memory of its own device: all
+    raise `ValueError` then, and none has changed. `engine` is this rank's, of which only `Engine`'s part is meant."""
     match command:
         case LoadAdapter(name, folder):
             engine.adapters.place(name, group.agree(lambda: engine.adapters.read(name, folder)))
         case UpdateWeights(folder, mode, version):
             staged = group.agree(lambda: engine.stage_weights(folder, mode))
             engine.swap_weights(replace(staged, version=version))
+        case WakeUp():
+            try:
+                group.agree(lambda: _wake_up(engine))
+            except ValueError:
+                if not engine.asleep:
+                    Engine.sleep(engine)
+                raise
+
+
+def _wake_up(engine: Engine) -> None:
+    try:
+        Engine.wake_up(engine)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"there is not enough memory to wake up: {error}") from error
 
 
 def fingerprint(engine: Engine) -> int:

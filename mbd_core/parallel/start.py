@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mbd_core.checkpoint.config_files import load_config
+from mbd_core.decoding.guide import Grammars
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
@@ -34,6 +35,7 @@ def start_parallel(
     timeout: float = 120.0,
     trace: "TraceRecorder | None" = None,
     vocab_limit: int | None = None,
+    grammars: Grammars | None = None,
 ) -> ParallelEngine:
     """An engine over `size` processes of this machine, rank 0 being this one; rank r uses GPU r where device is cuda.
 
@@ -62,7 +64,9 @@ def start_parallel(
         model = load_shard(folder, group, dtype=dtype)
         if fp8 is not None:
             quantize_weights(model, fp8)
-        return ParallelEngine(model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit)
+        return ParallelEngine(
+            model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit, grammars=grammars
+        )
     except BaseException as error:
         reason = followers.failure() if isinstance(error, RankLost) else None
         followers.end()

@@ -91,6 +91,7 @@ def load_engine(
     contents = read_folder(folder)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else None
+    grammars = grammars_of(contents.tokenizer, contents.config)
     engine: Engine
     if tensor_parallel != 1:
         if device.index is not None:
@@ -104,6 +105,7 @@ def load_engine(
             fp8=fp8,
             trace=trace,
             vocab_limit=len(contents.tokenizer),
+            grammars=grammars,
         )
     else:
         model = load_model(folder, dtype=dtype, device=device)
@@ -114,7 +116,7 @@ def load_engine(
             config,
             trace=trace,
             vocab_limit=len(contents.tokenizer),
-            grammars=grammars_of(contents.tokenizer, contents.config),
+            grammars=grammars,
         )
     try:
         for name, adapter in (adapters or {}).items():

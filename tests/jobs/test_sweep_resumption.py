@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sweep_cluster import Cluster, put_in_place
@@ -26,6 +27,12 @@ def command(model: Path, out: Path | str, *more: str) -> list[str]:
     options = {"--models": model, "--tasks": "gsm-mini", "--methods": "single", "--max-tokens": "8", "--limit": "6"}
     options |= {"--max-rows": "3", "--num-pages": "64", "--timed": "2", "--concurrency": "3", "--out": out}
     return [*(str(part) for option in options.items() for part in option), *more]
+
+
+def page_data(folder: Path) -> Any:
+    """What the report's page is drawn from."""
+    page = (folder / "report.html").read_text()
+    return json.loads(page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
 
 
 def test_the_same_command_computes_only_what_is_missing(
@@ -52,6 +59,9 @@ def test_the_same_command_computes_only_what_is_missing(
     assert len(whole.pop("times")) == 1 and json.dumps(report) == json.dumps(whole)
     texts = [(folder / "report.md").read_text().partition("## Speed") for folder in (out, tmp_path / "whole")]
     assert texts[0][0] == texts[1][0] and texts[0][2]
+    pages = [page_data(folder) for folder in (out, tmp_path / "whole")]
+    assert [page["sections"].pop(-2)["heading"] for page in pages] == ["Speed"] * 2 and pages[0] == pages[1]
+    assert all(len(sample["steps"]) == sample["num_tokens"] for samples in pages[0]["samples"] for sample in samples)
     cluster.cases = []
     assert main(command(tiny_model_dir, out)) == 0
     assert len(cluster.parts) == 2 and not cluster.cases

@@ -126,8 +126,28 @@ def test_it_says_what_it_is_and_what_it_cannot_do(server: DiffusionServer, loop:
     loop.run_until_complete(server.check_health())
     assert loop.run_until_complete(server.llm_config()).model_id == MODEL
     assert not loop.run_until_complete(server.is_sleeping())
-    with pytest.raises(NotImplementedError, match="sleep: not supported"):
-        loop.run_until_complete(server.sleep(level=1))
+    with pytest.raises(NotImplementedError, match="pause: not supported"):
+        loop.run_until_complete(server.pause())
+
+
+def test_it_sleeps_and_wakes_up(server: DiffusionServer, loop: asyncio.AbstractEventLoop) -> None:
+    row = {"model": MODEL, "prompt": "Tom", "max_tokens": 6}
+    (before,) = answers(loop, server.completions(row))
+    for options in ({"level": 2}, {"tags": ["weights"]}, {"seconds": -1.0}):
+        with pytest.raises(ValueError, match=r"level=2|tags|seconds"):
+            loop.run_until_complete(server.sleep(**options))
+    for options in ({"level": 1}, {"requests": "abort", "seconds": 60.0}):
+        loop.run_until_complete(server.sleep(**options))
+        assert loop.run_until_complete(server.is_sleeping())
+        loop.run_until_complete(server.check_health())
+        with pytest.raises(RuntimeError, match="the server sleeps"):
+            answers(loop, server.completions(row))
+        with pytest.raises(ValueError, match="takes no options"):
+            loop.run_until_complete(server.wakeup(tags=["weights"]))
+        loop.run_until_complete(server.wakeup())
+        assert not loop.run_until_complete(server.is_sleeping())
+        (again,) = answers(loop, server.completions(row))
+        assert again["choices"] == before["choices"]
 
 
 class Turn(BaseModel):
