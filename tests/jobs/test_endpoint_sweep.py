@@ -85,6 +85,7 @@ def test_a_sweep_of_an_endpoint_asks_only_what_is_missing_and_says_no_key(
     text = (out / "report.md").read_text()
     assert "| *other (an endpoint)* |" in text and "## Endpoints" in text
     assert server.url in text, "where it was asked"
+    assert '"tpf":null' in (out / "report.html").read_text().replace(" ", "")
     for path in out.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
     server.bodies.clear()
