@@ -159,7 +159,10 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
     if quantity == "accuracy":
         return s.accuracy, s.accuracy_low, s.accuracy_high
     if quantity in ("tpf", "nfe", "tokens"):
-        value, error = getattr(s, quantity), Z_95 * getattr(s, f"{quantity}_stderr")
+        value, stderr = getattr(s, quantity), getattr(s, f"{quantity}_stderr")
+        if value is None:
+            return None
+        error = Z_95 * stderr
         return value, value - error, value + error
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)

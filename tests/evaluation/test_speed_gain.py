@@ -32,6 +32,8 @@ def test_the_paper_s_own_row_is_predicted_as_the_paper_does() -> None:
     gain = gains[rows[1].key]
     assert (round(gain.tpf_gain, 2), round(gain.latency_cost, 2)) == (1.78, 1.24)
     assert (round(gain.predicted_tps_gain, 2), round(gain.measured_tps_gain, 2)) == (1.44, 1.44)
+    assert gain.measured_tps_gain == pytest.approx(745.92 / 517.16)
+    assert gain.predicted_tps_gain == pytest.approx(6.19 / 3.47 * 7.07 / 8.78)
     lines = gain_lines(gains, {"a": "A"}, {row.key: row.varied for row in rows})
     assert lines[-1] == "| mbd | MBD | A | tau_m2t=0.9 | 1.78x | 1.24x | 1.44x | 1.44x | 1.00 |"
     assert "- A: bd, SingleBD" in lines
