@@ -53,7 +53,7 @@ def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 1
     print_step(f"done in {(time.perf_counter() - started) / 60:.1f} minutes; the cluster is stopped")
     print((out / "sweep" / "report.md").read_text())
     print(f"trained model: {out / 'trained'}")
-    print(f"report: {out / 'sweep' / 'report.md'}, with report.json, plot.png and samples/ beside it")
+    print(f"report: {out / 'sweep' / 'report.md'}, with report.html, report.json, plot.png and samples/ beside it")
 
 
 def train(cluster: LocalCluster, out: Path, *, steps: int) -> None:

@@ -114,7 +114,7 @@ Concurrency = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
-WRITTEN = f"report.md, {REPORT}, plot.png, samples/"
+WRITTEN = f"report.md, report.html, {REPORT}, plot.png, samples/"
 
 
 def run(
@@ -148,8 +148,8 @@ def run(
 
     The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
     job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, times the configurations
-    one by one (--timed), and writes plot.png, report.md and report.json. The same command again computes what is
-    missing; --overwrite replaces a finished sweep or another.
+    one by one (--timed), and writes report.md, report.html, report.json and plot.png. The same command again computes
+    what is missing; --overwrite replaces a finished sweep or another.
     """
     out_folder, part_of = Folder.at(out), Shard.parse(shard)
     out_folder.check_writable()

@@ -1,4 +1,4 @@
-"""Two models on the same problems: how often only one of them is right, and the sign test on that."""
+"""Two models on the same problems: how often only one of them is right, and how their tokens per forward differ."""
 
 import sys
 from pathlib import Path
@@ -21,12 +21,13 @@ def run(
     tau_m2t: Annotated[float, typer.Option(help="The configuration's threshold.", rich_help_panel=DECODING)],
     buffer_size: Annotated[int, typer.Option(help="The configuration's slots.", rich_help_panel=DECODING)],
 ) -> None:
-    """Two models on the same problems: how often only one of them is right, and the sign test on that.
+    """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
 
     python jobs/paired_test.py --first tiny-mbd --second tiny-tf --task gsm-mini --tau-m2t 0.9 --buffer-size 4
     out/seed-0 out/seed-1 out/tf-0 out/tf-1
 
-    The answers are matched by seed and problem, so both models are swept with the same seeds.
+    The answers are matched by seed and problem, so both models are swept with the same seeds. A difference is the
+    first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems.
     """
     sides = (
         load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)
@@ -35,6 +36,13 @@ def run(
     pairs = pair_answers(*sides)
     print(f"{pairs.num_problems} problems; only {first} right: {pairs.first_only}, only {second}: {pairs.second_only}")
     print(f"sign test, two-sided: p = {pairs.p_value:.3f}")
+    print(f"accuracy: {pairs.accuracy.mean:+.2f} [{pairs.accuracy.low:+.2f}, {pairs.accuracy.high:+.2f}] points")
+    for name, difference in (("TPF", pairs.tpf), ("NFE", pairs.nfe)):
+        if difference is not None:
+            print(
+                f"{name}: {difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], over the "
+                f"{pairs.num_decoded} problems that both decoded"
+            )
 
 
 main = command(run)

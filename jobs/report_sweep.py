@@ -48,7 +48,7 @@ def run(
             for name, content in summary.files.items():
                 (folder / name).write_bytes(content)
     print(summary.text)
-    print(f"The report is in {out or folders[0]}: report.md, {REPORT}, plot.png")
+    print(f"The report is in {out or folders[0]}: report.md, report.html, {REPORT}, plot.png")
     if summary.num_samples < summary.num_planned:
         print(f"report_sweep: note: {summary.num_samples} of {summary.num_planned} samples are there", file=sys.stderr)
 

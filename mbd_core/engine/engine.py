@@ -28,7 +28,14 @@ from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Decided
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.step_report import HostCopy, Report
-from mbd_core.engine.weight_swap import StagedWeights, SwapMode, WeightSource, overwrite, stage_weights
+from mbd_core.engine.weight_swap import (
+    StagedWeights,
+    SwapMode,
+    WeightSource,
+    overwrite,
+    stage_weights,
+    swap_is_due,
+)
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention import AttentionKernel
 
@@ -288,7 +295,7 @@ class Engine:
 
     @torch.inference_mode()
     def _swap_if_due(self) -> None:
-        if self._staged is None or not self._swap_is_due(self._staged.mode):
+        if self._staged is None or not swap_is_due(self._staged.mode, self.scheduler):
             return
         self._unsent += self.land()
         while (sequence := self.scheduler.preempt_youngest()) is not None:
@@ -298,13 +305,6 @@ class Engine:
         self.weights_version = self.weights_version + 1 if self._staged.version is None else self._staged.version
         self.scheduler.weights_changed(self.weights_version)
         self._staged, self.scheduler.closed = None, False
-
-    def _swap_is_due(self, mode: SwapMode) -> bool:
-        """Whether nobody is in the way of a swap (`StagedWeights`)."""
-        running, waiting = self.scheduler.running.values(), self.scheduler.waiting
-        if mode == "wait":
-            return not running and not any(s.num_preemptions for s in waiting)
-        return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
 
     @property
     def asleep(self) -> bool:
@@ -418,9 +418,8 @@ class Engine:
 
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
-        report_X, canvas_logits_AV = decode_step(
-            self._state, plan.kind, lay_out, self._seating.ledger.steering(self.share)
-        )
+        steering = self._seating.ledger.steering(self.share)
+        report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
 
     def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
@@ -437,12 +436,9 @@ class Engine:
         return self.static_shapes and bool(plan.decoding) and not mixed
 
     def _may_run_ahead(self) -> bool:
-        """Whether the next step can be launched before the last one's results are known: nobody is to be seated, and
-        there are pages for whatever both steps may fill."""
+        """Whether nobody is to be seated, and there are pages for what the step under way and the next may fill."""
         running = self.scheduler.running
-        if not running:
-            return False
-        if self.scheduler.waiting and len(running) < self.config.max_rows:
+        if not running or (self.scheduler.waiting and len(running) < self.config.max_rows):
             return False
         return int(self._seating.ledger.missing_pages_R(unread=1).sum()) <= self.scheduler.pool.num_free
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
+from mbd_core.engine.scheduler import Scheduler
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import split_dim
 from mbd_core.ops.fp8 import Fp8Module, quantize
@@ -35,6 +36,14 @@ class StagedWeights:
     tensors: Mapping[str, Tensor]
     mode: SwapMode
     version: int | None = None
+
+
+def swap_is_due(mode: SwapMode, scheduler: Scheduler) -> bool:
+    """Whether no request is in the way of weights that are staged."""
+    running, waiting = scheduler.running.values(), scheduler.waiting
+    if mode == "wait":
+        return not running and not any(s.num_preemptions for s in waiting)
+    return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
 
 
 def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from mbd_core.canvas.limits import canvas_max_tokens
 from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.engine import Engine
 
 Decode = Callable[[Sequence[int]], str]
@@ -33,7 +34,7 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
 
     A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
     `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
-    the step that committed it.
+    the step that committed it. A rollout that was asked for ends with its tokens, and has no tail.
     """
     if not any(stops.get(request.request_id) for request in requests):
         return engine.generate(list(requests))
@@ -41,6 +42,7 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
     for admitted in [engine.admission.check(request) for request in requests]:
         engine.add_admitted(admitted)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    rollouts: dict[str, Rollout] = {}
     outputs: dict[str, Output] = {}
     while engine.has_work:
         for step in engine.step():
@@ -48,8 +50,13 @@ def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, de
                 continue  # the step after an abort
             so_far = tokens[step.request_id]
             so_far += step.new_tokens
+            if step.rollout is not None:
+                rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
             ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
             if ended is not None:
+                if ended is not step.output and step.request_id in rollouts:
+                    cut = rollouts[step.request_id].cut(tuple(so_far), len(ended.tokens), room=0)
+                    ended = replace(ended, rollout=cut)
                 outputs[step.request_id] = ended
                 if step.output is None:
                     engine.abort(step.request_id)

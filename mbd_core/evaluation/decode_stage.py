@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -55,6 +55,14 @@ def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
     return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
+def with_step_map(request: Request) -> Request:
+    """The request, asking in which forward each of its tokens was accepted; as it is where tokens that were accepted
+    may still change, or lie on a canvas, and so have no such map."""
+    decoding = request.decoding
+    has_map = decoding.t2t is None and decoding.soft is None and decoding.canvas is None
+    return replace(request, rollout=True) if has_map else request
+
+
 class ModelRefused(ValueError):
     """A model cannot be loaded with the engine's configuration, for example without memory for a KV page."""
 
@@ -98,8 +106,10 @@ class DecodeStage:
     def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
-        tokenizer, requests, stops = model.tokenizer, sample_requests(model, rows), sample_stops(rows)
+        tokenizer, stops = model.tokenizer, sample_stops(rows)
+        requests = [with_step_map(request) for request in sample_requests(model, rows)]
         del model  # the engine may be closed from here on
+        piece = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
         for row, request in zip(rows, requests, strict=True):
             row["max_tokens"] = request.max_tokens
         results = self._results(name, requests, stops)
@@ -110,6 +120,8 @@ class DecodeStage:
             else:
                 text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
+                if result.rollout is not None:
+                    row.update(pieces=list(map(piece, result.tokens)), steps=list(result.rollout.steps))
 
     def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
         """An output or a failure for every request, by its id."""

@@ -3,7 +3,8 @@
 Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompts.worded`),
 `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan says
 `may_shorten`. A sample that cannot be decoded keeps its row, with the
-reason in `error`.
+reason in `error`. `pieces` is each token's text, special ones included, and `steps` the forward that accepted it, from
+1: the decoding, to be replayed. They are null where there is no such map, and folders of earlier versions lack them.
 """
 
 import pyarrow as pa
@@ -11,6 +12,8 @@ import pyarrow as pa
 COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
 
 PROBLEM_COLUMNS = ("problem_id", "prompt", "reference", "entry_point")  # what a grader needs of a problem
+
+REPLAY = (pa.field("pieces", pa.list_(pa.string())), pa.field("steps", pa.list_(pa.int64())))
 
 PLANNED_COLUMNS = pa.schema(
     [("sample", pa.int64())]
@@ -20,7 +23,7 @@ PLANNED_COLUMNS = pa.schema(
 DECODED_COLUMNS = pa.schema(
     [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
     + [pa.field(name, pa.int64()) for name in COUNTS]
-    + [pa.field("error", pa.string())]
+    + [pa.field("error", pa.string()), *REPLAY]
 )
 GRADED_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]

@@ -15,6 +15,7 @@ class Speed:
     nothing of it cached, to the moment when it gives the whole answer back; text is made elsewhere.
 
     num_alone, num_together  requests in the two runs: one at a time, and `concurrency` always under way
+    tpf_alone            useful tokens / forwards of the requests that ran one at a time
     tps_batch_1          useful tokens / seconds, one request at a time
     decode_tps_batch_1   useful tokens / seconds of the forwards in NFE alone: the papers' TPS, TPF over step time
     forward_ms_batch_1   milliseconds of one such forward
@@ -27,6 +28,7 @@ class Speed:
     task: str
     config: str
     num_alone: int
+    tpf_alone: float
     tps_batch_1: float
     decode_tps_batch_1: float
     forward_ms_batch_1: float
@@ -53,6 +55,7 @@ def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mappi
     alone = [row for row in rows if row["run"] == ALONE]
     together = [row for row in rows if row["run"] == TOGETHER]
     alone_seconds, together_seconds = ([row["ended"] - row["begun"] for row in run] for run in (alone, together))
+    alone_tokens, alone_forwards = (sum(row[name] for row in alone) for name in ("num_tokens", "num_forwards"))
     decode_seconds = sum(row["decode_seconds"] for row in alone)
     wall = max(row["ended"] for row in together) - min(row["begun"] for row in together)
     return Speed(
@@ -61,9 +64,10 @@ def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mappi
         task=task,
         config=config,
         num_alone=len(alone),
-        tps_batch_1=_rate(sum(row["num_tokens"] for row in alone), sum(alone_seconds)),
-        decode_tps_batch_1=_rate(sum(row["num_tokens"] for row in alone), decode_seconds),
-        forward_ms_batch_1=1000 * _rate(decode_seconds, sum(row["num_forwards"] for row in alone)),
+        tpf_alone=_rate(alone_tokens, alone_forwards),
+        tps_batch_1=_rate(alone_tokens, sum(alone_seconds)),
+        decode_tps_batch_1=_rate(alone_tokens, decode_seconds),
+        forward_ms_batch_1=1000 * _rate(decode_seconds, alone_forwards),
         latency_alone_p50=percentile(alone_seconds, 50),
         latency_alone_p90=percentile(alone_seconds, 90),
         concurrency=max(row["concurrency"] for row in together),

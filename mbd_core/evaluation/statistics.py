@@ -1,7 +1,9 @@
-"""The statistics of the reports: a mean with its standard error, a share with its interval, and the sign test."""
+"""The statistics of the reports: a mean with its error or interval, a share with its interval, and the sign test."""
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 
@@ -37,3 +39,12 @@ def sign_test(wins: int, losses: int) -> float:
     n = wins + losses
     tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
     return min(1.0, 2 * tail)
+
+
+def mean_and_interval(values_N: np.ndarray, *, num_draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+    """The mean and its 95 % percentile interval over `num_draws` resamples of the values, of which there is at least
+    one. Of paired differences this is the paired bootstrap."""
+    rng = np.random.default_rng(seed)
+    means = [float(rng.choice(values_N, size=len(values_N)).mean()) for _ in range(num_draws)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(values_N.mean()), float(low), float(high)

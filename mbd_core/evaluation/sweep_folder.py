@@ -3,7 +3,7 @@
     sweep.json                  the record of the sweep (`SweepRecord`), and by what its files are known as its own
     samples/part-*.parquet      one row for each sample; a part is written beside its place and renamed
     times/case-*.parquet        one row for each request of a timed configuration
-    report.md, report.json, plot.png
+    report.md, report.html, report.json, plot.png
 
 Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
 ours to mark, the digests are kept. What carries neither is somebody else's: it is never read, replaced or removed.
@@ -37,7 +37,7 @@ KIND = "sweep"
 RECORD = "sweep.json"
 REPORT = "report.json"
 FAILURE = "failure.txt"  # the traceback of a sweep that failed
-REPORT_FILES = ("plot.png", "report.md", REPORT)
+REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
 LOCK = ".mbd-sweep.lock"
 FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
 TABLES = ("samples", "times")  # the folders of what carries an id
@@ -306,13 +306,19 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
+    for path in part_files(folder):
+        yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+
+
+def part_files(folder: Path) -> Iterator[Path]:
+    """The files of a sweep's samples that are there; `ValueError` if no sweep lies there."""
     state = FolderState.load(folder)
     if state is None:
         raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
     for number in state.record.parts:
         path = folder / part_name(number)
         if part_id(path) == state.id:
-            yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+            yield path
 
 
 def read_times(folder: Path) -> Iterator[dict[str, Any]]:

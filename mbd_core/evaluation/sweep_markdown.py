@@ -5,12 +5,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mbd_core.evaluation.accuracy_gaps import AccuracyGap, gap_lines
 from mbd_core.evaluation.aup import AupPoint
+from mbd_core.evaluation.aup_interval import NUM_DRAWS
 from mbd_core.evaluation.rates import Summary
 from mbd_core.evaluation.speed import Speed
+from mbd_core.evaluation.speed_gain import gain_lines, speed_gains
 from mbd_core.evaluation.speed_table import speed_lines
 from mbd_core.evaluation.statistics import mean
-from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row
+from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow, best_row, token_efficiency
 
 CAPTION = (
     "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each "
@@ -21,6 +24,13 @@ CAPTION = (
     "weights (no point at TPF 1)."
 )
 
+AUP_CAPTION = (
+    "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
+    "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
+    "the first point; no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
+    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw."
+)
+
 
 def render_markdown(
     rows: Sequence[ReportRow],
@@ -29,16 +39,19 @@ def render_markdown(
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
+    gaps: Mapping[ReportKey, AccuracyGap] | None = None,
 ) -> str:
     """The report as Markdown. `labels` maps task names to column heads, in column order."""
+    varied = {row.key: row.varied for row in rows}
     lines = ["# Evaluation sweep", "", CAPTION, ""]
     lines += _best_lines(rows, aups, labels)
     lines += _configuration_lines(rows, labels)
     lines += _aup_lines(aups, labels)
+    lines += gap_lines(gaps or {}, labels, varied)
     lines += ["## What was run", ""]
     lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
     if times:
-        lines += speed_lines(times, labels, {row.key: row.varied for row in rows})
+        lines += speed_lines(times, labels, varied) + gain_lines(speed_gains(times, rows), labels, varied)
     return "\n".join(lines) + "\n"
 
 
@@ -83,36 +96,54 @@ def accuracy_text(summary: Summary) -> str:
 
 def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## Every configuration", ""]
-    lines.append("| Model | Method | Task | Config | n | Acc [95 %] | TPF ± se | TPF (sums) | NFE | Cut | Errors |")
-    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append(
+        "| Model | Method | Task | Config | n | Acc [95 %] | TPF ± se | TPF (sums) | η_tok | NFE | Cut | Errors |"
+    )
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
         lines.append(
             f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
             f"| {accuracy_text(s)} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
+            f"| {s.tpf_ratio_of_sums:.2f} | {_share(token_efficiency(row))} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
         )
     return [
         *lines,
         "",
         "NFE: mean decode forwards a sample, store-only ones included, prompt-only prefill not. TPF: useful tokens "
-        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. Cut: answers that ended at the "
-        "limit of their tokens. An error (a request that could not be decoded) counts as wrong and is left out of the "
-        "rates. [95 %]: Wilson interval. se: standard error.",
+        "(before EOS) per NFE, the mean over samples; (sums): all tokens / all NFE. η_tok, the token-efficiency "
+        "factor: TPF / (buffer_size x block_size), the share of a whole Block Buffer that becomes tokens. Cut: "
+        "answers that ended at the limit of their tokens. An error (a request that could not be decoded) counts as "
+        "wrong and is left out of the rates. [95 %]: Wilson interval. se: standard error.",
         "",
     ]
 
 
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
     lines = ["## AUP by task, with its points", ""]
-    lines += ["| Model | Method | Task | Eq. 4.1 | d3LLM | y_max | Points (TPF, Acc) | Dropped by d3LLM |"]
-    lines += ["|---|---|---|---:|---:|---:|---|---|"]
+    lines += ["| Model | Method | Task | Eq. 4.1 [95 %] | d3LLM [95 %] | Points (TPF, Acc) | Dropped by d3LLM |"]
+    lines += ["|---|---|---|---:|---:|---|---|"]
     for a in aups:
         lines.append(
-            f"| {a.model} | {a.method} | {labels[a.task]} | {a.aup_eq41:.2f} | {a.aup_d3llm:.2f} | {a.y_max:.2f} "
+            f"| {a.model} | {a.method} | {labels[a.task]} | {a.aup_eq41:.2f}{_interval_text(a.eq41_interval)} "
+            f"| {a.aup_d3llm:.2f}{_interval_text(a.d3llm_interval)} "
             f"| {_point_list(a.points)} | {_point_list(a.dropped) or 'none'} |"
         )
-    return [*lines, ""]
+    lines += ["", *({f"- {labels[a.task]}: {_y_max_text(a)}": None for a in aups}), ""]
+    return [*lines, AUP_CAPTION, ""]
+
+
+def _interval_text(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def _y_max_text(aup: AupRow) -> str:
+    pool = "; ".join(aup.y_max_pool)
+    return f"y_max {aup.y_max:.2f}, of {aup.y_max_of}; its pool (number of configurations): {pool}"
 
 
 def _point_list(points: Iterable[AupPoint]) -> str:

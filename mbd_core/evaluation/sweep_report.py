@@ -1,6 +1,7 @@
 """The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,13 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class AupRow:
-    """Both AUPs of a model and method on a task; `y_max` is the best accuracy of any row on the task."""
+    """Both AUPs of a model and method on a task, with what they depend on.
+
+    anchor      the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
+    y_max       the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
+    y_max_pool  the models and methods of the pool, with their numbers of configurations
+    *_interval  95 % intervals (`aup_interval`), `None` where none can be drawn
+    """
 
     model: str
     method: str
@@ -40,8 +47,13 @@ class AupRow:
     aup_d3llm: float
     points: tuple[AupPoint, ...]
     dropped: tuple[AupPoint, ...]
+    anchor: AupPoint
     y_max: float
+    y_max_of: str
+    y_max_pool: tuple[str, ...]
     alpha: float
+    eq41_interval: tuple[float, float] | None = None
+    d3llm_interval: tuple[float, float] | None = None
 
 
 def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[ReportRow]:
@@ -60,15 +72,16 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
 
 def build_aup(rows: Sequence[ReportRow], *, alpha: float = 3.0) -> list[AupRow]:
     """Both AUPs of every (model, method, task), over all its configurations."""
-    best: dict[str, float] = {}
-    points: dict[tuple[str, str, str], list[AupPoint]] = {}
+    by_task: dict[str, list[ReportRow]] = {}
+    curves: dict[tuple[str, str, str], list[AupPoint]] = {}
     for row in rows:
         key, s = row.key, row.summary
-        best[key.task] = max(best.get(key.task, 0.0), s.accuracy)
-        points.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
+        by_task.setdefault(key.task, []).append(row)
+        curves.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
     aups = []
-    for (model, method, task), curve in points.items():
-        weighted = aup_d3llm(curve, y_max=best[task], alpha=alpha)
+    for (model, method, task), curve in curves.items():
+        best = best_row(by_task[task])
+        weighted = aup_d3llm(curve, y_max=best.summary.accuracy, alpha=alpha)
         aups.append(
             AupRow(
                 model=model,
@@ -78,16 +91,33 @@ def build_aup(rows: Sequence[ReportRow], *, alpha: float = 3.0) -> list[AupRow]:
                 aup_d3llm=weighted.value,
                 points=tuple(sorted(curve)),
                 dropped=weighted.dropped,
-                y_max=best[task],
+                anchor=weighted.points[0],
+                y_max=best.summary.accuracy,
+                y_max_of=", ".join(filter(None, (best.key.model, best.key.method, best.varied))),
+                y_max_pool=_pool(by_task[task]),
                 alpha=alpha,
             )
         )
     return aups
 
 
+def _pool(rows: Iterable[ReportRow]) -> tuple[str, ...]:
+    """The models and methods of the rows, with their numbers of configurations."""
+    counts = Counter(f"{row.key.model}, {row.key.method}" for row in rows)
+    return tuple(f"{name} ({count})" for name, count in counts.items())
+
+
 def best_row(rows: Iterable[ReportRow]) -> ReportRow:
     """The row of best accuracy, the higher TPF on ties."""
     return max(rows, key=lambda row: (row.summary.accuracy, row.summary.tpf))
+
+
+def token_efficiency(row: ReportRow) -> float | None:
+    """The token-efficiency factor (MBD-LMs, Section 4.5): TPF over the buffer_size x block_size positions of a whole
+    Block Buffer. `None` for a canvas, whose forwards are no buffer's."""
+    if row.config.get("canvas") is not None:
+        return None
+    return row.summary.tpf / (row.config.get("buffer_size", 1) * row.config["block_size"])
 
 
 def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -95,6 +95,7 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
     if row["error"] is None:
         counts = SampleCounts(**{name: row[name] for name in COUNTS})
     return GradedSample(
+        problem=row["problem_id"],
         correct=row["correct"],
         counts=counts,
         cut=row["finish_reason"] == "length",

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mbd_core.evaluation.accuracy_gaps import accuracy_gaps
+from mbd_core.evaluation.aup_interval import with_intervals
 from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.shown_samples import choose_samples
 from mbd_core.evaluation.speed import Speed, speeds
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
@@ -37,7 +40,8 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     """
     records = [read_record(folder) for folder in folders]
     _check_joinable(folders, records)
-    rows = build_rows(load_samples(folders))
+    samples = load_samples(folders)
+    rows = build_rows(samples)
     if not rows:
         raise ValueError(f"{', '.join(map(str, folders))}: no sample is there yet")
     labels = {task: label for record in records for task, label in record.labels.items()}
@@ -50,7 +54,10 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     times = _times(folders, rows)
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times)):
         settings = {"not timed": untimed, **settings}
-    files = report_files(rows, build_aup(rows), times, labels=labels, settings=settings)
+    aups = with_intervals(build_aup(rows), samples)
+    shown = choose_samples(folders)
+    gaps = accuracy_gaps(rows, samples)
+    files = report_files(rows, aups, times, shown, gaps=gaps, labels=labels, settings=settings)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 

@@ -134,7 +134,9 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Zeros until weights are loaded or drawn: on the meta device torch imports for 2 s to draw its own.
+        embeddings = torch.zeros(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from mbd_core.multitf.fitted_noise import FittedNoise
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseBounds:
     """The mask-ratio range of Table 5 and its margin; `t_eff` is Eq. B.3.
 
     `gamma` is the bias of `power_law`. `slots` are the ranges of `slot_ranges`, one for each place in a noise-group;
-    groups with more blocks use the last one again.
+    groups with more blocks use the last one again. `fitted` is what the schedule of that name draws from.
     """
 
     t_low: float = 0.001
@@ -23,6 +25,7 @@ class NoiseBounds:
     margin: float = 0.01
     gamma: float = 2.0
     slots: tuple[tuple[float, float], ...] = ()
+    fitted: FittedNoise | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.t_low < self.t_high <= 1.0:
@@ -117,6 +120,12 @@ def slot_ranges(size: int, bounds: NoiseBounds, rng: random.Random) -> list[floa
     return [rng.uniform(*bounds.slots[min(i, last)]) for i in range(size)]
 
 
+def fitted(size: int, bounds: NoiseBounds, rng: random.Random) -> list[float]:
+    """Mask ratios as they were measured in decode traces (`bounds.fitted`), whatever `t_low` and `t_high` are."""
+    assert bounds.fitted is not None
+    return bounds.fitted.draw(size, rng)
+
+
 ScheduleName = Literal[
     "chain_uniform",
     "chain_from_low",
@@ -128,6 +137,7 @@ ScheduleName = Literal[
     "ascending",
     "d2f_monotonic",
     "slot_ranges",
+    "fitted",
 ]
 SCHEDULES: dict[ScheduleName, Schedule] = {
     "chain_uniform": chain_uniform,
@@ -140,6 +150,7 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
     "ascending": ascending,
     "d2f_monotonic": d2f_monotonic,
     "slot_ranges": slot_ranges,
+    "fitted": fitted,
 }
 Rounding = Literal["floor", "ceil", "bernoulli"]
 

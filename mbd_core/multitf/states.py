@@ -61,5 +61,7 @@ class StateConfig:
             )
         if self.schedule == "slot_ranges" and not self.bounds.slots:
             raise ValueError("schedule=slot_ranges needs bounds.slots, a range for each place in a noise-group")
+        if self.schedule == "fitted" and self.bounds.fitted is None:
+            raise ValueError("schedule=fitted needs bounds.fitted, the measured states that it draws from")
         if self.labels == "answer" and self.weighting != "masked_mean":
             raise ValueError(f"labels=answer is weighted by masked_mean, not {self.weighting}: not all are masked")

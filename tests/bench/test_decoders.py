@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,22 +14,37 @@ from mbd_core.decoding.request import Request
 from mbd_core.models.decoder import Decoder
 
 
-def test_the_decoder_benchmark_runs_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "decoders.json"
-    argv = ["--requests", "2", "--max-tokens", "16", "--repeats", "1", "--json", str(out)]
+def benchmark_rows(folder: Path, *options: str) -> list[dict[str, Any]]:
+    out = folder / "decoders.json"
+    argv = ["--requests", "2", "--max-tokens", "16", "--repeats", "1", "--json", str(out), *options]
     assert bench_decoders.main(argv) == 0
     rows = json.loads(out.read_text())["rows"]
     assert all(r["same_tokens_float64"] for r in rows)
-    assert {r["model"] for r in rows} >= {"tiny-bd", "tiny-mbd", "sdar (random)", "dream (random)"}
-    methods = {r["method"].split(",")[0] for r in rows}
-    assert methods >= {"SingleBD", "MultiBD", "T2T", "DMax", "D2F", "Fast-dLLM", "dLLM-Cache", "LocalLeap"}
-    assert methods >= {"BlockBatch", "vanilla LLaDA"}
+    return rows
+
+
+def methods_of(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["method"].split(",")[0] for row in rows}
+
+
+def test_a_row_has_times_and_rates_of_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = benchmark_rows(tmp_path, "--models", "sdar,llada", "--methods", "SingleBD,Alg. 5,dual cache,BlockBatch")
+    assert {r["model"] for r in rows} == {"sdar (random)", "llada (random)"}
+    assert methods_of(rows) == {"SingleBD", "MultiBD", "Fast-dLLM", "BlockBatch"}
     for row in rows:
         assert row["nfe"] > 0 and row["tokens"] > 0
         for name in ("plain", "engine_1", "engine_n"):
             assert math.isclose(row[f"{name}_tps"], row["tokens"] / row[f"{name}_seconds"])
         assert math.isclose(row["engine_n_over_plain"], row["plain_seconds"] / row["engine_n_seconds"])
     assert "same tokens: yes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_decoder_benchmark_runs_every_method(tmp_path: Path) -> None:
+    rows = benchmark_rows(tmp_path)
+    assert {r["model"] for r in rows} >= {"tiny-bd", "tiny-mbd", "sdar (random)", "dream (random)"}
+    assert methods_of(rows) >= {"SingleBD", "MultiBD", "T2T", "DMax", "D2F", "Fast-dLLM", "dLLM-Cache", "LocalLeap"}
+    assert methods_of(rows) >= {"BlockBatch", "vanilla LLaDA"}
 
 
 def test_other_tokens_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

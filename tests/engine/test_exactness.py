@@ -199,9 +199,9 @@ def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder])
 @pytest.mark.parametrize(
     ("kind", "overlap", "num_operations"),
     [
-        ("block_causal", False, 2_000),
-        ("shifted", False, 2_000),
-        ("block_causal", True, 2_000),
+        ("block_causal", False, 800),
+        ("shifted", False, 800),
+        ("block_causal", True, 800),
         pytest.param("block_causal", True, 10_000, marks=pytest.mark.slow),
     ],
 )
@@ -242,7 +242,7 @@ def test_random_operations_lose_nothing(
         served.step()
         served.check_integrity()
     pool = served.scheduler.pool
-    assert done > 100 and preemptions > 50
+    assert done > num_operations / 20 and preemptions > num_operations / 40
     assert pool.num_free == pool.capacity
 
 

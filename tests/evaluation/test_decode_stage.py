@@ -230,3 +230,29 @@ def test_an_answer_gets_the_tokens_that_the_model_holds_and_ends_before_its_stop
     assert refused["max_tokens"] == 4096 and "exceed the model's 512 positions" in refused["error"]
     assert stopped["text"] == first["text"][: first["text"].index(stop)] and stopped["finish_reason"] == "stop"
     assert stopped["num_tokens"] < whole["num_tokens"]
+
+
+def test_a_row_has_each_token_s_text_and_the_forward_that_accepted_it(tiny_model_dir: Path) -> None:
+    rows = planned_samples(["m"], prompts=["How many?"], buffer_sizes=[1, 4]).to_pylist()
+    single, several = (dict(row, max_tokens=40) for row in rows)
+    edits = json.dumps({**json.loads(single["config"]), "t2t": {"tau": 0.5}})
+    planned = [single, several, dict(single, sample=2, config=edits), dict(single, sample=3, max_tokens=4096)]
+    table = pa.Table.from_pylist(planned, schema=PLANNED_COLUMNS)
+    decoded = DecodeStage(load(tiny_model_dir))(table).to_pylist()
+    for row in decoded[:2]:
+        assert row["error"] is None and len(row["pieces"]) == len(row["steps"]) == row["num_tokens"] > 20
+        assert min(row["steps"]) == 1 and max(row["steps"]) <= row["num_forwards"]
+        assert "".join(row["pieces"]).split() == row["text"].split()
+    offset = decoded[0]["num_prompt_tokens"]
+    one, many = (
+        [(offset + number) // 4 for number in sorted(range(row["num_tokens"]), key=row["steps"].__getitem__)]
+        for row in decoded[:2]
+    )
+    assert one == sorted(one) and many != sorted(many), "with several slots a block is begun before another is done"
+    stopped = dict(several, stop=json.dumps([decoded[1]["text"][5:9]]))
+    (row,) = DecodeStage(load(tiny_model_dir))(pa.Table.from_pylist([stopped], schema=PLANNED_COLUMNS)).to_pylist()
+    assert row["num_tokens"] < 40 and row["steps"] == decoded[1]["steps"][: row["num_tokens"]]
+    assert row["pieces"] == decoded[1]["pieces"][: row["num_tokens"]]
+    for row in decoded[2:]:
+        assert row["pieces"] is row["steps"] is None, "tokens that may be edited have no such map"
+    assert decoded[2]["error"] is None and decoded[3]["error"] is not None

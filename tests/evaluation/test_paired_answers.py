@@ -7,12 +7,20 @@ import pytest
 from written_sweeps import write_rows
 
 from jobs.paired_test import main
-from mbd_core.evaluation.paired_answers import load_answers, pair_answers
+from mbd_core.evaluation.paired_answers import Difference, load_answers, pair_answers
 
 SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
 
 
-def sweep(folder: Path, model: str, right: dict[str, bool], *, seed: int = 0, tau_m2t: float = 0.9) -> Path:
+def sweep(
+    folder: Path,
+    model: str,
+    right: dict[str, bool],
+    *,
+    seed: int = 0,
+    tau_m2t: float = 0.9,
+    num_forwards: int | None = 4,
+) -> Path:
     rows = [
         {
             "model": model,
@@ -21,6 +29,8 @@ def sweep(folder: Path, model: str, right: dict[str, bool], *, seed: int = 0, ta
             "problem_id": problem,
             "correct": correct,
             "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4}),
+            "num_tokens": 12,
+            "num_forwards": num_forwards,
         }
         for problem, correct in right.items()
     ]
@@ -40,6 +50,21 @@ def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
     pairs = pair_answers(first, second)
     assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (4, 2, 1)
     assert pairs.p_value == 1.0
+    assert pairs.accuracy.mean == 25.0 and pairs.accuracy.low < 0 < pairs.accuracy.high
+
+
+def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
+    folders = [
+        sweep(tmp_path / "x0", "x", {"a": True, "b": True}, num_forwards=4),
+        sweep(tmp_path / "x1", "x", {"c": False}, num_forwards=None, seed=1),
+        sweep(tmp_path / "y0", "y", {"a": True, "b": True}, num_forwards=6),
+        sweep(tmp_path / "y1", "y", {"c": False}, seed=1),
+    ]
+    first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
+    pairs = pair_answers(first, second)
+    assert (pairs.num_problems, pairs.num_decoded) == (3, 2)
+    assert pairs.nfe == Difference(mean=-2.0, low=-2.0, high=-2.0)
+    assert pairs.tpf == Difference(mean=1.0, low=1.0, high=1.0)
 
 
 def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
@@ -68,6 +93,9 @@ def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: p
         "--second",
     ]
     assert main([*command, "y"]) == 0
-    assert capsys.readouterr().out == ("2 problems; only x right: 1, only y: 0\nsign test, two-sided: p = 1.000\n")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["2 problems; only x right: 1, only y: 0", "sign test, two-sided: p = 1.000"]
+    assert printed[2] == "accuracy: +50.00 [+0.00, +100.00] points"
+    assert printed[3] == "TPF: +0.000 [+0.000, +0.000], over the 2 problems that both decoded"
     assert main([*command, "z"]) == 2
     assert capsys.readouterr().err.startswith("paired_test: no samples of z on gsm-mini")

@@ -25,7 +25,7 @@ def test_mean_of_ratios_and_ratio_of_sums_are_different_numbers() -> None:
 
 def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
     good = [graded_sample(tokens=12, forwards=4)] * 3
-    failed = GradedSample(correct=False, counts=None)
+    failed = GradedSample(problem="p", correct=False, counts=None)
     alone, beside = summarize(good), summarize([*good, failed])
     assert (beside.n, beside.errors, beside.accuracy) == (4, 1, 75.0)
     assert (beside.cut, summarize([*good, replace(good[0], cut=True)]).cut) == (0, 1)
@@ -37,7 +37,8 @@ def test_an_error_is_wrong_and_leaves_the_rates_alone() -> None:
 
 def test_both_extractions_have_an_accuracy() -> None:
     math_samples = [
-        GradedSample(correct=True, counts=None, strict_correct=True, flexible_correct=flag) for flag in (1, 0)
+        GradedSample(problem="p", correct=True, counts=None, strict_correct=True, flexible_correct=flag)
+        for flag in (1, 0)
     ]
     assert (summarize(math_samples).accuracy_strict, summarize(math_samples).accuracy_flexible) == (100.0, 50.0)
     assert summarize([graded_sample(tokens=1, forwards=1)]).accuracy_strict is None

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from mbd_core.evaluation.statistics import mean_and_stderr, sign_test, wilson_interval
+from mbd_core.evaluation.statistics import mean_and_interval, mean_and_stderr, sign_test, wilson_interval
 
 
 def test_sign_test_is_the_binomial_tail() -> None:
@@ -29,3 +30,13 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
     assert mean_and_stderr([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
     assert mean_and_stderr([5.0]) == (5.0, 0.0)
     assert mean_and_stderr([]) == (0.0, 0.0)
+
+
+def test_a_bootstrapped_mean_has_the_normal_interval_of_many_values() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
+    mean, low, high = mean_and_interval(values)
+    assert mean == pytest.approx(values.mean())
+    half = 1.96 * values.std() / 1000**0.5
+    assert low == pytest.approx(mean - half, abs=half / 5) and high == pytest.approx(mean + half, abs=half / 5)
+    assert mean_and_interval(np.array([2.0])) == (2.0, 2.0, 2.0)
+    assert mean_and_interval(values) == (mean, low, high), "the draws follow from the seed"

@@ -42,7 +42,7 @@ def files(folder: Path) -> set[str]:
 
 
 def report_bytes(folder: Path) -> list[bytes]:
-    return [(folder / name).read_bytes() for name in (REPORT, "report.md", "plot.png")]
+    return [(folder / name).read_bytes() for name in (REPORT, "report.md", "report.html", "plot.png")]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_written_is_read_back(uninterrupted: Path) -> None:
     parts = {part_name(part.number) for part in PARTS}
-    assert files(uninterrupted) == {*parts, "plot.png", "report.md", REPORT, RECORD, LOCK, MANIFEST}
+    assert files(uninterrupted) == {*parts, "plot.png", "report.md", "report.html", REPORT, RECORD, LOCK, MANIFEST}
     samples = sorted(read_samples(uninterrupted), key=lambda row: row["sample"])
     assert [row["sample"] for row in samples] == list(range(len(ROWS)))
     assert samples == sorted((r for p in PARTS for r in graded_table(p).to_pylist()), key=lambda row: row["sample"])
@@ -92,7 +92,7 @@ def test_a_finished_sweep_has_nothing_missing_and_its_report_comes_from_its_rows
     out = tmp_path / "out"
     write_parts(out)
     before = report_bytes(out)
-    for name in (REPORT, "report.md", "plot.png"):
+    for name in (REPORT, "report.md", "report.html", "plot.png"):
         (out / name).unlink()
     with SweepFolder.claim(out, RECORDED) as folder:
         assert folder.missing() == []

@@ -3,9 +3,10 @@
 import re
 from dataclasses import asdict
 
-from sweep_rows import report_rows
+from sweep_rows import report_rows, report_samples
 from written_sweeps import timed_table
 
+from mbd_core.evaluation.aup_interval import with_intervals
 from mbd_core.evaluation.evaluation_recipes import RECIPES
 from mbd_core.evaluation.speed import speeds
 from mbd_core.evaluation.sweep_markdown import render_markdown
@@ -30,6 +31,18 @@ def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
     assert re.search(r"^- seed: 7$", text, re.MULTILINE)
 
 
+def test_an_aup_stands_with_its_interval_its_points_and_the_pool_of_y_max() -> None:
+    rows, samples = report_rows(), report_samples()
+    aups = with_intervals(build_aup(rows), samples)
+    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={})
+    (line,) = (line for line in text.splitlines() if line.startswith("| mbd | MBD | A | 75.00"))
+    low, high = aups[2].eq41_interval or (0, 0)
+    assert line.split(" | ")[3] == f"75.00 [{low:.2f}, {high:.2f}]" and low < 75 < high
+    assert line.endswith("| (4.00, 75.00) (5.00, 75.00) | none |")
+    pool = "- A: y_max 100.00, of bd, SingleBD; its pool (number of configurations): bd, SingleBD (1); mbd, MBD (2)"
+    assert text.splitlines().count(pool) == 1
+
+
 def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
     rows, key = report_rows(), report_rows()[0].key
     speed = speeds(timed_table({**asdict(key), "problem_id": "p"}).to_pylist())
@@ -45,7 +58,7 @@ def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
         fenced ^= line.startswith(("```", "~~~"))
         kept += [line] if not fenced and line.startswith(("## ", "|")) else []
     assert kept == [line for line in plain.splitlines() if line.startswith(("## ", "|"))]
-    assert kept[-3] == next(line for line in kept if "Batch-1 TPS" in line)
+    assert kept[-6] == next(line for line in kept if "Batch-1 TPS" in line), "the last tables are what was timed"
     (setting,) = (line for line in text.splitlines() if line.startswith("- tasks: "))
     assert "<" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", setting), "outside code, it would be HTML"
     assert len(text.splitlines()) == len(plain.splitlines())

@@ -18,6 +18,11 @@ def test_aup_takes_all_configurations_and_the_task_s_best_accuracy() -> None:
     found = {(a.model, a.task): a for a in aups}
     assert len(aups) == len(found) == 4
     assert found["mbd", "a"].y_max == 100.0
+    assert (found["mbd", "a"].y_max_of, found["mbd", "a"].y_max_pool) == (
+        "bd, SingleBD",
+        ("bd, SingleBD (1)", "mbd, MBD (2)"),
+    )
+    assert found["mbd", "a"].anchor == (4.0, 75.0)
     assert found["mbd", "a"].points == ((4.0, 75.0), (5.0, 75.0))
     assert found["mbd", "a"].aup_eq41 == pytest.approx(75.0)
     assert found["mbd", "b"].dropped == ((5.0, 25.0),)

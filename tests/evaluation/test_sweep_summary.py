@@ -16,7 +16,7 @@ from mbd_core.evaluation.sweep_summary import summarize_sweeps
 from mbd_core.evaluation.timed_cases import Timing
 
 ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}
-NAMES = (REPORT, "report.md", "plot.png")
+NAMES = (REPORT, "report.md", "report.html", "plot.png")
 
 
 def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,9 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    assert not list(installed.rglob("*.pyc")) and (installed / "mbd_core/trace/replay.html").is_file()
+    assert not list(installed.rglob("*.pyc"))
+    for name in ("trace/replay.html", "evaluation/report_page.html"):
+        assert (installed / "mbd_core" / name).read_bytes() == (ROOT / "mbd_core" / name).read_bytes()
     page = ROOT / "mbd_core/serving/playground"
     assert {p.name for p in (installed / page.relative_to(ROOT)).iterdir()} == {p.name for p in page.iterdir()}
     for path in (ROOT / "mbd_core/checkpoint/shipped").glob("*/*"):

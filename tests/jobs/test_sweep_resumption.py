@@ -81,6 +81,12 @@ def command(model: Path, out: Path | str, *more: str) -> list[str]:
     return [*(str(part) for option in options.items() for part in option), *more]
 
 
+def page_data(folder: Path) -> Any:
+    """What the report's page is drawn from."""
+    page = (folder / "report.html").read_text()
+    return json.loads(page.partition('<script id="data" type="application/json">')[2].partition("</script>")[0])
+
+
 def test_the_same_command_computes_only_what_is_missing(
     cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +111,13 @@ def test_the_same_command_computes_only_what_is_missing(
     assert len(whole.pop("times")) == 1 and json.dumps(report) == json.dumps(whole)
     texts = [(folder / "report.md").read_text().partition("## Speed") for folder in (out, tmp_path / "whole")]
     assert texts[0][0] == texts[1][0] and texts[0][2]
+    pages = [page_data(folder) for folder in (out, tmp_path / "whole")]
+    for page in pages:
+        headings = [section["heading"] for section in page["sections"]]
+        assert headings[0] == "Evaluation sweep" and headings[-1] == "Beside the papers"
+        del page["sections"][headings.index("Speed") :]
+    assert pages[0] == pages[1]
+    assert all(len(sample["steps"]) == sample["num_tokens"] for samples in pages[0]["samples"] for sample in samples)
     cluster.cases = []
     assert main(command(tiny_model_dir, out)) == 0
     assert len(cluster.parts) == 2 and not cluster.cases

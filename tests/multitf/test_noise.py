@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mbd_core.multitf.fitted_noise import fit_noise
 from mbd_core.multitf.noise import SCHEDULES, NoiseBounds, choose_masked
 
 RANGES = ((0.1, 0.2), (0.8, 0.9))
@@ -13,7 +14,8 @@ RANGES = ((0.1, 0.2), (0.8, 0.9))
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 9), st.integers(0, 10**6))
 def test_every_schedule_gives_each_block_a_ratio_within_its_bounds(name: str, size: int, seed: int) -> None:
-    bounds = NoiseBounds(t_low=0.1, t_high=0.9, margin=0.1, slots=RANGES)
+    measured = fit_noise([(0.2,) * 9, (0.5,) * 4], source="a test")
+    bounds = NoiseBounds(t_low=0.1, t_high=0.9, margin=0.1, slots=RANGES, fitted=measured)
     ratios = SCHEDULES[name](size, bounds, random.Random(seed))
     assert len(ratios) == size
     assert all(0.1 <= t <= (1.0 if name == "ascending" else 0.9) + 1e-12 for t in ratios)

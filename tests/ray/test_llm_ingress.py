@@ -1,4 +1,4 @@
-"""Ray Serve LLM's own `build_openai_app` takes our engine by its `server_cls` line, and deploys it."""
+"""Ray Serve LLM's own `build_openai_app` takes our engine by its `server_cls` line, deploys it and answers with it."""
 
 import importlib.util
 import os
@@ -9,8 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import openai
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -86,6 +90,38 @@ def test_without_their_types_ray_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_rays_application_deploys_our_engine(application: dict[str, str]) -> None:
-    """Its routes are not asked: with the tests' types Ray's ingress takes its own `self` for a query field."""
     assert set(application.values()) == {"HEALTHY"}
     assert any(name.startswith("LLMServer") or "tiny" in name for name in application), application
+
+
+@pytest.fixture
+def client(application: dict[str, str], serve_instance: str) -> Iterator["openai.OpenAI"]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{serve_instance}/{APP}/v1", api_key="none", max_retries=0, timeout=LIMIT) as made:
+        yield made
+
+
+def test_rays_ingress_answers_with_our_engine(client: "openai.OpenAI") -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    ask = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    messages = [{"role": "user", "content": "Tom has 12 pens."}]
+    whole = client.chat.completions.create(messages=messages, **ask)
+    stream = client.chat.completions.create(messages=messages, stream=True, **ask)
+    streamed = "".join(event.choices[0].delta.content or "" for event in stream if event.choices)
+    assert streamed == whole.choices[0].message.content
+    assert 0 < whole.usage.completion_tokens <= 12
+    text = client.completions.create(prompt="Tom has", **ask)
+    assert text.usage.completion_tokens <= 12
+    blocks = {"custom_params": {"decoding": {"buffer_size": 1}}}
+    assert client.completions.create(prompt="Tom has", extra_body=blocks, **ask).choices[0].finish_reason
+
+
+def test_what_cannot_be_honoured_is_a_400_at_rays_ingress(client: "openai.OpenAI") -> None:
+    import openai
+
+    refused = {"custom_params": {"decoding": {"buffer_size": 99}}}
+    with pytest.raises(openai.BadRequestError, match="buffer_size"):
+        client.completions.create(model=MODEL, prompt="Tom", max_tokens=4, extra_body=refused)
+    with pytest.raises(openai.APIStatusError, match="not supported"):
+        client.embeddings.create(model=MODEL, input="Tom", encoding_format="float")

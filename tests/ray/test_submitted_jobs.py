@@ -82,11 +82,11 @@ def test_a_model_is_trained_and_swept_on_s3(
     sweep += f"--max-tokens 8 --timed 0 --out {out}"
     code, log = ended(client, submit(client, sweep, **WORKING_DIR, env_vars=env_vars))
     assert code == 0, log
-    assert f"The report is in {out}: report.md, {REPORT}, plot.png, samples/" in log
+    assert f"The report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/" in log
     fetched = out.fetch(tmp_path / "reports")
     assert [row["model"] for row in read_report(fetched)["rows"]] == ["model"]
     assert sorted(path.name for path in fetched.iterdir()) == [
-        *(MANIFEST, "plot.png", "report.json", "report.md", "samples", "sweep.json"),
+        *(MANIFEST, "plot.png", "report.html", "report.json", "report.md", "samples", "sweep.json"),
     ]
 
 

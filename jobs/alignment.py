@@ -1,0 +1,135 @@
+"""Does training meet inference: the options; traces are recorded, or read from an earlier run."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jobs.command_line import (
+    DATA,
+    DECODING,
+    MODEL,
+    OUTPUT,
+    MaxTokens,
+    OutFolder,
+    Overwrite,
+    Seed,
+    command,
+    command_text,
+    json_object,
+    names,
+)
+from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.multitf.recipes import RECIPES, recipe_named
+from mbd_core.studies.alignment.alignment_report import write_alignment
+from mbd_core.studies.alignment.compared_schedules import DEFAULT_SCHEDULES, StudyConfig, compare_models
+from mbd_core.studies.alignment.recorded_traces import TASKS, Asked, check_models, read_models, record_models
+
+KIND = "alignment report"
+SCHEDULES = ",".join(DEFAULT_SCHEDULES)
+
+Models = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL,...",
+        help="Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
+        rich_help_panel=MODEL,
+    ),
+]
+Traces = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Take the traces that an earlier run wrote there instead: no model is loaded.",
+        rich_help_panel=MODEL,
+    ),
+]  # fmt: skip
+Schedules = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="Noise-schedules, each with a layout or the recipe's: NAME or NAME@LAYOUT. `fitted` is fitted here.",
+        rich_help_panel=DATA,
+    ),
+]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        help=f"Where all else of the training states is from: one of {', '.join(sorted(RECIPES))}.",
+        rich_help_panel=DATA,
+    ),
+]
+Task = Annotated[str, typer.Option(help=f"What is asked: {' or '.join(TASKS)}.", rich_help_panel=DATA)]
+Limit = Annotated[int, typer.Option(help="Problems, half of them for `fitted`.", min=2, rich_help_panel=DATA)]
+Draws = Annotated[int, typer.Option(help="Draws of each problem's layouts.", min=1, rich_help_panel=DATA)]
+Bootstrap = Annotated[int, typer.Option(help="Samples of the intervals.", min=20, rich_help_panel=OUTPUT)]
+BufferSize = Annotated[
+    int | None,
+    typer.Option(help="Slots (default: the model's, if more than 1, or 4)", min=2, rich_help_panel=DECODING),
+]
+Decoding = Annotated[
+    str, typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING)
+]
+
+
+def run(
+    context: typer.Context,
+    *,
+    models: Models = None,
+    traces: Traces = None,
+    schedules: Schedules = SCHEDULES,
+    recipe: Recipe = "tiny-mbd",
+    task: Task = "gsm-mini",
+    limit: Limit = 64,
+    draws: Draws = 8,
+    bootstrap: Bootstrap = 500,
+    seed: Seed = 0,
+    max_tokens: MaxTokens = 128,
+    buffer_size: BufferSize = None,
+    decoding: Decoding = "{}",
+    out: OutFolder,
+    overwrite: Overwrite = False,
+) -> None:
+    """How far the states of training are from those of MultiBD inference.
+
+    Every model decodes the same problems under MultiBD, and its steps are traced. They are compared with the training
+    states of noise-schedules and layouts: mask ratios by slot, running-set sizes, and their distances (MBD-LMs Section
+    4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
+    fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
+    """
+    if models is not None and traces is not None:
+        raise ValueError("give --models to decode with, or --traces to read, and not both")
+    config = StudyConfig(
+        states=recipe_named(recipe).states,
+        schedules=tuple(names(schedules, "--schedules")),
+        draws=draws,
+        num_bootstrap=bootstrap,
+        seed=seed,
+    )
+    fields = json_object(decoding, "--decoding")
+    asked = Asked(
+        task=task, num_problems=limit, seed=seed, max_tokens=max_tokens, buffer_size=buffer_size, decoding=fields
+    )
+    check_target_folder(out, KIND, overwrite=overwrite)
+    settings: dict[str, Any] = {"command": command_text(context), "recipe": recipe, "draws": draws, "seed": seed}
+    settings |= {"bootstrap samples": bootstrap}
+    if traces is not None:
+        if traces.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"{traces} lies in --out {out}, which would be replaced; give another folder")
+        found, said = read_models(traces)
+        settings |= {"traces": str(traces), "asked": said}
+    else:
+        folders = check_models(names(models or "tiny-bd,tiny-mbd", "--models"), asked)
+    with folder_beside(out, KIND, overwrite=overwrite) as folder:
+        if traces is None:
+            found = record_models(folders, asked, folder / "traces")
+            settings |= {"asked": {**vars(asked)}}
+        text = write_alignment(compare_models(found, config), folder, settings=settings)
+    print(text)
+    print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
+
+
+main = command(run)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Intervals of both AUPs: a bootstrap over a task's problems, the same drawn problems for every configuration.
+
+A draw takes as many problems as the task has, with replacement. All points of all curves are computed anew on it, and
+with them y_max, the order of the points and which of them d3LLM drops: an AUP is a function of the problems, and each
+of these is a part of that function. A y_max that stayed as it was would be a number from outside: no draw could pass
+it, though every one may fall behind it.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.sweep_report import AupRow, ReportKey
+
+NUM_DRAWS = 2000
+SEED = 0
+LEVEL = 95.0  # percent
+DIGITS = 6  # beyond them a sum may depend on how a machine adds
+ENTRIES = 4_000_000  # numbers of one block of draws
+
+Interval = tuple[float, float]
+Samples = Mapping[ReportKey, Sequence[GradedSample]]
+
+
+def with_intervals(aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS) -> list[AupRow]:
+    """The AUPs with their percentile intervals. What `samples` says of a task does not depend on other tasks."""
+    found: dict[tuple[str, str, str], tuple[Interval | None, Interval | None]] = {}
+    for task in dict.fromkeys(key.task for key in samples):
+        of_task = {key: graded for key, graded in samples.items() if key.task == task}
+        curves = [(aup.model, aup.method) for aup in aups if aup.task == task]
+        alpha = next((aup.alpha for aup in aups if aup.task == task), 0.0)
+        for curve, intervals in zip(curves, task_intervals(of_task, curves, alpha, num_draws=num_draws), strict=True):
+            found[(*curve, task)] = intervals
+    return [
+        replace(aup, eq41_interval=intervals[0], d3llm_interval=intervals[1])
+        for aup in aups
+        for intervals in [found[aup.model, aup.method, aup.task]]
+    ]
+
+
+def task_intervals(
+    samples: Samples, curves: Sequence[tuple[str, str]], alpha: float, *, num_draws: int
+) -> Iterator[tuple[Interval | None, Interval | None]]:
+    """The intervals of Eq. 4.1's AUP and of d3LLM's for each (model, method) on the task of `samples`."""
+    task = next(iter(samples)).task
+    tpf_KD, accuracy_KD = drawn_points(samples, seed=zlib.crc32(task.encode()), num_draws=num_draws)
+    y_max_D = np.nanmax(accuracy_KD, axis=0)
+    keys = list(samples)
+    for model, method in curves:
+        curve = [number for number, key in enumerate(keys) if (key.model, key.method) == (model, method)]
+        points = sorted_points(tpf_KD[curve], accuracy_KD[curve])
+        yield interval(eq41(*points)), interval(d3llm(*points, y_max_D, alpha=alpha))
+
+
+def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """TPF and accuracy of every configuration (K) in every draw (D); NaN where a draw holds none of its problems, as
+    in a sweep that is not finished."""
+    problems = {name: n for n, name in enumerate(sorted({s.problem for graded in samples.values() for s in graded}))}
+    sums_PC = np.zeros((len(problems), 4 * len(samples)))  # samples, right ones, decoded ones, TPF
+    for number, graded in enumerate(samples.values()):
+        for sample in graded:
+            row = sums_PC[problems[sample.problem], 4 * number : 4 * number + 4]
+            row += (1, sample.correct, *((0, 0.0) if sample.counts is None else (1, sample.counts.tpf)))
+    generator = np.random.default_rng([SEED, seed])
+    drawn = np.concatenate([weights @ sums_PC for weights in draws(generator, len(problems), num_draws)])
+    n, right, decoded, tpf = drawn.reshape(num_draws, len(samples), 4).transpose(2, 1, 0)
+    there = np.where(n > 0, n, np.nan)
+    return np.where(n > 0, tpf / np.maximum(decoded, 1), np.nan), 100 * right / there
+
+
+def draws(generator: np.random.Generator, num_problems: int, num_draws: int) -> Iterator[np.ndarray]:
+    """How often each problem is drawn, in blocks of draws."""
+    block = max(1, ENTRIES // num_problems)
+    for first in range(0, num_draws, block):
+        counts = [
+            np.bincount(generator.integers(num_problems, size=num_problems), minlength=num_problems)
+            for _ in range(first, min(first + block, num_draws))
+        ]
+        yield np.array(counts, dtype=np.float64)
+
+
+def sorted_points(tpf_KD: np.ndarray, accuracy_KD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The points of each draw in the order of `aup`: by TPF, equal ones by falling accuracy."""
+    order = np.lexsort((-accuracy_KD, tpf_KD), axis=0)
+    return np.take_along_axis(tpf_KD, order, 0), np.take_along_axis(accuracy_KD, order, 0)
+
+
+def eq41(tpf_KD: np.ndarray, accuracy_KD: np.ndarray) -> np.ndarray:
+    """`aup_eq41` of every draw."""
+    return (np.diff(tpf_KD, axis=0) * (accuracy_KD[1:] + accuracy_KD[:-1]) / 2).sum(axis=0)
+
+
+def d3llm(
+    tpf_KD: np.ndarray, accuracy_KD: np.ndarray, y_max_D: np.ndarray, *, alpha: float, y_min_offset: float = 5.0
+) -> np.ndarray:
+    """`aup_d3llm` of every draw."""
+    share_KD = np.divide(accuracy_KD, y_max_D, out=np.zeros_like(accuracy_KD), where=y_max_D > 0)
+    weighted_KD = accuracy_KD * np.minimum(np.exp(-alpha * (1 - share_KD)), 1.0)
+    last_tpf_D, last_weighted_D = tpf_KD[0], weighted_KD[0]
+    area_D = tpf_KD[0] * accuracy_KD[0]
+    for tpf_D, accuracy_D, weighted_D in zip(tpf_KD[1:], accuracy_KD[1:], weighted_KD[1:], strict=True):
+        kept_D = ~(accuracy_D < accuracy_KD[0] - y_min_offset)
+        area_D = area_D + np.where(kept_D, (tpf_D - last_tpf_D) * (weighted_D + last_weighted_D) / 2, 0.0)
+        last_tpf_D = np.where(kept_D, tpf_D, last_tpf_D)
+        last_weighted_D = np.where(kept_D, weighted_D, last_weighted_D)
+    return area_D
+
+
+def interval(values_D: np.ndarray) -> Interval | None:
+    """The percentiles of the draws that hold samples of all points, `None` if no draw does."""
+    values = values_D[~np.isnan(values_D)]
+    if not len(values):
+        return None
+    tail = (100 - LEVEL) / 2
+    low, high = np.percentile(values, [tail, 100 - tail])
+    return round(float(low), DIGITS), round(float(high), DIGITS)

@@ -1,0 +1,241 @@
+"""A report's page in headless Chromium: what it shows is what the rows say, and it needs nothing but itself."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
+
+from mbd_core.evaluation.sample_tables import GRADED_COLUMNS
+from mbd_core.evaluation.sweep_folder import SweepFolder, read_report
+from mbd_core.evaluation.sweep_parts import Part, cut
+from mbd_core.evaluation.sweep_summary import write_summary
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+EVIL = "</script><img src=x onerror=document.title='evil'><b>'\"&"
+PIECES = ["Tom", " has", "\n", EVIL, "12", ""]
+STEPS = [1, 2, 2, 4, 1, 4]
+MODELS = ("first", f"second {EVIL[9:]}".replace("/", ""))
+
+
+def sample(row: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of a planned row: its number decides whether it is right, and what it holds of its decoding."""
+    number = row["sample"]
+    replay = {"pieces": PIECES, "steps": STEPS} if number % 4 != 3 else {"pieces": None, "steps": None}
+    return {
+        **row,
+        **replay,
+        "input": json.dumps([{"role": "user", "content": f"{EVIL} {row['problem_id']}?"}]),
+        "text": f"answer {number} {EVIL}",
+        "correct": number % 5 > 1,
+        "reason": None if number % 5 > 1 else EVIL,
+        "num_tokens": len(PIECES),
+        "num_forwards": 5,
+        "finish_reason": "length" if number % 7 == 0 else "stop",
+    }
+
+
+def part_table(part: Part) -> pa.Table:
+    return pa.Table.from_pylist([sample(row) for row in graded_table(part).to_pylist()], schema=GRADED_COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "sweep"
+    rows = planned_rows(models=MODELS, tasks=("a", "b"), problems=25)
+    parts = cut(rows, rows_per_part=20)
+    with SweepFolder.claim(path, sweep_record(rows, parts, num_cases=1)) as folder:
+        for part in parts:
+            folder.write_part(part.number, part_table(part))
+        folder.write_case(0, timed_table(rows[0]))
+        write_summary(folder)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Browser, sweep: Path) -> Iterator[Page]:
+    """The page of the sweep. Every complaint and every request but for its own file is an error."""
+    page = browser.new_page(viewport={"width": 1400, "height": 950})
+    page.set_default_timeout(10_000)
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url))
+    page.goto((sweep / "report.html").as_uri())
+    yield page
+    page.close()
+    assert complaints == []
+
+
+def cells(page: Page, section: str) -> list[list[str]]:
+    """The texts of the rows of the table under a heading."""
+    rows = f"section:has(> h2:text-is('{section}')) table tr"
+    return page.eval_on_selector_all(rows, "all => all.map((r) => [...r.cells].map((c) => c.textContent))")
+
+
+def test_the_tables_are_those_of_the_markdown(page: Page, sweep: Path) -> None:
+    lines = [line for line in (sweep / "report.md").read_text().splitlines() if line.startswith("|")]
+    expected = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("|---")]
+    found = page.eval_on_selector_all("table tr", "all => all.map((r) => [...r.cells].map((c) => c.textContent))")
+    assert [row for row in found if len(row) > 1] == [row for row in expected if not row[0].startswith("*")]
+    assert [row[0] for row in found if len(row) == 1] == [row[0].strip("*") for row in expected if row[0][0] == "*"]
+    assert "Batch-1 TPS (tok/s)" in cells(page, "Speed")[0]
+    assert "TPS gain, predicted and measured" in page.locator("section h3").all_inner_texts()
+    assert "Difference [95 %]" in cells(page, "Differences in accuracy")[0]
+    assert "LLaDA2.0-mini" in page.inner_text("section:has(> h2:text('Beside the papers'))")
+    assert "y_max" in page.inner_text("section:has(> h2:text('AUP'))")
+
+
+def test_every_configuration_is_a_point_with_its_interval_and_the_front_is_ringed(page: Page, sweep: Path) -> None:
+    rows = read_report(sweep)["rows"]
+    for label in ("A", "B"):
+        of_task = [row for row in rows if row["task"] == label.lower()]
+        points = page.eval_on_selector_all(
+            f'.chart[data-task="{label}"] .point',
+            "all => all.map((e) => [e.querySelector('title').textContent, e.querySelector('.ring') !== null])",
+        )
+        assert len(points) == len(of_task) == 4
+        for row in of_task:
+            beaten = any(
+                (other["tpf"], other["accuracy"]) != (row["tpf"], row["accuracy"])
+                and other["tpf"] >= row["tpf"]
+                and other["accuracy"] >= row["accuracy"]
+                for other in of_task
+            )
+            text = f"accuracy {row['accuracy']:.2f} % [{row['accuracy_low']:.1f}, {row['accuracy_high']:.1f}]"
+            matches = [ring for title, ring in points if text in title and f"TPF {row['tpf']:.2f}" in title]
+            assert matches and (not beaten) in matches
+        assert page.locator(f'.chart[data-task="{label}"] .bars').count() == 4
+    page.locator(".point circle, .point rect").last.click()
+    assert page.input_value("#configuration") == page.locator(".point").last.get_attribute("data-configuration")
+
+
+def test_samples_are_chosen_by_configuration_and_outcome(page: Page, sweep: Path) -> None:
+    assert "160 of 200 samples are here: of each configuration on each task at most 20" in page.inner_text("#note")
+    rows = read_report(sweep)["rows"]
+    options = page.locator("#configuration option").all_inner_texts()
+    assert len(options) == len(rows) == 8
+    for number, row in enumerate(rows):
+        assert row["model"] in options[number] and "20 of 25 shown" in options[number]
+        page.select_option("#configuration", str(number))
+        marks = page.locator("#list button").all_inner_texts()
+        assert len(marks) == 20 and marks == sorted(marks, key=lambda text: not text.startswith("✗ wrong"))
+        wrong = round(25 * (1 - row["accuracy"] / 100))
+        assert sum(text.startswith("✗ wrong") for text in marks) == wrong
+        page.select_option("#outcome", "wrong")
+        assert page.locator("#list button").count() == wrong
+        page.select_option("#outcome", "all")
+    page.select_option("#outcome", "error")
+    assert page.inner_text("#list") == "None of the shown samples." and page.inner_text("#sample") == ""
+
+
+def test_a_sample_shows_its_prompt_text_grade_and_reason(page: Page) -> None:
+    page.locator("#list button.wrong").nth(1).click()
+    assert page.locator('#list [aria-pressed="true"]').count() == 1
+    problem = page.inner_text("#sample h3 >> nth=0")
+    assert page.inner_text("#sample .grade") == "✗ wrong" and EVIL in page.inner_text("#sample p >> nth=0")
+    assert page.inner_text("#sample pre.prompt") == f"{EVIL} {problem}?"
+    assert page.inner_text("#sample pre.text").startswith("answer ")
+    facts = page.inner_text("#sample dl")
+    assert "reference\n4" in facts and "TPF\n1.20" in facts
+
+
+def test_the_replay_shows_each_token_from_the_forward_that_accepted_it(page: Page) -> None:
+    assert page.locator(".piece").count() == len(PIECES)
+    for at in range(5, -1, -1):
+        states = page.eval_on_selector_all(".piece", "all => all.map((e) => e.className.split(' ')[1])")
+        expected = ["masked" if step > at else "fresh" if step == at else "seen" for step in STEPS]
+        assert states == expected
+        texts = page.locator(".piece").all_text_contents()
+        for text, piece, state in zip(texts, PIECES, states, strict=True):
+            assert (state == "masked") == ("░" in text or (piece == "\n" and text == "░\n"))
+            assert state == "masked" or text == (piece.replace("\n", "↵\n") or "∅")
+        told = page.inner_text(".told")
+        assert f"{sum(step <= at for step in STEPS)} of {len(PIECES)} are there" in told
+        assert at == 0 or f"Forward {at} of 5 accepts" in told
+        page.focus(".replay")
+        page.keyboard.press("ArrowLeft")
+    page.keyboard.press("End")
+    assert page.input_value(".replay input") == "5"
+    page.keyboard.press("Home")
+    assert page.is_disabled("[aria-label^='To the start']")
+    page.fill(".replay input", "2")
+    assert "Forward 2 of 5 accepts 2 tokens" in page.inner_text(".told")
+    page.click("[aria-label^='One forward on']")
+    assert "accepts no token" in page.inner_text(".told")
+    page.keyboard.press("Home")
+    page.click(".replay .main")
+    page.wait_for_selector(".told:has-text('Forward 5 of 5')")
+    assert page.inner_text(".replay .main") == "Replay"
+
+
+def test_a_sample_without_a_step_map_says_so(page: Page) -> None:
+    page.select_option("#configuration", "2")
+    missing = page.locator(".replay-missing")
+    for button in page.locator("#list button").all():
+        button.click()
+        if missing.count():
+            break
+    assert "no step map" in missing.inner_text() and page.locator(".replay").count() == 0
+
+
+def test_nothing_of_a_text_is_markup(page: Page) -> None:
+    for number in range(8):
+        page.select_option("#configuration", str(number))
+    assert page.locator("img, b").count() == 0 and page.locator("script").count() == 2
+    assert page.title() == page.inner_text("h1") == f"Evaluation sweep: {', '.join(MODELS)} on A, B"
+
+
+def test_everything_is_reached_and_named_without_a_mouse(page: Page) -> None:
+    assert page.locator("h1").count() == 1
+    levels = page.eval_on_selector_all("h1, h2, h3", "all => all.map((e) => Number(e.tagName[1]))")
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in pairwise(levels))
+    assert page.locator("th:not([scope])").count() == 0 and page.locator("table:not(:has(caption))").count() == 0
+    assert page.locator("tbody tr:not(:has(th))").count() == 0
+    unnamed = (
+        """all => all.filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() || e.labels?.length))"""
+    )
+    assert (
+        page.eval_on_selector_all(
+            "button, select, input, a, [tabindex]", f"{unnamed.replace('all =>', 'all => (', 1)}).length"
+        )
+        == 0
+    )
+    page.focus("#configuration")
+    seen = set()
+    for _ in range(40):
+        seen.add(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.className || document.activeElement.title"
+            )
+        )
+        page.keyboard.press("Tab")
+    assert {"configuration", "outcome", "replay", "pieces", "main"} <= seen
+
+
+def test_it_is_readable_in_the_dark_and_on_a_small_screen(browser: Browser, sweep: Path) -> None:
+    shades = []
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 380, "height": 700}, color_scheme=scheme)
+        page.goto((sweep / "report.html").as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        shades.append(
+            page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+        )
+        page.close()
+    assert len({shade for pair in shades for shade in pair}) == 4

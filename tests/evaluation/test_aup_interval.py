@@ -1,0 +1,117 @@
+"""Intervals of the AUPs: cases that are enumerated by hand, and that every draw is what `aup` computes."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sweep_rows import graded_sample, report_samples
+
+from mbd_core.evaluation.aup import aup_d3llm, aup_eq41
+from mbd_core.evaluation.aup_interval import Samples, d3llm, drawn_points, eq41, sorted_points, with_intervals
+from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.sweep_report import AupRow, ReportKey, build_aup, build_rows
+
+POINTS = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 40)), min_size=1, max_size=6)
+
+
+def found(samples: Samples) -> dict[tuple[str, str], AupRow]:
+    return {(aup.model, aup.task): aup for aup in with_intervals(build_aup(build_rows(samples)), samples)}
+
+
+def samples_of(
+    curves: dict[str, list[list[tuple[int, bool]]]], task: str = "a"
+) -> dict[ReportKey, list[GradedSample]]:
+    """Of each model the (TPF, whether right) of every problem under every configuration."""
+    return {
+        ReportKey(model, "MBD", task, json.dumps({"block_size": 4, "tau_m2t": number / 10})): [
+            graded_sample(tokens=10 * tpf, forwards=10, correct=right, problem=f"p{problem}")
+            for problem, (tpf, right) in enumerate(config)
+        ]
+        for model, configs in curves.items()
+        for number, config in enumerate(configs)
+    }
+
+
+@given(POINTS, st.integers(1, 100))
+def test_every_draw_is_what_the_definitions_give(points: list[tuple[int, int]], y_max: int) -> None:
+    tpf, accuracy = (np.array(column, dtype=float)[:, None] for column in zip(*points, strict=True))
+    ordered = sorted_points(tpf, accuracy)
+    assert eq41(*ordered) == pytest.approx([aup_eq41(points)])
+    expected = aup_d3llm(points, y_max=y_max)
+    assert d3llm(*ordered, np.array([float(y_max)]), alpha=3.0) == pytest.approx([expected.value])
+
+
+def test_problems_that_are_all_alike_leave_no_width() -> None:
+    aup = found(samples_of({"m": [[(2, True)] * 5, [(4, True)] * 5]}))["m", "a"]
+    assert aup.eq41_interval == (aup.aup_eq41, aup.aup_eq41) == (200, 200)
+    assert aup.d3llm_interval == (aup.aup_d3llm, aup.aup_d3llm) == (400, 400)
+
+
+def test_two_problems_are_drawn_as_enumerated_by_hand() -> None:
+    """The draws are (0, 0), (0, 1) and (1, 1), with a quarter, a half and a quarter of the probability."""
+    curves = {"m": [[(2, True), (4, True)], [(6, True), (4, False)]], "best": [[(1, True), (1, True)]]}
+    samples = samples_of(curves)
+    aup = found(samples)["m", "a"]
+    enumerated = {
+        (0, 0): ([(2, 100), (6, 100)], 100.0),
+        (0, 1): ([(3, 100), (5, 50)], 100.0),
+        (1, 1): ([(4, 100), (4, 0)], 100.0),
+    }
+    plain = [aup_eq41(points) for points, _ in enumerated.values()]
+    weighted = [aup_d3llm(points, y_max=y_max).value for points, y_max in enumerated.values()]
+    assert plain == [400, 150, 0] and weighted == [600, 300, 400], "in (0, 1) the second point is dropped"
+    assert aup.eq41_interval == (0, 400) and aup.aup_eq41 == 150
+    assert aup.d3llm_interval == (300, 600) and aup.aup_d3llm == 300
+
+
+def test_y_max_is_drawn_with_the_points_it_weighs() -> None:
+    """Alone, a model is the best of its pool in each draw, also where it is half right: the weight is always 1."""
+    curve = [[(1, True), (1, False)], [(3, True), (3, False)]]
+    alone = found(samples_of({"m": curve}))["m", "a"]
+    assert alone.d3llm_interval == (0, 300) and alone.aup_d3llm == 150
+    beside = found(samples_of({"m": curve, "other": [[(1, True), (1, True)]]}))["m", "a"]
+    half = aup_d3llm([(1, 50), (3, 50)], y_max=100).value
+    assert beside.aup_d3llm == pytest.approx(half) and half < 150
+    assert beside.d3llm_interval == (0, 300), "where it is right alone, nothing is better"
+
+
+def test_an_interval_holds_its_value_and_shrinks_with_the_problems() -> None:
+    generator = np.random.default_rng(5)
+    widths = []
+    for num_problems in (20, 320):
+        right = generator.random((2, num_problems)) < 0.8
+        tpf = generator.integers(1, 4, (2, num_problems)) + np.array([[0], [3]])
+        configs = [list(zip(tpf[n].tolist(), right[n].tolist(), strict=True)) for n in range(2)]
+        aup = found(samples_of({"m": configs}))["m", "a"]
+        for value, bounds in ((aup.aup_eq41, aup.eq41_interval), (aup.aup_d3llm, aup.d3llm_interval)):
+            assert bounds is not None and bounds[0] < value < bounds[1]
+        assert aup.eq41_interval is not None
+        widths.append(aup.eq41_interval[1] - aup.eq41_interval[0])
+    assert 2 < widths[0] / widths[1] < 8, "as the square root of the problems, about 4"
+
+
+def test_draws_depend_on_the_task_s_own_samples_and_not_on_their_order() -> None:
+    samples = report_samples()
+    together, alone = found(samples), found({key: s for key, s in samples.items() if key.task == "b"})
+    assert all(aup == together[name] for name, aup in alone.items())
+    turned = {key: list(reversed(graded)) for key, graded in samples.items()}
+    assert found(turned) == together == found(samples)
+
+
+def test_configurations_share_their_draws_and_an_error_is_wrong_but_no_rate() -> None:
+    samples = samples_of({"m": [[(2, True), (4, False)], [(2, True), (4, False)]]})
+    tpf, accuracy = drawn_points(samples, seed=1, num_draws=50)
+    assert (tpf[0] == tpf[1]).all() and len(set(tpf[0])) == 3
+    assert set(zip(tpf[0], accuracy[0], strict=True)) == {(2, 100), (3, 50), (4, 0)}
+    first = next(iter(samples))
+    samples[first][1] = GradedSample(problem="p1", correct=False, counts=None)
+    tpf, accuracy = drawn_points(samples, seed=1, num_draws=50)
+    assert set(zip(tpf[0], accuracy[0], strict=True)) == {(2, 100), (2, 50), (0, 0)}
+
+
+def test_draws_without_a_configuration_of_an_unfinished_sweep_are_left_out() -> None:
+    samples = samples_of({"m": [[(2, True), (2, True)], [(4, True), (4, True)]]})
+    del samples[list(samples)[1]][1]
+    assert found(samples)["m", "a"].eq41_interval == (200, 200)
