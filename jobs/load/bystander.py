@@ -1,30 +1,30 @@
-"""How long a short request takes while others send long prompts, against how long it takes in quiet, in one run."""
+"""How long a short request takes while a crowd attacks, against how long it takes in quiet, in one run."""
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
 
-from jobs.load.stream_client import Target, record_stream
-from mbd_core.bench.load_records import RequestRecord
+from jobs.load.attacks import attack_body
+from jobs.load.stream_client import Target, failure_kind, record_stream
 
 TURNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bystander:
-    """Seconds of short requests, from their sending to their end, in quiet and beside long prompts.
+    """Seconds of short requests, from their sending to their end, in quiet and beside the crowd's.
 
-    num_long     long requests that ended meanwhile
-    long_errors  the kinds of failures among them: a prompt that is refused loads a server as well
+    num_ended     the crowd's requests that ended meanwhile
+    crowd_errors  the kinds of failures among them: what is refused loads a server as well
     """
 
     quiet: tuple[float, ...]
     crowded: tuple[float, ...]
-    num_long: int
-    long_errors: tuple[str, ...]
+    num_ended: int
+    crowd_errors: tuple[str, ...]
 
     def ratio(self, percentile: float) -> float:
         """The crowded percentile over the quiet one."""
@@ -32,20 +32,28 @@ class Bystander:
 
 
 async def measure_bystander(
-    session: aiohttp.ClientSession, target: Target, *, prompt: str, long_prompt: str, requests: int, crowd: int
+    session: aiohttp.ClientSession,
+    target: Target,
+    *,
+    prompt: str,
+    attack: str,
+    characters: int,
+    requests: int,
+    crowd: int,
 ) -> Bystander:
-    """Send `requests` short ones in quiet, then beside `crowd` senders of long prompts, in `TURNS` turns.
+    """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns.
 
-    Raises `RuntimeError` where a short request fails, or no long one ended while it was measured.
+    Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
     """
     quiet: list[float] = []
     crowded: list[float] = []
-    ended: list[RequestRecord] = []
+    ended: list[str | None] = []
     for turn in range(TURNS):
         count = requests // TURNS + (turn < requests % TURNS)
         quiet += await _short(session, target, prompt, count)
-        long = replace(target, max_tokens=1)
-        senders = [asyncio.create_task(_send(session, long, f"{long_prompt} {turn} {i}", ended)) for i in range(crowd)]
+        senders = [
+            asyncio.create_task(_send(session, target, attack, characters, f"{turn}x{i}", ended)) for i in range(crowd)
+        ]
         try:
             await asyncio.sleep(0)
             crowded += await _short(session, target, prompt, count)
@@ -54,9 +62,9 @@ async def measure_bystander(
                 sender.cancel()
             await asyncio.gather(*senders, return_exceptions=True)
     if not ended:
-        raise RuntimeError("no long prompt was answered while short requests were measured; raise --requests")
-    errors = sorted({record.error for record in ended if record.error is not None})
-    return Bystander(quiet=tuple(quiet), crowded=tuple(crowded), num_long=len(ended), long_errors=tuple(errors))
+        raise RuntimeError(f"no request of the crowd ({attack}) was answered meanwhile; raise --requests")
+    errors = sorted({error for error in ended if error is not None})
+    return Bystander(quiet=tuple(quiet), crowded=tuple(crowded), num_ended=len(ended), crowd_errors=tuple(errors))
 
 
 async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, count: int) -> list[float]:
@@ -69,9 +77,17 @@ async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, co
     return seconds
 
 
-async def _send(session: aiohttp.ClientSession, target: Target, prompt: str, ended: list[RequestRecord]) -> None:
-    """Long prompts one after the other; each differs from the others, so that no cache holds it."""
+async def _send(
+    session: aiohttp.ClientSession, target: Target, attack: str, characters: int, name: str, ended: list[str | None]
+) -> None:
+    """An attack's requests one after the other; adds each one's failure, or `None`, to `ended`."""
     number = 0
     while True:
-        ended.append(await record_stream(session, target, f"{number} {prompt}", time.perf_counter()))
+        route, body = attack_body(attack, target.model, f"{name}x{number}", characters)
+        try:
+            async with session.post(f"{target.url}/v1/{route}", json=body) as response:
+                await response.read()
+                ended.append(None if response.status == 200 else f"HTTP {response.status}")
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            ended.append(failure_kind(failure))
         number += 1

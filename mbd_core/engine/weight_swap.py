@@ -56,7 +56,10 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
         raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(get_args(SwapMode))}")
     dtype = model.model.norm.weight.dtype
     if isinstance(source, Path):
-        loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce)
+        try:
+            loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce)
+        except OSError as error:
+            raise ValueError(f"the folder of the weights cannot be read: {error}") from error
         theirs, ours = loaded.config, model.config
         if differs := [f.name for f in fields(ours) if getattr(theirs, f.name) != getattr(ours, f.name)]:
             name = differs[0]

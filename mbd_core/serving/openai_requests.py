@@ -284,6 +284,7 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     name: str | None = None  # changes nothing: chat templates have no place for it
     parsed: dict[str, Any] | None = None  # what OpenAI's client reads in the content; changes nothing
+    provider_specific_fields: dict[str, Any] | None = None  # what LiteLLM puts aside of an answer; changes nothing
     refusal: Annotated[Any, Only()] = None
     annotations: Annotated[Any, Only([])] = None
     audio: Annotated[Any, Only()] = None

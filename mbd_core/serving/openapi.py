@@ -7,11 +7,10 @@ from pydantic.json_schema import models_json_schema
 from mbd_core.serving.frame_events import FrameEvent
 from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
 from mbd_core.serving.operations import ModelOrder, SleepOrder, WeightsUpdate
+from mbd_core.serving.reply_shapes import COMPONENTS, SHAPES
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
 
 TITLE, VERSION = "mbd-cluster", "1"
-ENDS = ["stop", "length", "tool_calls", "abort"]
-COMPONENTS = "#/components/schemas/{model}"
 RESPONSES = {  # status: what it means
     400: "A request that cannot be honoured; the error names the field.",
     401: "An API key of this server is needed.",
@@ -25,117 +24,6 @@ RESPONSES = {  # status: what it means
     503: "The server shuts down or has no engine, for now.",
     504: "The time limit of a request is over.",
 }
-MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["message", "type", "param", "code"],
-    "properties": {
-        "message": {"type": "string"},
-        "type": {"type": "string"},
-        "param": {"type": ["string", "null"]},
-        "code": {"type": ["string", "null"]},
-    },
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "Error": {"type": "object", "required": ["error"], "properties": {"error": MESSAGE}},
-    "Answer": {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage", "mbd"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"enum": ["chat.completion", "text_completion"]},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "required": ["index", "finish_reason"],
-                    "properties": {"index": {"type": "integer"}, "finish_reason": {"enum": ENDS}},
-                },
-            },
-            "usage": {
-                "type": "object",
-                "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-                "additionalProperties": {"type": ["integer", "object"]},
-            },
-            "mbd": {"type": "object", "additionalProperties": {"type": "number"}},
-        },
-    },
-    "Event": {
-        "description": "An event of a stream: a JSON object as text, or [DONE]. The data of an event of type `frame`, "
-        "where `frames` was asked for, is a FrameEvent.",
-        "type": "object",
-        "required": ["data"],
-        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    },
-    "Model": {
-        "type": "object",
-        "required": ["id", "object", "created", "owned_by"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": "model"},
-            "created": {"type": "integer"},
-            "owned_by": {"type": "string"},
-        },
-    },
-    "Models": {
-        "type": "object",
-        "required": ["object", "data"],
-        "properties": {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": COMPONENTS.format(model="Model")}},
-        },
-    },
-    "Health": {
-        "type": "object",
-        "required": ["ready", "asleep", "draining", "running", "waiting"],
-        "properties": {
-            "ready": {"type": "boolean"},
-            "asleep": {"type": "boolean"},
-            "draining": {"type": "boolean"},
-            "running": {"type": "integer"},
-            "waiting": {"type": "integer"},
-        },
-    },
-    "Ready": {
-        "type": "object",
-        "required": ["ready", "asleep"],
-        "properties": {"ready": {"type": "boolean"}, "asleep": {"type": "boolean"}},
-    },
-    "Order": {
-        "description": "What the replicas of a model have done.",
-        "type": "object",
-        "required": ["replicas"],
-        "properties": {
-            "replicas": {"type": "integer"},
-            "folder": {"type": "string"},
-            "version": {"type": "integer"},
-            "aborted": {"type": "integer"},
-            "asleep": {"type": "boolean"},
-            "freed_bytes": {"type": "integer"},
-        },
-    },
-    "Version": {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}},
-    "TokenIds": {
-        "type": "object",
-        "required": ["count", "max_model_len", "tokens", "token_strs"],
-        "properties": {
-            "count": {"type": "integer"},
-            "max_model_len": {"type": "integer"},
-            "tokens": {"type": "array", "items": {"type": "integer"}},
-            "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
-        },
-    },
-    "TokenText": {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
-    "TokenizerInfo": {
-        "type": "object",
-        "required": ["tokenizer_class", "vocab_size", "eos_token", "chat_template"],
-        "properties": {"tokenizer_class": {"type": "string"}, "vocab_size": {"type": "integer"}},
-    },
-}
-
-
 REQUESTS = (
     ChatRequest,
     CompletionRequest,

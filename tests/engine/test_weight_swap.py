@@ -329,6 +329,7 @@ def test_a_folder_that_does_not_fit_changes_no_byte(
     before = memory(served.model)
     for source, says in (
         (tmp_path / "none", "is not a model folder"),
+        (Path("a" * 4000), "the folder of the weights cannot be read: .*name too long"),
         (tmp_path / "nan", "down_proj.weight' has values that are not finite"),
         (tmp_path / "cut", "is damaged or cut short"),
         (tmp_path / "theta", "its rope_theta is 500000.0, the model's 10000.0"),

@@ -10,7 +10,10 @@ import pytest
 from aiohttp import web
 
 from jobs import bench_bystander
+from jobs.load.attacks import ATTACKS, attack_body
 from jobs.load.bystander import Bystander
+from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, parse
 
 
 class Endpoint:
@@ -86,10 +89,28 @@ def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
 
 
 def test_the_ratio_is_of_equal_percentiles() -> None:
-    found = Bystander(quiet=(1.0, 2.0, 3.0), crowded=(2.0, 6.0, 30.0), num_long=1, long_errors=())
+    found = Bystander(quiet=(1.0, 2.0, 3.0), crowded=(2.0, 6.0, 30.0), num_ended=1, crowd_errors=())
     assert (found.ratio(50), found.ratio(0), found.ratio(100)) == (3, 2, 10)
 
 
 def test_what_does_not_answer_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_bystander.main(["--url", "http://127.0.0.1:1"]) == 1
     assert "does not answer as an OpenAI endpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_a_request_that_the_endpoint_looks_at(attack: str) -> None:
+    """It is refused, if at all, for what makes it an attack; and no two are alike."""
+    route, body = attack_body(attack, "tiny", "a", 20_000)
+    kind = ChatRequest if route == "chat/completions" else CompletionRequest
+    if attack == "longer-stops":
+        with pytest.raises(ApiError, match="stop: a string of 1250 characters"):
+            parse(kind, json.dumps(body).encode())
+    else:
+        parse(kind, json.dumps(body).encode())
+    assert attack_body(attack, "tiny", "a", 20_000) != attack_body(attack, "tiny", "b", 20_000)
+
+
+def test_an_unknown_attack_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_bystander.main(["--url", "http://127.0.0.1:1", "--attacks", "prompts,floods"]) == 2
+    assert "--attacks floods is unknown; choose among prompts, stops" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from manifests import (
     pinned_versions,
     pod_specs,
     quantity,
+    ray_cluster_spec,
     render,
     serve_file,
 )
@@ -179,7 +180,8 @@ def test_what_is_referred_to_exists(overlay: str) -> None:
     for group in node_groups(service):
         mounted = {mount["name"] for mount in group.container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in group.pod["volumes"]}
-        assert {volume["persistentVolumeClaim"]["claimName"] for volume in group.pod["volumes"]} <= claims
+        named = [volume["persistentVolumeClaim"] for volume in group.pod["volumes"] if "secret" not in volume]
+        assert {volume["claimName"] for volume in named} <= claims
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] in {f"{s['metadata']['name']}:6379" for s in of_kind(below, "Service")}
     text, document = str([*below, service]), DOCUMENT.read_text()
@@ -188,7 +190,7 @@ def test_what_is_referred_to_exists(overlay: str) -> None:
         *re.findall(r"'secretKeyRef': {[^}]*'name': '([^']*)", text),
     }
     secrets |= {*re.findall(r"'secretRef': {'name': '([^']*)", text)}
-    assert secrets == {"mbd-ray-token", "mbd-redis", "mbd-storage"}
+    assert secrets == {"mbd-ray-token", "mbd-redis", "mbd-storage", "mbd-api-keys"}
     assert {name for name in secrets if f"secret generic {name}" not in document} == set()
     assert f"--from-literal={options['redisPassword']['valueFrom']['secretKeyRef']['key']}=" in document
 
@@ -236,6 +238,38 @@ def test_the_network_policy_is_about_every_pod_of_ray(place: str) -> None:
     assert {p["port"] for p in prometheus["ports"]} == metrics
     for rule in (operator, clients, prometheus):
         assert all("namespaceSelector" in source and "ipBlock" not in source for source in rule["from"])
+
+
+@pytest.mark.parametrize("overlay", SERVING)
+def test_the_endpoint_serves_nobody_without_a_key(overlay: str) -> None:
+    """The file of keys is a secret's, in the pods that serve and in no others: a job's may run programs of models."""
+    (application,) = yaml.safe_load(ray_object(overlay)["spec"]["serveConfigV2"])["applications"]
+    file = Path(application["args"]["api_keys"])
+    head, workers = node_groups(ray_object(overlay))
+    (mount,) = [m for m in workers.container["volumeMounts"] if m["name"] == "api-keys"]
+    assert mount["readOnly"] and Path(mount["mountPath"]) == file.parent
+    assert {"name": "api-keys", "secret": {"secretName": "mbd-api-keys"}} in workers.pod["volumes"]
+    assert f"--from-file={file.name}=" in DOCUMENT.read_text()
+    place = overlay.removesuffix("-incremental")
+    jobs = [group for part in ("train", "sweep", "cluster") for group in node_groups(ray_object(f"{place}/{part}"))]
+    assert "mbd-api-keys" not in str([group.pod for group in (head, *jobs)])
+
+
+@each_overlay
+def test_no_manifest_opens_a_port_to_the_outside_and_ray_asks_for_its_token(overlay: str) -> None:
+    """The dashboard and the job API run any code: only the cluster's own network leads there, with the token."""
+    objects = render(overlay)
+    assert not [o for o in objects if o["kind"] in ("Ingress", "HTTPRoute", "Gateway", "Route")]
+    for service in of_kind(objects, "Service"):
+        assert service["spec"].get("type", "ClusterIP") in ("ClusterIP", "ExternalName")
+    for rendered in objects:
+        if (spec := ray_cluster_spec(rendered)) is not None:
+            assert spec["authOptions"] == {"mode": "token", "secretName": "mbd-ray-token"}
+            assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+            assert "enableIngress" not in str(spec)
+        for pod in pod_specs(rendered):
+            assert not pod.get("hostNetwork")
+            assert not any("hostPort" in port for c in pod["containers"] for port in c.get("ports", ()))
 
 
 @pytest.mark.parametrize("overlay", SERVING)

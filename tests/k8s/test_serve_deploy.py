@@ -21,6 +21,7 @@ FILE = serve_file("cpu-kind")
 CONFIG = yaml.safe_load(FILE.read_text())
 PORT = CONFIG["http_options"]["port"]
 SECONDS = 300
+KEY = "ann-0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,13 @@ def application(cluster: LocalCluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_serve_deploy_takes_the_file_and_the_endpoint_answers(cluster: LocalCluster) -> None:
+def test_serve_deploy_takes_the_file_and_the_endpoint_answers(cluster: LocalCluster, tmp_path: Path) -> None:
+    """The file of keys lies elsewhere here than in a pod."""
+    keys, file = tmp_path / "keys", tmp_path / "serve.yaml"
+    keys.write_text(f"ann {KEY}\n")
+    file.write_text(FILE.read_text().replace(CONFIG["applications"][0]["args"]["api_keys"], str(keys)))
     done = subprocess.run(
-        [sys.executable, "-m", "ray.serve.scripts", "deploy", FILE, "-a", cluster.dashboard_url],
+        [sys.executable, "-m", "ray.serve.scripts", "deploy", file, "-a", cluster.dashboard_url],
         capture_output=True, text=True, env=cluster.environment, cwd=ROOT, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,7 +76,7 @@ def test_serve_deploy_takes_the_file_and_the_endpoint_answers(cluster: LocalClus
     reply = httpx.post(
         f"http://{LOOPBACK}:{PORT}/v1/chat/completions",
         json={"model": model["name"], "messages": [{"role": "user", "content": QUESTION}]},
-        headers={"X-Request-ID": "a b" + "x" * 500},
+        headers={"X-Request-ID": "a b" + "x" * 500, "Authorization": f"Bearer {KEY}"},
         timeout=SECONDS,
     )
     assert reply.status_code == 200 and reply.json()["choices"][0]["message"]["content"]

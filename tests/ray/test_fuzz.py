@@ -13,6 +13,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from raw_http import RawHttp, post, read_all, statuses
+from schema_bounds import SchemaBounds
 from schemathesis import checks
 
 from mbd_core.serving.openapi import openapi_document
@@ -108,6 +109,69 @@ def test_what_the_schema_says_is_what_comes(url: str, case: schemathesis.Case) -
         if given.get("max_completion_tokens") is None and given.get("max_tokens") is None:
             given["max_tokens"] = FEW_TOKENS
     case.call_and_validate(base_url=url, timeout=LIMIT, checks=CHECKED)
+
+
+# -- every field at its bounds ---------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
+HOLES = [{"hole": 2}, " pens, so ", {"hole": 3}]
+WITH: dict[str, dict[str, Any]] = {  # what a field needs beside it to have its effect
+    "top_p": {"temperature": 1.0},
+    "top_k": {"temperature": 1.0},
+    "seed": {"temperature": 1.0},
+    "stream_options": {"stream": True},
+    "frames": {"stream": True},
+    "tool_choice": {"tools": [TOOL]},
+    "parallel_tool_calls": {"tools": [TOOL], "tool_choice": "required"},
+    "echo": {"logprobs": 0, "max_tokens": 1},
+    "logprobs": {"echo": True, "max_tokens": 1},
+}
+BESIDE: dict[
+    str, list[dict[str, Any]]
+] = {  # features that change how a request is decoded, one of which a field joins
+    COMPLETIONS: [{}, {"stream": True}, {"template": HOLES, "max_tokens": None}, {"guided_regex": "[a-z ]{1,9}"}],
+    CHAT: [{}, {"stream": True}, {"tools": [TOOL]}, {"response_format": {"type": "json_object"}}],
+    "/tokenize": [{}],
+    "/detokenize": [{}],
+}
+LEAST: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": MODEL, "prompt": "Tom has 3 pens.", "max_tokens": 8},
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Tom has 3 pens."}], "max_tokens": 8},
+    "/tokenize": {"messages": [{"role": "user", "content": "Tom"}]},
+    "/detokenize": {"tokens": [9]},
+}
+
+
+def fields_of(path: str) -> dict[str, Any]:
+    document = openapi_document()
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    fields: dict[str, Any] = SchemaBounds(document).resolve(content["schema"])["properties"]
+    return fields
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LEAST)
+def test_every_field_at_its_bounds_is_served_or_refused_by_name(url: str, path: str) -> None:
+    """Alone and beside what changes the decoding. Most are served, so the engine is reached."""
+    bounds, served, sent = SchemaBounds(openapi_document()), 0, 0
+    with httpx.Client(base_url=url, timeout=LIMIT) as client:
+        for name, schema in fields_of(path).items():
+            if name == "model":
+                continue
+            for value in bounds.inside(schema):
+                for beside in BESIDE[path]:
+                    other = {"messages": None} if (path, name) == ("/tokenize", "prompt") else WITH.get(name, {})
+                    answer = client.post(path, json=LEAST[path] | other | beside | {name: value})
+                    said = f"{name}={json.dumps(value)[:200]} beside {beside}: {answer.text[:300]}"
+                    assert answer.status_code in (200, 400), said
+                    assert answer.status_code == 200 or answer.json()["error"]["param"], said
+                    assert 'data: {"error"' not in answer.text, said
+                    served, sent = served + (answer.status_code == 200), sent + 1
+            for value in bounds.outside(schema):
+                answer = client.post(path, json=LEAST[path] | {name: value})
+                assert answer.status_code == 400, f"{name}={json.dumps(value)[:200]}: {answer.text[:300]}"
+    print(f"{path}: {served} of {sent} requests were served")
+    assert served > sent / 2
 
 
 # -- bodies that are not the schema's ---------------------------------------------------------------------------------

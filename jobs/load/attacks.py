@@ -1,0 +1,71 @@
+"""What a crowd of clients may send to an endpoint that costs it more than a short question, by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Attack = Callable[[str, int], tuple[str, dict[str, Any]]]
+"""A prompt and fields beside it. The first argument, letters, differs from request to request, so that no cache holds
+it; the second is how many characters a long text has."""
+
+CROWD = "crowd"  # the client that all of its senders are
+TEXT = "the pens of Tom are 12 and "
+MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as many as OpenAI's routes take
+
+
+def _long_prompt(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    return f"{name} {(TEXT * (characters // len(TEXT) + 1))[:characters]}", {"max_tokens": 1}
+
+
+def _long_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """Each is one that an answer might begin at any place."""
+    stops = [f"{' ' * (MAX_STOP_LENGTH - 8)}{number:08}" for number in range(MAX_STOPS)]
+    return f"{name} {TEXT}", {"max_tokens": 64, "stop": stops}
+
+
+def _longer_stops(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """Longer than any server needs to take."""
+    return f"{name} {TEXT}", {"max_tokens": 64, "stop": [" " * (characters // MAX_STOPS)] * MAX_STOPS}
+
+
+def _grammar(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """A grammar of its own for each request, with much to compile and to look through."""
+    words = "|".join(f"{name}{number} [a-z]{{1,{number + 1}}}" for number in range(200))
+    return TEXT, {"max_tokens": 32, "guided_regex": f"(({words}) ){{1,20}}end"}
+
+
+def _many_choices(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    return f"{name} {TEXT}", {"max_tokens": 32, "n": 16, "temperature": 1.0}
+
+
+def _scores(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """A forward for each of the prompt's tokens."""
+    return f"{name} {TEXT * 2}", {"max_tokens": 1, "echo": True, "logprobs": 1, "stream": False}
+
+
+def _many_tools(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    members = {f"m{number}": {"type": "integer"} for number in range(20)}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object", "properties": members}}}
+        for n in range(MAX_TOOLS)
+    ]
+    return f"{name} {TEXT}", {"max_tokens": 32, "tools": tools, "tool_choice": "required"}
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "prompts": _long_prompt,
+    "stops": _long_stops,
+    "longer-stops": _longer_stops,
+    "grammars": _grammar,
+    "choices": _many_choices,
+    "scores": _scores,
+    "tools": _many_tools,
+}
+
+
+def attack_body(attack: str, model: str, name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """The route behind /v1 and the body of one of its requests."""
+    prompt, fields = ATTACKS[attack](name, characters)
+    asked = {"model": model, "stream": True, "user": CROWD, **fields}
+    if attack == "tools":
+        return "chat/completions", asked | {"messages": [{"role": "user", "content": prompt}]}
+    return "completions", asked | {"prompt": prompt}
