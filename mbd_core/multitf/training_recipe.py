@@ -12,6 +12,7 @@ from mbd_core.multitf.fitted_noise import read_noise
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
 from mbd_core.multitf.training_attention import TrainingAttention
 
@@ -59,6 +60,23 @@ def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
 def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingRecipe:
     """The recipe computed in `precision`."""
     return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+def with_options(
+    recipe: TrainingRecipe, *, micro_batch: int | None, activation_checkpointing: bool | None, lora: int | None
+) -> TrainingRecipe:
+    """The recipe with what a command says of its memory; `None` leaves the recipe's own. `lora` is an adapter's rank.
+
+    Raises `ValueError` for a rank below 1.
+    """
+    changes: dict[str, Any] = {}
+    if micro_batch is not None:
+        changes["micro_batch"] = micro_batch
+    if activation_checkpointing is not None:
+        changes["activation_checkpointing"] = activation_checkpointing
+    if lora is not None:
+        changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
+    return replace(recipe, train=replace(recipe.train, **changes))
 
 
 def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
