@@ -50,7 +50,8 @@ class Summary:
     accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
-    nfe                mean forwards per sample
+    nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
+    tokens             mean useful tokens per sample; `tokens_stderr` likewise
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
     """
@@ -67,6 +68,9 @@ class Summary:
     tpf_stderr: float
     tpf_ratio_of_sums: float
     nfe: float
+    nfe_stderr: float
+    tokens: float
+    tokens_stderr: float
     num_tokens: int
     num_forwards: int
     num_store_forwards: int
@@ -84,6 +88,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     tokens = sum(c.num_tokens for c in counts)
     forwards = sum(c.num_forwards for c in counts)
     tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
+    nfe, nfe_stderr = mean_and_stderr([c.num_forwards for c in counts])
+    mean_tokens, tokens_stderr = mean_and_stderr([c.num_tokens for c in counts])
     return Summary(
         n=n,
         cut=sum(s.cut for s in samples),
@@ -96,7 +102,10 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=tokens / forwards if forwards else 0.0,
-        nfe=forwards / len(counts) if counts else 0.0,
+        nfe=nfe,
+        nfe_stderr=nfe_stderr,
+        tokens=mean_tokens,
+        tokens_stderr=tokens_stderr,
         num_tokens=tokens,
         num_forwards=forwards,
         num_store_forwards=sum(c.num_store_forwards for c in counts),

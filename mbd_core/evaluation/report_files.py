@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mbd_core.evaluation.paper_tables import Own, beside_tables, paper_content, paper_lines
 from mbd_core.evaluation.report_page import render_page
 from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed
@@ -26,10 +27,11 @@ def report_files(
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
-    What was timed is in `times` of `report.json` and in the last section of `report.md` and so of the page; all else
-    is the same bytes for the same plan.
+    What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
+    page, from `Speed` on; all else is the same bytes for the same plan.
     """
     gains = speed_gains(times, rows)
+    papers = beside_tables(Own.of(rows, aups, times))
     content = {
         "rows": [
             {
@@ -47,10 +49,12 @@ def report_files(
         "times": [
             {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
         ],
+        "papers": paper_content(papers),
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     text = render_markdown(rows, aups, times, labels=labels, settings=settings)
+    text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
     return {
         "plot.png": plot.getvalue(),
         "report.md": text.encode(),
@@ -62,3 +66,10 @@ def report_files(
 def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:
     gain = gains.get(ReportKey(speed.model, speed.method, speed.task, speed.config))
     return None if gain is None else asdict(gain)
+
+
+def _recipes(settings: Mapping[str, Any]) -> str:
+    """How the problems were asked, in words; of joined sweeps, how those of each were."""
+    parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
+    names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
+    return "; ".join(names) or "as the settings say"

@@ -165,7 +165,7 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
             recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")
     trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
     if workers.is_first:
-        print(start_line(recipe, num_workers=workers.size))
+        print(start_line(recipe, device=workers.device, num_workers=workers.size))
     log = Log(curve, target.checkpoints, steps=recipe.train.steps) if workers.is_first else None
     train(
         trainer,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
-from mbd_core.multitf.loss import Distillation, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.loss import DENSE, Distillation, denominator, distillation_loss, multitf_loss
 from mbd_core.multitf.optimizers import OptimizerName, make_optimizers
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.prepared_data import sample_lengths
@@ -27,6 +27,7 @@ from mbd_core.multitf.sample import MultiTFBatch, build_batch
 from mbd_core.multitf.sharding import Sharding, shard_model, whole
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, without_adapter
+from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ class TrainConfig:
     `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `distillation`: learn
     from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an adapter, which is
     merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and compute the layer
-    again in the backward pass. In bfloat16 the objective runs under autocast; weights and optimizer states are
-    float32 in either precision.
+    again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on a GPU. In bfloat16
+    the objective runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
     steps: int
@@ -64,6 +65,7 @@ class TrainConfig:
     distillation: Distillation | None = None
     lora: LoraSettings | None = None
     activation_checkpointing: bool = False
+    attention: AttentionChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -104,16 +106,21 @@ class StepMetrics:
 class Objective(nn.Module):
     """The model with its loss as one module, which a data-parallel wrapper can hook."""
 
-    def __init__(self, model: Decoder, distillation: Distillation | None = None) -> None:
+    def __init__(
+        self, model: Decoder, distillation: Distillation | None = None, attention: TrainingAttention = DENSE
+    ) -> None:
         super().__init__()
         self.model = model
+        self.attention = attention
         self.distillation = distillation
 
     def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
         if self.distillation is None:
-            return multitf_loss(self.model, batch, divisor)
-        teacher = partial(without_adapter, self.model)
-        return distillation_loss(self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor)
+            return multitf_loss(self.model, batch, divisor, attention=self.attention)
+        teacher, attention = partial(without_adapter, self.model), self.attention
+        return distillation_loss(
+            self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor, attention=attention
+        )
 
 
 class Trainer:
@@ -146,7 +153,8 @@ class Trainer:
             add_adapter(model, config.lora, seed=config.seed)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        self.objective: nn.Module = Objective(model, config.distillation)
+        attention = TrainingAttention(config.attention, self.device)
+        self.objective: nn.Module = Objective(model, config.distillation, attention)
         self.examples, self.states, self.config = examples, states, config
         self.lengths = sample_lengths(examples)
         self.rank, self.world_size, self.mean = rank, world_size, mean

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
 from mbd_core.multitf.fitted_noise import read_noise
@@ -12,6 +14,7 @@ from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.training_attention import TrainingAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +88,15 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 
 
-def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
-    """What a run says when it starts: the recipe's size and the precision it computes in."""
+def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
+    """What a run says when it starts: the recipe's size, the precision it computes in, and how it attends.
+
+    Raises `ValueError` for an attention that cannot be trained on `device`.
+    """
     train, data = recipe.train, recipe.data
     problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
     return (
         f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
-        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}"
+        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}, "
+        f"{TrainingAttention(train.attention, device).describe()}"
     )
