@@ -1,14 +1,14 @@
 """The sections of a report's Markdown as data, for a page that shows the same tables and sentences.
 
-Only what the report writes is known: headings of the second level, tables, lists of one level, and paragraphs of one
-line. Emphasis marks the rows of a table that head a group of rows.
+Only what the report writes is known: headings of the second and third level, tables, lists of one level, and
+paragraphs of one line. Emphasis marks the rows of a table that head a group of rows.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-HEADING, ITEM, LINE = "## ", "- ", "|"
+HEADING, INNER, ITEM, LINE = "## ", "### ", "- ", "|"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Block:
-    """A paragraph, a list or a table: one of them."""
+    """An inner heading, a paragraph, a list or a table: one of them."""
 
+    heading: str | None = None
     text: str | None = None
     items: Sequence[str] | None = None
     table: Table | None = None
@@ -45,6 +46,8 @@ def markdown_sections(markdown: str) -> list[Section]:
         at += 1
         if line.startswith(("# ", HEADING)):
             sections.append(Section(line.lstrip("# ")))
+        elif line.startswith(INNER):
+            sections[-1].blocks.append(Block(heading=line.removeprefix(INNER)))
         elif line.startswith(LINE):
             at = _end(lines, start, LINE)
             sections[-1].blocks.append(Block(table=_table(lines[start:at])))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mbd_core.evaluation.accuracy_gaps import AccuracyGap
 from mbd_core.evaluation.paper_tables import Own, beside_tables, paper_content, paper_lines
 from mbd_core.evaluation.report_page import render_page
 from mbd_core.evaluation.shown_samples import ShownSamples
@@ -22,6 +23,7 @@ def report_files(
     times: Sequence[Speed],
     shown: ShownSamples,
     *,
+    gaps: Mapping[ReportKey, AccuracyGap],
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> dict[str, bytes]:
@@ -45,6 +47,7 @@ def report_files(
             for row in rows
         ],
         "aup": [asdict(aup) for aup in aups],
+        "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
         "settings": settings,
         "times": [
             {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
@@ -53,7 +56,7 @@ def report_files(
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
-    text = render_markdown(rows, aups, times, labels=labels, settings=settings)
+    text = render_markdown(rows, aups, times, labels=labels, settings=settings, gaps=gaps)
     text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
     return {
         "plot.png": plot.getvalue(),
@@ -61,6 +64,11 @@ def report_files(
         "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
+
+
+def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:
+    subject, base = ({**asdict(one), "config": json.loads(one.config)} for one in (key, gap.baseline))
+    return {**subject, **asdict(gap), "baseline": base}
 
 
 def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:

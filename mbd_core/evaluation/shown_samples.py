@@ -6,7 +6,7 @@ neither the page nor the memory that it takes grows with the sweep.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +105,25 @@ def _places(folders: Sequence[Path]) -> dict[ReportKey, list[Place]]:
     """Where every sample lies, by its configuration; one that several folders hold, in the first of them."""
     places: dict[ReportKey, list[Place]] = {}
     known: list[Any] = []
-    seen: set[tuple[ReportKey, str, int]] = set()
+    seen: set[tuple[int, str, int]] = set()  # of the configuration's number, for a key is slow to hash
+    numbers: dict[tuple[str, ...], int] = {}
     for folder in folders:
         record = read_record(folder)
         if record.plan not in known:
             known.append(record.plan)
         plan = known.index(record.plan)
         for key in record.subjects():
+            numbers.setdefault(astuple(key), len(numbers))
             places.setdefault(key, [])
+        by_number = list(places.values())
         for path in part_files(folder):
             table = pq.read_table(path, columns=list(SUBJECT))
             columns = zip(*(table[name].to_pylist() for name in SUBJECT), strict=True)
-            for index, (model, method, task, config, problem, seed, sample, correct) in enumerate(columns):
-                key = ReportKey(model, method, task, config)
-                if (key, problem, seed) not in seen:
-                    seen.add((key, problem, seed))
-                    places[key].append(Place(bool(correct), plan, sample, path, index))
+            for index, (*subject, problem, seed, sample, correct) in enumerate(columns):
+                number = numbers[tuple(subject)]
+                if (number, problem, seed) not in seen:
+                    seen.add((number, problem, seed))
+                    by_number[number].append(Place(bool(correct), plan, sample, path, index))
     return {key: of_key for key, of_key in places.items() if of_key}
 
 

@@ -21,7 +21,7 @@ HEADS = (
 )
 DEFINITIONS = (
     "Measured on the machine named above, each configuration by itself in an engine of its own buffer size that runs "
-    "nothing else, warmed up with the same requests, without a prefix cache. No other number of this report differs "
+    "nothing else, warmed up with the same requests, without a prefix cache. No number above this section differs "
     "from run to run. A request's seconds run from the moment when the engine is given its tokens to the moment when "
     "it gives the whole answer back, prompt included, tokenizer and network not. Batch-1 TPS: useful tokens / these "
     "seconds, one request at a time. Batch-1 decode TPS: useful tokens / seconds of the forwards that NFE counts (TPF "

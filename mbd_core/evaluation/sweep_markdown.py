@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mbd_core.evaluation.accuracy_gaps import AccuracyGap, gap_lines
 from mbd_core.evaluation.aup import AupPoint
 from mbd_core.evaluation.aup_interval import NUM_DRAWS
 from mbd_core.evaluation.rates import Summary
@@ -12,7 +13,7 @@ from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import gain_lines, speed_gains
 from mbd_core.evaluation.speed_table import speed_lines
 from mbd_core.evaluation.statistics import mean
-from mbd_core.evaluation.sweep_report import AupRow, ReportRow, best_row, token_efficiency
+from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow, best_row, token_efficiency
 
 CAPTION = (
     "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each "
@@ -38,16 +39,18 @@ def render_markdown(
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
+    gaps: Mapping[ReportKey, AccuracyGap] | None = None,
 ) -> str:
     """The report as Markdown. `labels` maps task names to column heads, in column order."""
+    varied = {row.key: row.varied for row in rows}
     lines = ["# Evaluation sweep", "", CAPTION, ""]
     lines += _best_lines(rows, aups, labels)
     lines += _configuration_lines(rows, labels)
     lines += _aup_lines(aups, labels)
+    lines += gap_lines(gaps or {}, labels, varied)
     lines += ["## What was run", ""]
     lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
     if times:
-        varied = {row.key: row.varied for row in rows}
         lines += speed_lines(times, labels, varied) + gain_lines(speed_gains(times, rows), labels, varied)
     return "\n".join(lines) + "\n"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mbd_core.evaluation.accuracy_gaps import accuracy_gaps
 from mbd_core.evaluation.aup_interval import with_intervals
 from mbd_core.evaluation.report_files import report_files
 from mbd_core.evaluation.shown_samples import choose_samples
@@ -55,7 +56,8 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
         settings = {"not timed": untimed, **settings}
     aups = with_intervals(build_aup(rows), samples)
     shown = choose_samples(folders)
-    files = report_files(rows, aups, times, shown, labels=labels, settings=settings)
+    gaps = accuracy_gaps(rows, samples)
+    files = report_files(rows, aups, times, shown, gaps=gaps, labels=labels, settings=settings)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 

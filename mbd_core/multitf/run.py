@@ -137,9 +137,9 @@ def check_local(folder: Path, checkpoints: str | None) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(folder)):
         raise ValueError(f"{folder} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
     if checkpoints is not None and "://" not in checkpoints:
-        check_writable(Path(checkpoints), Path(checkpoints))
         if Path(checkpoints).is_file():
             raise ValueError(f"{checkpoints} is a file; give a folder for checkpoints")
+        check_writable(Path(checkpoints), Path(checkpoints))
 
 
 def check_device(recipe: TrainingRecipe, choice: ShardingChoice, workers: Workers) -> Sharding:

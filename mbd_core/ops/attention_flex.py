@@ -26,10 +26,11 @@ class FlexAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, L, H, C), keys and values (B, L, K, C) -> (B, L, H, C)."""
-        kind = q.device.type
-        if torch.is_autocast_enabled(kind):  # which flex_attention has no rule for: norms leave q and k in float32
-            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-        attend: Any = _compiled(flex_attention) if kind == "cuda" else flex_attention
+        q, k = (
+            q.to(v.dtype),
+            k.to(v.dtype),
+        )  # norms may leave them in float32, and autocast has no rule for flex_attention
+        attend: Any = _compiled(flex_attention) if q.device.type == "cuda" else flex_attention
         out: Tensor = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -49,7 +49,7 @@ def test_the_command_counts_and_writes_its_rows(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--model", "gpt"], "--model gpt must be one of tiny, sdar-8b"),
+        (["--model", "gpt"], "--model gpt must be one of tiny, sdar-null"),
         (["--layouts", "4"], "--layouts 4 must be G:N"),
         (["--layouts", "1:2"], "--layouts 1:2 must be G:N"),
         (["--length", "100"], "--length 100 is no whole number of tiny's blocks of 8"),

@@ -95,6 +95,9 @@ def test_the_tables_are_those_of_the_markdown(page: Page, sweep: Path) -> None:
     assert [row for row in found if len(row) > 1] == [row for row in expected if not row[0].startswith("*")]
     assert [row[0] for row in found if len(row) == 1] == [row[0].strip("*") for row in expected if row[0][0] == "*"]
     assert "Batch-1 TPS (tok/s)" in cells(page, "Speed")[0]
+    assert "TPS gain, predicted and measured" in page.locator("section h3").all_inner_texts()
+    assert "Difference [95 %]" in cells(page, "Differences in accuracy")[0]
+    assert "LLaDA2.0-mini" in page.inner_text("section:has(> h2:text('Beside the papers'))")
     assert "y_max" in page.inner_text("section:has(> h2:text('AUP'))")
 
 

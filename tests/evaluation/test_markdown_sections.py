@@ -19,7 +19,10 @@ def test_the_report_s_tables_and_sentences_are_found_again() -> None:
         line.lstrip("# ") for line in text.splitlines() if line.startswith(("# ", "## "))
     ]
     blocks = [block for section in sections for block in section.blocks]
-    assert all([block.text, block.items, block.table].count(None) == 2 for block in blocks)
+    assert all([block.heading, block.text, block.items, block.table].count(None) == 3 for block in blocks)
+    assert [block.heading for block in blocks if block.heading] == [
+        line[4:] for line in text.splitlines() if line.startswith("### ")
+    ]
     tables = [block.table for block in blocks if block.table is not None]
     best, every = tables[0], tables[1]
     assert best.heads[:2] == ["Model", "A Acc ↑"] and best.numeric[:2] == [False, True]

@@ -49,7 +49,8 @@ def test_a_row_stands_beside_the_paper_s_whatever_its_method_is_called() -> None
     assert one["verdict"] == "inside" and one["difference"] == pytest.approx(0.11)
     assert found["MBD-LMs, Table 1: SingleBD (Native): MBPP+ Acc ↑"]["verdict"] == "outside"
     tpf = found["MBD-LMs, Table 1: SingleBD (Native): GSM8K TPF ↑"]
-    assert tpf["ours"] == tpf["low"] == tpf["high"] == pytest.approx(20 / 9) and tpf["verdict"] == "outside"
+    assert [tpf[name] for name in ("low", "ours", "high")] == pytest.approx([20 / 9] * 3)
+    assert tpf["verdict"] == "outside"
     aup = found["MBD-LMs, Table 1: SingleBD (Native): AUP ↑"]
     assert aup["verdict"] == "not judged" and aup["ours"] == pytest.approx(92 * 20 / 9)
     assert not [name for name in found if "Table 3" in name and "TPF" not in name], "nothing was timed"
@@ -74,7 +75,7 @@ def test_an_average_has_the_interval_of_an_average() -> None:
         ("tiny-bd", SINGLE),
         ("LLaDA2.0-mini", {**SINGLE, "tau_m2t": 0.9}),
         ("LLaDA2.0-mini", {**SINGLE, "t2t": {"tau": 0.5}}),
-        ("LLaDA2.0-mini", {**SINGLE, "buffer_size": 2}),
+        ("LLaDA2.0-mini", {**SINGLE, "buffer_size": 3}),
         ("MBD-LLaDA2-Mini", SINGLE),
     ],
 )

@@ -1,0 +1,116 @@
+"""How far a configuration's accuracy lies from its task's baseline, problem by problem: the paired bootstrap.
+
+Two accuracies on the same problems are not independent, so their own intervals say too little of their difference:
+both are right on the easy problems and wrong on the hard ones. Drawing problems, with both answers, keeps that.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.statistics import mean_and_interval, sign_test
+from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, best_row
+
+HEADS = ("Model", "Method", "Task", "Config", "Problems", "Only it", "Only the baseline", "Difference [95 %]", "p")
+DEFINITIONS = (
+    "Difference: accuracy minus that of the task's baseline on the same problems, in percentage points, with "
+    "percentiles of 2,000 draws of problems (paired bootstrap). Only it, only the baseline: problems on which one of "
+    "the two alone is right; p: two-sided sign test of these counts, for each row by itself. With many rows some "
+    "differences are clear by chance. The baseline is the most accurate configuration of the report's first model and "
+    "method, chosen on these samples, which biases differences from it downwards:"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyGap:
+    """A configuration's accuracy minus its baseline's on the same problems, in percentage points.
+
+    num_problems        problems that both have
+    only_it, only_base  those on which one of the two alone is right
+    """
+
+    baseline: ReportKey
+    num_problems: int
+    only_it: int
+    only_base: int
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+def accuracy_gaps(
+    rows: Sequence[ReportRow], samples: Mapping[ReportKey, Sequence[GradedSample]]
+) -> dict[ReportKey, AccuracyGap]:
+    """The gap of every configuration but the baselines; none where it shares no problem with its baseline."""
+    gaps: dict[ReportKey, AccuracyGap] = {}
+    for task in dict.fromkeys(row.key.task for row in rows):
+        of_task = [row for row in rows if row.key.task == task]
+        first = [row for row in of_task if (row.key.model, row.key.method) == _method(of_task[0])]
+        baseline = best_row(first).key
+        base = _answers(samples[baseline])
+        for row in of_task:
+            if row.key != baseline and (gap := _gap(baseline, base, _answers(samples[row.key]))) is not None:
+                gaps[row.key] = gap
+    return gaps
+
+
+def _method(row: ReportRow) -> tuple[str, str]:
+    return row.key.model, row.key.method
+
+
+def _answers(samples: Sequence[GradedSample]) -> dict[tuple[str, int], bool]:
+    """Whether each problem is right; one that was asked with several seeds counts once a seed, in their order."""
+    answers: dict[tuple[str, int], bool] = {}
+    counts: dict[str, int] = {}
+    for sample in samples:
+        number = counts[sample.problem] = counts.get(sample.problem, -1) + 1
+        answers[sample.problem, number] = sample.correct
+    return answers
+
+
+def _gap(
+    baseline: ReportKey, base: Mapping[tuple[str, int], bool], own: Mapping[tuple[str, int], bool]
+) -> AccuracyGap | None:
+    shared = sorted(base.keys() & own.keys())
+    if not shared:
+        return None
+    only_it = sum(own[key] and not base[key] for key in shared)
+    only_base = sum(base[key] and not own[key] for key in shared)
+    difference, low, high = mean_and_interval(np.array([100.0 * (own[key] - base[key]) for key in shared]))
+    return AccuracyGap(
+        baseline=baseline,
+        num_problems=len(shared),
+        only_it=only_it,
+        only_base=only_base,
+        difference=difference,
+        low=low,
+        high=high,
+        p_value=sign_test(only_it, only_base),
+    )
+
+
+def gap_lines(
+    gaps: Mapping[ReportKey, AccuracyGap], labels: Mapping[str, str], varied: Mapping[ReportKey, str]
+) -> list[str]:
+    """The section of the report, empty without gaps; `varied` has the settings in which configurations differ."""
+    if not gaps:
+        return []
+    lines = ["## Differences in accuracy", "", DEFINITIONS, ""]
+    baselines = {labels[gap.baseline.task]: gap.baseline for gap in gaps.values()}
+    lines += [
+        f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}"
+        for label, key in baselines.items()
+    ]
+    lines += ["", "| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
+    for key, gap in gaps.items():
+        cells = [
+            *(key.model, key.method, labels[key.task], varied[key] or "-"),
+            *(str(count) for count in (gap.num_problems, gap.only_it, gap.only_base)),
+            f"{gap.difference:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]",
+            f"{gap.p_value:.3f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, ""]

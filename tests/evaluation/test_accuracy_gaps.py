@@ -1,0 +1,68 @@
+"""Differences in accuracy are taken problem by problem, against the first model and method's best configuration."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from sweep_rows import graded_sample
+
+from mbd_core.evaluation.accuracy_gaps import accuracy_gaps, gap_lines
+from mbd_core.evaluation.markdown_sections import markdown_sections
+from mbd_core.evaluation.rates import GradedSample
+from mbd_core.evaluation.statistics import wilson_interval
+from mbd_core.evaluation.sweep_report import ReportKey, build_rows
+
+
+def answers(right: Sequence[bool], *, first: int = 0) -> list[GradedSample]:
+    numbered = enumerate(right, start=first)
+    return [graded_sample(tokens=8, forwards=4, correct=ok, problem=f"p{number}") for number, ok in numbered]
+
+
+def key(model: str, tau: float = 0.9) -> ReportKey:
+    return ReportKey(model, "MBD", "a", json.dumps({"block_size": 8, "tau_m2t": tau}))
+
+
+def test_a_difference_on_the_same_problems_is_narrower_than_its_accuracies() -> None:
+    hard = [number % 2 == 0 for number in range(400)]
+    better = [ok or number % 40 == 1 for number, ok in enumerate(hard)]
+    samples = {key("base"): answers(hard), key("other"): answers(better)}
+    ((found, gap),) = accuracy_gaps(build_rows(samples), samples).items()
+    assert found == key("other") and gap.baseline == key("base") and gap.num_problems == 400
+    assert (gap.only_it, gap.only_base, gap.difference) == (10, 0, pytest.approx(2.5))
+    assert 0 < gap.low < 2.5 < gap.high and gap.p_value == pytest.approx(2 / 2**10)
+    low, high = wilson_interval(200, 400)
+    assert gap.high - gap.low < 100 * (high - low) / 2
+    again = accuracy_gaps(build_rows(samples), samples)
+    assert again[found] == gap, "the same rows give the same interval"
+
+
+def test_the_baseline_is_the_first_model_s_best_and_only_shared_problems_count() -> None:
+    samples = {
+        key("base", 0.7): answers([True] * 2 + [False] * 8),
+        key("base", 0.9): answers([True] * 5 + [False] * 5),
+        key("other"): answers([False] * 4, first=3),
+        key("apart"): answers([True] * 4, first=20),
+    }
+    gaps = accuracy_gaps(build_rows(samples), samples)
+    assert {gap.baseline for gap in gaps.values()} == {key("base", 0.9)}
+    assert list(gaps) == [key("base", 0.7), key("other")]
+    assert gaps[key("base", 0.7)].difference == pytest.approx(-30)
+    assert (gaps[key("other")].num_problems, gaps[key("other")].only_base) == (4, 2)
+
+
+def test_a_problem_with_several_seeds_counts_once_a_seed() -> None:
+    samples = {key("base"): answers([True]) + answers([False]), key("other"): answers([True]) + answers([True])}
+    (gap,) = accuracy_gaps(build_rows(samples), samples).values()
+    assert (gap.num_problems, gap.only_it, gap.difference) == (2, 1, pytest.approx(50))
+
+
+def test_the_section_names_the_baseline_and_is_left_out_without_differences() -> None:
+    samples = {key("base", 0.7): answers([True, False]), key("base", 0.9): answers([True, True])}
+    rows = build_rows(samples)
+    lines = gap_lines(accuracy_gaps(rows, samples), {"a": "A"}, {row.key: row.varied for row in rows})
+    (section,) = markdown_sections("\n".join(lines))
+    assert section.blocks[1].items == ["A: base, MBD, tau_m2t=0.9"]
+    table = section.blocks[2].table
+    assert table is not None
+    assert table.rows == [["base", "MBD", "A", "tau_m2t=0.7", "2", "0", "1", "-50.00 [-100.00, +0.00]", "1.000"]]
+    assert gap_lines({}, {"a": "A"}, {}) == []
