@@ -103,23 +103,13 @@ def run(
     4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
     fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
     """
-    for name, value in (
-        ("--models", models),
-        ("--task", task),
-        ("--limit", limit),
-        ("--max-tokens", max_tokens),
-        ("--buffer-size", buffer_size),
-        ("--decoding", decoding),
-    ):
-        if traces is not None and value is not None:
-            raise ValueError(f"{name} has no meaning with --traces: nothing is decoded")
-    config = StudyConfig(
-        states=recipe_named(recipe).states,
-        schedules=tuple(names(schedules, "--schedules")),
-        draws=draws,
-        num_bootstrap=bootstrap,
-        seed=seed,
-    )
+    if traces is not None:
+        check_nothing_is_asked(
+            models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
+        )
+    chosen = tuple(names(schedules, "--schedules"))
+    states = recipe_named(recipe).states
+    config = StudyConfig(states=states, schedules=chosen, draws=draws, num_bootstrap=bootstrap, seed=seed)
     asked = Asked(
         task=task or "gsm-mini",
         num_problems=limit or 64,
@@ -130,7 +120,7 @@ def run(
     )
     check_target_folder(out, KIND, overwrite=overwrite)
     settings: dict[str, Any] = {"command": command_text(context), "recipe": recipe, "draws": draws, "seed": seed}
-    settings |= {"bootstrap samples": bootstrap}
+    settings["bootstrap samples"] = bootstrap
     if traces is not None:
         if traces.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"{traces} lies in --out {out}, which would be replaced; give another folder")
@@ -145,6 +135,13 @@ def run(
         text = write_alignment(compare_models(found, config), folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
+
+
+def check_nothing_is_asked(**options: str | int | None) -> None:
+    """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --traces: nothing is decoded")
 
 
 main = command(run)
