@@ -1,32 +1,34 @@
-"""MultiTF training on Ray: the plain `Trainer` on every worker, gradients averaged, its state kept in checkpoints."""
+"""MultiTF training on Ray: the plain `Trainer` on every worker, its checkpoints in the run's folder.
+
+Ray starts the workers, and starts all anew when one is lost; the newest checkpoint that is whole is found in the
+folder, as without Ray (`mbd_core.multitf.run`).
+"""
 
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 import ray.train
 import torch
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer, get_device, prepare_model
-from torch import distributed
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device
 
-from actors.training_run import LOSSES, CurveFile, TrainingRun, fetched, record_recipe, recorded_precision
+from actors.training_run import TrainingRun, fetched, record_recipe, recorded_precision
 from cluster.storage import Folder
 from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
-from mbd_core.multitf.export import export
-from mbd_core.multitf.precision import Precision, compute_precision
-from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.trainer import StepMetrics, Trainer
+from mbd_core.multitf.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.curve_file import LOSSES, CurveFile
+from mbd_core.multitf.export import export, join_export
+from mbd_core.multitf.fit import check_room
+from mbd_core.multitf.precision import Precision
+from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import start_line, with_precision
+from mbd_core.multitf.workers import Workers
+from mbd_core.ops.host_memory import free_host_memory
 
-STATE = "trainer.pt"
 PROGRESS_SECONDS = 3.0
 
 
@@ -42,6 +44,29 @@ def plan_workers(run: TrainingRun) -> Topology:
     """The workers on the connected cluster; `ClusterTooSmall` if not all find room: Ray would wait for ever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return plan_topology(nodes, processes=run.num_workers, device=run.device, noun="workers")
+
+
+def plan_run(run: TrainingRun) -> TrainingRun:
+    """The run with its weights replicated or sharded, as one of the cluster's devices has room; prints the plan.
+
+    Raises `ClusterTooSmall` as `plan_workers` does, and `ValueError` for a training that takes more memory.
+    """
+    workers = plan_workers(run)
+    asked = ray.remote(device_memory).options(num_cpus=1, num_gpus=workers.num_gpus)
+    available = ray.get(asked.remote(workers.processes))
+    device = "GPU" if workers.num_gpus else "CPU"
+    sharding, lines = check_room(
+        fetched(run.recipe), run.sharding, available, num_workers=workers.processes, device=device
+    )
+    print("\n".join(lines))
+    return replace(run, sharding=sharding)
+
+
+def device_memory(num_workers: int) -> int:
+    """Bytes of a worker's device: its GPU's, or its share of a host's free memory if all workers are on one."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return free_host_memory() // num_workers
 
 
 def fit(run: TrainingRun) -> TrainingResult:
@@ -63,125 +88,86 @@ def fit(run: TrainingRun) -> TrainingResult:
             storage_path=storage_path,
             storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=run.max_failures),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )
     return TrainingResult(model=run.out, resumed_after=trainer.fit().return_value)
 
 
 def train_worker(config: dict[str, Any]) -> int:
-    """One worker's whole life, the same code on each; the first rank also prints, hands in checkpoints and writes.
+    """One worker's whole life, the same code on each; the first rank also prints, and writes record, losses and model.
 
     Returns the number of updates that were done before this start.
     """
     run: TrainingRun = config["run"]
+    assert run.sharding != "auto"
     context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    is_first = rank == 0
-    recipe = with_precision(run.recipe, common_precision(run, world_size=world_size))
-    if is_first:
+    workers = Workers(context.get_world_rank(), context.get_world_size(), get_device())
+    recipe = with_precision(run.recipe, common_precision(run, workers))
+    if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
-        say(start_line(recipe, num_workers=world_size))
-    model, tokenizer, examples = prepare(fetched(recipe))
-    model.to(get_device())
-    mean = mean_tensor if world_size > 1 else None
-    trainer = Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size, mean=mean)
-    trainer.objective = prepare_model(trainer.objective)
-    curve = restore(trainer)
+        say(start_line(recipe, device=workers.device, num_workers=workers.size))
+    checkpoints = Checkpoints(run.folder.location, workers, recipe=run.recipe.name, options=run.folder.options)
+    trainer, tokenizer, curve = start(fetched(recipe), workers, run.sharding, checkpoints)
     resumed_after = trainer.step_number
-    if is_first and resumed_after:
+    if workers.is_first and resumed_after:
         say(f"resumed after step {resumed_after}")
-    train(trainer, run, curve, is_first=is_first, world_size=world_size)
-    if is_first:
+    log = Log(run, curve) if workers.is_first else None
+    train(
+        trainer,
+        workers,
+        curve,
+        checkpoints=checkpoints,
+        every=run.checkpoint_every,
+        after_step=log.add if log else nothing,
+        before_checkpoint=log.flush if log else nothing,
+    )
+    if workers.is_first:
         # Where no step was left to do, an earlier start of this run may have written the model already.
         overwrite = run.overwrite or resumed_after == recipe.train.steps
         with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-            export(folder, recipe, model, tokenizer, overwrite=overwrite)
+            export(folder, recipe, trainer.model, tokenizer, overwrite=overwrite)
         say(f"wrote {run.out} and {run.folder / LOSSES}")
+    else:
+        join_export(trainer.model)
     return resumed_after
 
 
-def common_precision(run: TrainingRun, *, world_size: int) -> Precision:
+def common_precision(run: TrainingRun, workers: Workers) -> Precision:
     """The precision of all workers: the recipe's, else the one that the run began in, else what every device computes.
 
-    Every worker calls it: the least of them decides for `auto`, and none goes on before all have read the record.
+    Every worker calls it: none goes on before all have read the record.
     """
     asked = run.recipe.train.precision
-    if asked == "auto":
-        asked = recorded_precision(run)
-    in_bfloat16 = torch.tensor(compute_precision(asked, get_device()) == "bfloat16", dtype=torch.int32)
-    in_bfloat16 = in_bfloat16.to(get_device())
-    if world_size > 1:
-        distributed.all_reduce(in_bfloat16, op=distributed.ReduceOp.MIN)
-    return "bfloat16" if in_bfloat16.item() else "float32"
+    return workers.precision(recorded_precision(run) if asked == "auto" else asked)
 
 
-def restore(trainer: Trainer) -> list[dict[str, float]]:
-    """Take over the newest checkpoint, if there is one; the curve up to it."""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return []
-    with checkpoint.as_directory() as folder:
-        state = torch.load(Path(folder) / STATE, weights_only=True, map_location=get_device())
-    trainer.load_state_dict(state["trainer"])
-    return state["curve"]
+def nothing() -> None:
+    """What workers but the first log."""
 
 
-def train(
-    trainer: Trainer, run: TrainingRun, curve: list[dict[str, float]], *, is_first: bool, world_size: int
-) -> None:
-    """The remaining updates; `curve` grows by a point with each, the first rank reports both in checkpoints."""
-    steps = run.recipe.train.steps
-    progress = Progress(steps)
-    file = CurveFile(run.folder, curve) if is_first else None
-    while trainer.step_number < steps:
-        curve.append(asdict(mean_over_workers(trainer.step(), world_size=world_size)))
-        is_last = trainer.step_number == steps
-        if file is not None:
-            file.append()
-            progress.show(curve, last=is_last)
-        if is_last or trainer.step_number % run.checkpoint_every == 0:
-            if file is not None and run.folder.is_remote:
-                file.flush()
-            state = {"trainer": trainer.state_dict(), "curve": curve} if is_first else None
-            with checkpoint_of(state) as checkpoint:
-                name = f"step_{trainer.step_number:06d}"
-                ray.train.report(curve[-1], checkpoint=checkpoint, checkpoint_dir_name=name)
+class Log:
+    """What the first worker writes and prints as updates are done."""
+
+    def __init__(self, run: TrainingRun, curve: Curve) -> None:
+        self.curve = curve
+        self.file = CurveFile(run.folder.location, curve, options=run.folder.options)
+        self.progress = Progress(run.recipe.train.steps)
+
+    def add(self) -> None:
+        """Log the update that was just done."""
+        self.file.append()
+        self.progress.show(self.curve, last=len(self.curve) == self.progress.steps)
+
+    def flush(self) -> None:
+        """Bring remote storage up to date, before a checkpoint says that these updates are done."""
+        self.file.flush()
 
 
 def say(line: str) -> None:
     """A line for the job's log. Ray Train gives `print` a second way there, and every line would stand twice."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def mean_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's mean over the workers, on each of them."""
-    total = tensor.clone()
-    distributed.all_reduce(total)
-    return total / distributed.get_world_size()
-
-
-def mean_over_workers(metrics: StepMetrics, *, world_size: int) -> StepMetrics:
-    """The step's loss and accuracy averaged over the workers, its tokens summed."""
-    if world_size == 1:
-        return metrics
-    numbers = torch.tensor([metrics.loss, metrics.accuracy, metrics.tokens], dtype=torch.float64, device=get_device())
-    distributed.all_reduce(numbers)
-    loss, accuracy, tokens = numbers.tolist()
-    return replace(metrics, loss=loss / world_size, accuracy=accuracy / world_size, tokens=int(tokens))
-
-
-@contextmanager
-def checkpoint_of(state: dict[str, Any] | None) -> Iterator[Checkpoint | None]:
-    """The state as a checkpoint for as long as the block lasts; `None` for a rank that hands in none."""
-    if state is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(state, Path(folder) / STATE)
-        yield Checkpoint.from_directory(folder)
 
 
 class Progress:

@@ -12,9 +12,10 @@ from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import model_folder, named_model
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData, named_data
+from mbd_core.multitf.sharding import ShardingChoice
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
-RECORD, LOSSES = "run.json", "losses.jsonl"
+RECORD = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class TrainingRun:
     Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
     `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
     the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
-    each, if the cluster has any.
+    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them.
     """
 
     recipe: TrainingRecipe
@@ -34,6 +35,7 @@ class TrainingRun:
     overwrite: bool = False
     num_workers: int = 2
     device: Device | None = None
+    sharding: ShardingChoice = "replicated"
     checkpoint_every: int = 100
     max_failures: int = 3
 
@@ -127,32 +129,6 @@ def recorded_precision(run: TrainingRun) -> Precision:
 def record_recipe(run: TrainingRun, recipe: TrainingRecipe) -> None:
     """Write the recipe as it runs into the run's record; its precision is `auto` until the workers have started."""
     run.folder.write_text(RECORD, json.dumps(_as_recorded(recipe), indent=2, allow_nan=False) + "\n")
-
-
-class CurveFile:
-    """`losses.jsonl` of a run: one update a line, written as they are done.
-
-    In a folder here each update is a line at once; an object store cannot append, so there the file is written whole
-    whenever `flush` is called. Its first writing drops the updates that a restart repeats.
-    """
-
-    def __init__(self, folder: Folder, curve: list[dict[str, float]]) -> None:
-        self.folder, self.curve = folder, curve
-        self.flush()
-
-    def flush(self) -> None:
-        """Write the whole curve in place of what is there."""
-        self.folder.write_text(LOSSES, "".join(map(_line, self.curve)))
-
-    def append(self) -> None:
-        """Add the curve's last update."""
-        if not self.folder.is_remote:
-            with (self.folder.path / LOSSES).open("a", encoding="utf-8") as file:
-                file.write(_line(self.curve[-1]))
-
-
-def _line(point: dict[str, float]) -> str:
-    return json.dumps(point) + "\n"
 
 
 def _read_record(run: TrainingRun) -> dict[str, Any] | None:

@@ -237,6 +237,11 @@ class Folder:
 
     # For libraries
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What fsspec's filesystem for this folder is made with."""
+        return OPTIONS.get(self.location.partition("://")[0], {})
+
     def for_ray(self) -> tuple[str, "pyarrow.fs.FileSystem | None"]:
         """`storage_path` and `storage_filesystem` of Ray Train; without the latter it writes to a local path."""
         if not self.is_remote:
@@ -272,9 +277,8 @@ class Folder:
 
     def _remote(self) -> tuple[Any, str]:
         """The filesystem and the path on it."""
-        scheme = self.location.partition("://")[0]
         # A listing that is kept would hide what others write.
-        return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **OPTIONS.get(scheme, {}))
+        return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
 
     def _put(self, system: Any, file: str, content: bytes) -> None:
         self._make_parent(system, file)

@@ -22,9 +22,10 @@ from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
-from mbd_core.multitf.fit import check_fit
+from mbd_core.multitf.fit import check_fit, planned_lines
 from mbd_core.multitf.recipes import RECIPES, recipe_named
-from mbd_core.multitf.training_recipe import shortened, with_fitted_noise, with_precision
+from mbd_core.multitf.sharding import ShardingChoice
+from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, with_fitted_noise, with_options, with_precision
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -70,6 +71,48 @@ ComputeOn = Annotated[
         help="What workers compute on.", show_default="a GPU each, if there are any", rich_help_panel=CLUSTER
     ),
 ]
+Sharded = Annotated[
+    ShardingChoice,
+    typer.Option(
+        "--sharding",
+        help="Weights, gradients and optimizer states of each worker: replicated, or sharded among them (FSDP2); "
+        "auto: replicated if that fits its memory.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Samples a worker computes at once.",
+        show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
+Again = Annotated[
+    bool | None,
+    typer.Option(
+        "--activation-checkpointing/--no-activation-checkpointing",
+        help="Keep each layer's input alone, and compute the layer again in the backward pass.",
+        show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="RANK",
+        help="Train an adapter of this rank, merged into the model that is written.",
+        show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
+Plan = Annotated[
+    bool,
+    typer.Option("--plan", help="Print what a step takes of each worker's memory, and end.", rich_help_panel=CLUSTER),
+]
 Storage = Annotated[
     str,
     typer.Option(
@@ -106,6 +149,11 @@ def run(
     precision: Precision = "auto",
     workers: Workers = 2,
     device: ComputeOn = None,
+    sharding: Sharded = "auto",
+    micro_batch: MicroBatch = None,
+    activation_checkpointing: Again = None,
+    lora: Lora = None,
+    plan: Plan = False,
     max_failures: MaxFailures = 3,
     storage: Storage = RUNS,
     run_name: RunName = None,
@@ -125,6 +173,12 @@ def run(
         chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
+    chosen = with_options(
+        chosen, micro_batch=micro_batch, activation_checkpointing=activation_checkpointing, lora=lora
+    )
+    if plan:
+        print_plan(chosen, sharding, num_workers=workers, device=device)
+        return
     runs, name = Folder.at(os.path.expanduser(storage)), run_name or chosen.name
     training = TrainingRun(
         recipe=chosen,
@@ -134,6 +188,7 @@ def run(
         overwrite=overwrite,
         num_workers=workers,
         device=device,
+        sharding=sharding,
         checkpoint_every=checkpoint_every,
         max_failures=max_failures,
     )
@@ -142,14 +197,22 @@ def run(
     print(f"model: {train_on_cluster(training, resume=resume)}")
 
 
+def print_plan(recipe: TrainingRecipe, sharding: ShardingChoice, *, num_workers: int, device: Device | None) -> None:
+    """The memory plan of a recipe that can be trained, for GPUs unless CPUs are asked for."""
+    here = fetched(recipe)
+    check_fit(here)
+    kind = "CPU" if device == "cpu" else "GPU"
+    print("\n".join(planned_lines(here, sharding, num_workers=num_workers, device=kind)))
+
+
 def train_on_cluster(training: TrainingRun, *, resume: bool) -> Folder:
     """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts."""
-    from actors.training import fit, plan_workers  # Ray takes seconds to import: bad input is refused before that
+    from actors.training import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 
     connect(num_cpus=max(4, training.num_workers + 1))
-    plan_workers(training)
+    training = plan_run(training)
     begin(training, resume=resume)
     try:
         return fit(training).model

@@ -80,7 +80,7 @@ class DcpFolder:
         info, key = self.tensors[name], self._stored[name]
         state = {key: torch.empty(info.shape, dtype=info.dtype)}
         try:
-            with _one_process():
+            with in_one_process():
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except (*UNPICKLING_ERRORS, RuntimeError) as error:
             reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is PyTorch's advice
@@ -97,12 +97,12 @@ def save_dcp(
     """
     planner = _LazyPlanner(lambda name: make(name.removeprefix(PREFIX)))
     writer = _Writer(folder, max_bytes)
-    with _one_process():
+    with in_one_process():
         dcp.save({PREFIX + n: t for n, t in tensors.items()}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
+def in_one_process() -> Iterator[None]:
     """Run a DCP call in this process alone: without DCP's warning about that, and with errors as they were raised.
 
     DCP wraps errors, also Ctrl-C, into a report of all ranks.

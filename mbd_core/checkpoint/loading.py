@@ -7,11 +7,14 @@ so the peak memory is the model and one tensor. A weight that is NaN or infinite
 
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.safetensor_files import DTYPES, METADATA, TensorInfo, list_tensors, open_file, read_json
@@ -59,6 +62,52 @@ def load_model(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
+
+
+def empty_model(folder: Path) -> Decoder:
+    """The model of a checkpoint folder on the meta device, in float32: its shapes without values."""
+    refuse_dcp(folder)
+    with torch.device("meta"):
+        return Decoder(load_config(folder))
+
+
+def fill_parts(model: Decoder, folder: Path) -> None:
+    """Fill a model whose tensors are cut along their first dimension (FSDP2) from a checkpoint folder of its shapes.
+
+    Each worker reads its own rows alone. Raises `ValueError` as `load_model` does.
+    """
+    listed, expected, _ = match_tensors(folder, model.config, list_tensors(folder))
+    state = model.state_dict()
+    for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
+        with open_file(path) as file:
+            for name in names:
+                for place in _copy_rows(state, file.get_slice(name), expected[name]):
+                    if not _is_finite(place):
+                        raise ValueError(f"{path}: tensor '{name}' has values that are not finite")
+
+
+def _copy_rows(state: dict[str, Tensor], source: Any, stored: StoredTensor) -> Iterator[Tensor]:
+    """Copy a stored tensor's rows that this worker has into its parts; yields what was filled."""
+    start = 0
+    for part, length in zip(stored.parts, stored.lengths, strict=True):
+        target = state[part.target].detach()
+        first, own = _own_rows(target)
+        if part.expert is not None:
+            if first <= part.expert < first + len(own):
+                own[part.expert - first].copy_(source[start : start + length])
+                yield own[part.expert - first]
+        elif len(own):
+            own.copy_(source[start + first : start + first + len(own)])
+            yield own
+        start += length
+
+
+def _own_rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """The first of this worker's rows of a tensor, and these rows."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], tensor.to_local()
 
 
 def refuse_dcp(folder: Path) -> None:

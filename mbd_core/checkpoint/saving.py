@@ -6,11 +6,13 @@ A folder is written beside its target and then renamed, so no partial folder app
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mbd_core.checkpoint.hf_config import write_config
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
@@ -24,6 +26,7 @@ from mbd_core.models.quantize import quantized_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GATHERED = 3  # a layer's stacked experts are three tensors, of which each expert's are written in turn
 MODEL_KIND = "model"  # the kind in the manifests of model folders and of distributed checkpoints
 
 
@@ -110,11 +113,20 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def checkpoint_tensors(model: Decoder, experts: ExpertLayout) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors one by one, with the names and shapes of its family's checkpoints."""
+    """The model's tensors one by one, with the names and shapes of its family's checkpoints.
+
+    Tensors that are cut among workers are gathered as they come, a few at a time; then every worker iterates.
+    """
     state = model.state_dict()
     shapes = {name: tuple(t.shape) for name, t in state.items()}
+
+    @lru_cache(maxsize=GATHERED)
+    def whole(name: str) -> Tensor:
+        tensor = state[name]
+        return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
     for name, stored in stored_tensors(model.config, shapes, experts).items():
-        parts = [state[p.target] if p.expert is None else state[p.target][p.expert] for p in stored.parts]
+        parts = [whole(p.target) if p.expert is None else whole(p.target)[p.expert] for p in stored.parts]
         yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -6,9 +6,6 @@ belongs to others too, nothing is measured: the pages take at most half of `kv_m
 no more than the sequences of all batch rows can fill at the model's full length.
 """
 
-from pathlib import Path
-
-import psutil
 import torch
 
 from mbd_core.decoding.sampling import Draw, Vocab, choose
@@ -17,8 +14,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.models.model_config import ModelConfig
-
-CGROUP = Path("/sys/fs/cgroup")
+from mbd_core.ops.host_memory import free_host_memory
 
 
 def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -100,17 +96,3 @@ def _profile(
 def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> PagedKVCache:
     """The least cache that a forward can run on."""
     return PagedKVCache(model, num_pages=2, page_size=page_size, dtype=weights.dtype, device=weights.device)
-
-
-def free_host_memory() -> int:
-    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit.
-
-    Of the container's memory what only caches files is free: the kernel gives it back when it is needed.
-    """
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(statistics["inactive_file"]))
-    except (OSError, ValueError):  # no such file, or "max"
-        return available

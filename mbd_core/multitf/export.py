@@ -5,11 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.saving import MODEL_KIND, save_model
+from mbd_core.checkpoint.saving import MODEL_KIND, checkpoint_tensors, save_model
 from mbd_core.files import check_target_folder
 from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.trained_adapter import merge_adapter
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 
@@ -28,8 +30,10 @@ def export(
 ) -> None:
     """Write the trained model, in bfloat16 as these families are published, with the recipe that trained it.
 
-    An adapter is merged into the model first. Raises `ValueError` as `check_export` does.
+    An adapter is merged into the model first. Where the model is sharded the other workers call `join_export`. Raises
+    `ValueError` as `check_export` does.
     """
+    merge_adapter(model)
     save_model(
         folder,
         model,
@@ -39,3 +43,10 @@ def export(
         extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
         overwrite=overwrite,
     )
+
+
+def join_export(model: Decoder) -> None:
+    """Give this worker's parts of a sharded model to the first worker's `export`, tensor by tensor."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        for _ in checkpoint_tensors(model, "per_expert"):
+            pass

@@ -2,15 +2,21 @@
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.chat_encoding import tokenizer_fingerprint
+from mbd_core.multitf.memory_plan import Setting, check_memory, plan_lines, plan_memory
+from mbd_core.multitf.precision import Precision, computes_bfloat16
 from mbd_core.multitf.prepared_data import PreparedData, read_record
+from mbd_core.multitf.sharding import Sharding, ShardingChoice
 from mbd_core.multitf.trained_adapter import check_peft
 from mbd_core.multitf.training_recipe import TrainingRecipe
+
+CPU = torch.device("cpu")
 
 
 def check_fit(recipe: TrainingRecipe) -> None:
@@ -84,3 +90,66 @@ def check_data(recipe: TrainingRecipe, folder: Path, config: ModelConfig, tokeni
             f"{recipe.data} holds {record['samples']} samples, fewer than a batch of recipe {recipe.name} "
             f"({recipe.train.batch_size}); give more"
         )
+
+
+def memory_setting(
+    recipe: TrainingRecipe, *, num_workers: int, sharding: Sharding, precision: Precision, device: str
+) -> Setting:
+    """What a recipe that fits (`check_fit`) asks of its workers' memory; the model and data lie where it names them.
+
+    `precision` may be `auto` for GPUs, which compute in bfloat16 then.
+    """
+    config = recipe.model if recipe.base is None else read_folder(model_folder(recipe.base)).config
+    assert config is not None
+    length = min(recipe.max_length, config.max_positions)
+    if isinstance(recipe.data, PreparedData):
+        longest = read_record(Path(recipe.data.path))["longest"] + recipe.trailing_fill
+        size = recipe.states.block_size
+        length = min(length, -(-longest // size) * size)
+    wide = precision == "float32" or (precision == "auto" and device == "CPU" and not computes_bfloat16(CPU))
+    return Setting(
+        config=config,
+        states=recipe.states,
+        train=recipe.train,
+        sample_tokens=length,
+        num_workers=num_workers,
+        sharding=sharding,
+        precision="float32" if wide else "bfloat16",
+    )
+
+
+def check_room(
+    recipe: TrainingRecipe, choice: ShardingChoice, available: int, *, num_workers: int, device: str
+) -> tuple[Sharding, list[str]]:
+    """How the weights lie on the workers, and the memory plan as lines.
+
+    With `auto` they are replicated if that fits into what is `available` to each worker, in bytes, else sharded.
+    Raises `ValueError`, one sentence, if it does not fit.
+    """
+    allowed: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
+    if num_workers == 1 or recipe.train.lora is not None:
+        allowed = allowed[:1]
+    for sharding in allowed:
+        setting = memory_setting(
+            recipe, num_workers=num_workers, sharding=sharding, precision=recipe.train.precision, device=device
+        )
+        try:
+            plan = check_memory(setting, available, device=device)
+        except ValueError:
+            if sharding == allowed[-1]:
+                raise
+        else:
+            break
+    return sharding, plan_lines(setting, plan, device=device)
+
+
+def planned_lines(recipe: TrainingRecipe, choice: ShardingChoice, *, num_workers: int, device: str) -> list[str]:
+    """The memory plan of each way in which the weights may lie on the workers, wherever they are."""
+    lines, one_way = [], num_workers == 1 or recipe.train.lora is not None
+    ways: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
+    for sharding in ways[:1] if one_way else ways:
+        setting = memory_setting(
+            recipe, num_workers=num_workers, sharding=sharding, precision=recipe.train.precision, device=device
+        )
+        lines += plan_lines(setting, plan_memory(setting), device=device)
+    return lines

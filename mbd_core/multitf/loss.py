@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import IGNORE
-from mbd_core.multitf.mask import dual_stream_mask, whole_sequence_mask
 from mbd_core.multitf.sample import MultiTFBatch
 from mbd_core.multitf.states import Weighting
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.multitf.training_attention import TrainingAttention
+
+DENSE = TrainingAttention("dense", torch.device("cpu"))
+"""What a loss attends with unless it is told: a dense mask, on any device."""
 
 LOGIT_BYTES = 2**28
 """Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
@@ -46,15 +48,21 @@ def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
     return total
 
 
-def multitf_loss(model: Decoder, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+def multitf_loss(
+    model: Decoder,
+    batch: MultiTFBatch,
+    divisor: Tensor | float | None = None,
+    *,
+    attention: TrainingAttention = DENSE,
+) -> tuple[Tensor, Tensor]:
     """The weighted CE over `divisor`, by default the number of samples, and the accuracy on the labels.
 
     A scalar with gradient. The LM head runs on labelled positions only, in pieces where their logits are large; a
     batch without any label gives a zero loss.
     """
     if bool(batch.rollout.any()):
-        batch = roll_out(model, batch)
-    hidden, labels, weights = _labelled(batch, _hidden(model, batch))
+        batch = roll_out(model, batch, attention=attention)
+    hidden, labels, weights = _labelled(batch, _hidden(model, batch, attention))
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
         logits_NV = _wide(model.logits(hidden_ND))
@@ -64,10 +72,10 @@ def multitf_loss(model: Decoder, batch: MultiTFBatch, divisor: Tensor | float | 
 
 
 @torch.no_grad()
-def roll_out(model: Decoder, batch: MultiTFBatch) -> MultiTFBatch:
+def roll_out(model: Decoder, batch: MultiTFBatch, *, attention: TrainingAttention = DENSE) -> MultiTFBatch:
     """The batch with the model's likeliest tokens in place of the masks of `batch.rollout` (Alg. 2)."""
     rows, places = batch.rollout.nonzero(as_tuple=True)
-    hidden = _hidden(model, batch)[rows, batch.source[rows, places]]
+    hidden = _hidden(model, batch, attention)[rows, batch.source[rows, places]]
     tokens = batch.input_ids.clone()
     for part in torch.arange(len(rows), device=tokens.device).split(_piece(model)):
         logits = model.logits(hidden[part]).float()
@@ -83,6 +91,7 @@ def distillation_loss(
     *,
     as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
     divisor: Tensor | float | None = None,
+    attention: TrainingAttention = DENSE,
 ) -> tuple[Tensor, Tensor]:
     """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
 
@@ -90,8 +99,8 @@ def distillation_loss(
     sequence whole, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
-        taught, _, _ = _labelled(batch, _hidden(model, batch, whole=True))
-    hidden, labels, weights = _labelled(batch, _hidden(model, batch))
+        taught, _, _ = _labelled(batch, _hidden(model, batch, attention, whole=True))
+    hidden, labels, weights = _labelled(batch, _hidden(model, batch, attention))
 
     def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
         with torch.no_grad():
@@ -110,11 +119,8 @@ def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Ten
     return F.kl_div(logs, target, reduction="none", log_target=True).sum(-1)
 
 
-def _hidden(model: Decoder, batch: MultiTFBatch, *, whole: bool = False) -> Tensor:
-    mask = (whole_sequence_mask(batch.stream) if whole else dual_stream_mask(batch.stream, batch.block, batch.first))[
-        :, None
-    ]
-    return model(batch.input_ids, batch.positions, DenseAttention(mask))
+def _hidden(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False) -> Tensor:
+    return model(batch.input_ids, batch.positions, attention.of(batch, whole=whole))
 
 
 def _labelled(batch: MultiTFBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

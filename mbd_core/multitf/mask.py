@@ -10,6 +10,7 @@ carries three numbers, and who sees whom follows from them alone:
     i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
               or   i, j share a noisy stream and a group (alpha(i) = alpha(j)) and beta(j) <= beta(i)           (B.7)
 
+Each mask comes in two forms of one predicate: a dense one, and a function of places for a block mask (`..._sees`).
 Native D2F is one noisy stream in one group: block 0 is the prompt, the response's blocks follow.
 
 With one layout of two groups of two blocks (columns are keys):
@@ -25,7 +26,13 @@ With one layout of two groups of two blocks (columns are keys):
     clean 4                        x x x x
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+
+Places = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of a sample, a head, a query's and a key's place: whether the query sees the key."""
 
 
 def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor) -> Tensor:
@@ -33,13 +40,20 @@ def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor) -> Tensor:
 
     Padding (stream -1) is seen by nobody else; a padded query sees itself, so that no softmax row is empty.
     """
-    si, sj = stream[..., :, None], stream[..., None, :]
-    bi, bj = block[..., :, None], block[..., None, :]
-    fi, fj = first[..., :, None], first[..., None, :]
-    to_clean = (sj == 0) & (bj < fi) & (si >= 0)
-    in_group = (si == sj) & (sj > 0) & (fi == fj) & (bj <= bi)
-    itself = (stream < 0).diag_embed()
-    return to_clean | in_group | itself
+    query = tuple(numbers[..., :, None] for numbers in (stream, block, first))
+    key = tuple(numbers[..., None, :] for numbers in (stream, block, first))
+    return _dual_stream(query, key, _diagonal(stream))
+
+
+def dual_stream_sees(stream: Tensor, block: Tensor, first: Tensor) -> Places:
+    """`dual_stream_mask` of (B, L) tensors, place by place."""
+
+    def sees(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query = tuple(numbers[sample, i] for numbers in (stream, block, first))
+        key = tuple(numbers[sample, j] for numbers in (stream, block, first))
+        return _dual_stream(query, key, i == j)
+
+    return sees
 
 
 def block_causal_mask(block: Tensor) -> Tensor:
@@ -49,5 +63,28 @@ def block_causal_mask(block: Tensor) -> Tensor:
 
 def whole_sequence_mask(stream: Tensor) -> Tensor:
     """Every token sees every other: (..., L) -> (..., L, L); padding as in `dual_stream_mask`."""
-    here = stream >= 0
-    return here[..., None, :] & here[..., :, None] | (~here).diag_embed()
+    return _whole_sequence(stream[..., :, None], stream[..., None, :], _diagonal(stream))
+
+
+def whole_sequence_sees(stream: Tensor) -> Places:
+    """`whole_sequence_mask` of a (B, L) tensor, place by place."""
+
+    def sees(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return _whole_sequence(stream[sample, i], stream[sample, j], i == j)
+
+    return sees
+
+
+def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], itself: Tensor) -> Tensor:
+    (si, bi, fi), (sj, bj, fj) = query, key
+    to_clean = (sj == 0) & (bj < fi) & (si >= 0)
+    in_group = (si == sj) & (sj > 0) & (fi == fj) & (bj <= bi)
+    return to_clean | in_group | (itself & (si < 0))
+
+
+def _whole_sequence(si: Tensor, sj: Tensor, itself: Tensor) -> Tensor:
+    return ((si >= 0) & (sj >= 0)) | (itself & (si < 0))
+
+
+def _diagonal(stream: Tensor) -> Tensor:
+    return torch.eye(stream.shape[-1], dtype=torch.bool, device=stream.device)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.loading import empty_model, load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.models.decoder import Decoder, init_weights
@@ -20,8 +20,10 @@ from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
 
-def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, Sequence[Example]]:
-    """The model on the CPU in float32, its tokenizer, and all samples.
+def prepare(
+    recipe: TrainingRecipe, *, on_meta: bool = False
+) -> tuple[Decoder, PreTrainedTokenizerBase, Sequence[Example]]:
+    """The model on the CPU in float32, its tokenizer, and all samples; `on_meta`: a base's shapes without its values.
 
     Prepared data and base lie where the recipe names them. Raises `ValueError` if the base cannot be loaded or does
     not fit.
@@ -29,7 +31,7 @@ def prepare(recipe: TrainingRecipe) -> tuple[Decoder, PreTrainedTokenizerBase, S
     pairs = conversations(recipe.data) if isinstance(recipe.data, TinyData) else []
     if recipe.base is not None:
         base = model_folder(recipe.base)
-        model = load_model(base, dtype=torch.float32)
+        model = empty_model(base) if on_meta else load_model(base, dtype=torch.float32)
         check_model(recipe, model.config, recipe.base)
         tokenizer = load_tokenizer(base, model.config)
         model.config = replace(model.config, block_size=recipe.states.block_size)

@@ -1,12 +1,15 @@
-"""Train a recipe in this process, without Ray: `python -m mbd_core.multitf.run --recipe tiny-bd`.
+"""Train a recipe without Ray: `python -m mbd_core.multitf.run --recipe tiny-bd`, in this process alone, or in several:
+
+    torchrun --nproc-per-node 4 -m mbd_core.multitf.run --recipe SDAR-8B-b32 --base DIR --data DIR
 
 `jobs/train_multitf.py` trains the same recipes on a Ray cluster. Exit codes: 0 done, 2 bad input.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +21,45 @@ from typer.main import get_command
 
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.files import check_writable
-from mbd_core.multitf.export import check_export, export
-from mbd_core.multitf.fit import check_fit
+from mbd_core.multitf.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.curve_file import CurveFile
+from mbd_core.multitf.export import check_export, export, join_export
+from mbd_core.multitf.fit import check_fit, check_room, planned_lines
 from mbd_core.multitf.precision import Precision
-from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
-from mbd_core.multitf.trainer import StepMetrics, Trainer
-from mbd_core.multitf.trainer_state import read_state, save_state
-from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, start_line, with_fitted_noise, with_precision
+from mbd_core.multitf.sharding import Sharding, ShardingChoice
+from mbd_core.multitf.training_loop import start, train
+from mbd_core.multitf.training_recipe import (
+    TrainingRecipe,
+    shortened,
+    start_line,
+    with_fitted_noise,
+    with_options,
+    with_precision,
+)
+from mbd_core.multitf.workers import Workers, torchrun_workers
+from mbd_core.ops.host_memory import free_host_memory
 
 SHOWN_STEPS = 50
 """The progress bar shows means over the last so many steps."""
+
+Sharded = Annotated[
+    ShardingChoice,
+    typer.Option(help="Each worker's weights and states: replicated or sharded; auto: replicated if that fits."),
+]
+MicroBatch = Annotated[
+    int | None, typer.Option(min=1, help="Samples a worker computes at once, instead of the recipe's.")
+]
+Again = Annotated[
+    bool | None,
+    typer.Option(
+        "--activation-checkpointing/--no-activation-checkpointing",
+        help="Compute layers again in the backward pass, instead of as the recipe says.",
+    ),
+]
+Lora = Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")]
+Plan = Annotated[int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")]
 
 
 def run(
@@ -50,16 +80,22 @@ def run(
     precision: Annotated[
         Precision, typer.Option(help="auto: bfloat16 where the device computes it, else float32.")
     ] = "auto",
+    sharding: Sharded = "auto",
+    micro_batch: MicroBatch = None,
+    activation_checkpointing: Again = None,
+    lora: Lora = None,
+    plan: Plan = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder of this project.")] = False,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the trainer's state is kept; if it is there, go on.")
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Where checkpoints and losses.jsonl lie; if one is there, go on."),
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two writings of FILE.")] = 500,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 500,
 ) -> None:
-    """Train a recipe in this process, without Ray."""
+    """Train a recipe without Ray: in this process, or in those that torchrun started."""
     chosen = with_precision(recipe_named(recipe), precision)
     if base is not None:
         chosen = replace(chosen, base=named_model(base))
@@ -69,48 +105,105 @@ def run(
         chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
+    chosen = with_options(
+        chosen, micro_batch=micro_batch, activation_checkpointing=activation_checkpointing, lora=lora
+    )
+    if plan is not None:
+        check_fit(chosen)
+        print("\n".join(planned_lines(chosen, sharding, num_workers=plan, device="GPU")))
+        return
     folder = out or Path("out") / chosen.name
-    check_local(folder, checkpoint)
+    check_local(folder, checkpoints)
     check_export(folder, overwrite=overwrite)
     check_fit(chosen)
-    state = read_state(checkpoint, recipe=recipe) if checkpoint is not None and checkpoint.exists() else None
-    if state is not None:
-        chosen = with_precision(chosen, state["precision"])
-    model, tokenizer, examples = prepare(chosen)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(model, examples, chosen.states, chosen.train)
-    if state is not None:
-        trainer.load_state_dict(state["trainer"])
-    chosen = with_precision(chosen, trainer.precision)
-    print(start_line(chosen))
-    train(trainer, chosen, checkpoint, every=every)
-    export(folder, chosen, model, tokenizer, overwrite=overwrite)
-    print(f"wrote {folder}")
+    with torchrun_workers() as workers:
+        chosen = with_precision(chosen, workers.precision(chosen.train.precision))
+        lies = check_device(chosen, sharding, workers)
+        train_here(chosen, workers, lies, Target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every))
 
 
-def check_local(folder: Path, checkpoint: Path | None) -> None:
-    """Raise `ValueError` for targets that are URLs, and for a checkpoint file that cannot be written."""
-    for target in filter(None, (folder, checkpoint)):
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(target)):
-            raise ValueError(f"{target} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
-    if checkpoint is not None:
-        check_writable(checkpoint.parent, checkpoint)
-        if checkpoint.is_dir():
-            raise ValueError(f"{checkpoint} is a folder; give a file for the trainer's state")
+@dataclass(frozen=True)
+class Target:
+    """Where a run writes."""
+
+    folder: Path
+    overwrite: bool
+    checkpoints: str | None
+    every: int
 
 
-def train(trainer: Trainer, recipe: TrainingRecipe, checkpoint: Path | None, *, every: int) -> None:
-    """The remaining updates of the recipe, with a progress bar; every `every` steps the state goes to `checkpoint`."""
-    total = recipe.train.steps
-    bar = tqdm(range(trainer.step_number, total), initial=trainer.step_number, total=total)
-    recent: list[StepMetrics] = []
-    for _ in bar:
-        recent = [*recent[1 - SHOWN_STEPS :], trainer.step()]
-        loss = sum(m.loss for m in recent) / len(recent)
-        accuracy = sum(m.accuracy for m in recent) / len(recent)
-        bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}", lr=f"{recent[-1].lr:.2e}")
-        if checkpoint is not None and trainer.step_number % every == 0:
-            save_state(checkpoint, trainer, recipe=recipe.name)
+def check_local(folder: Path, checkpoints: str | None) -> None:
+    """Raise `ValueError` for a model folder at a URL, and for checkpoints that cannot be written here."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(folder)):
+        raise ValueError(f"{folder} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
+    if checkpoints is not None and "://" not in checkpoints:
+        if Path(checkpoints).is_file():
+            raise ValueError(f"{checkpoints} is a file; give a folder for checkpoints")
+        check_writable(Path(checkpoints), Path(checkpoints))
+
+
+def check_device(recipe: TrainingRecipe, choice: ShardingChoice, workers: Workers) -> Sharding:
+    """How the weights lie on the workers, whose memory plan is printed; `ValueError` if they do not fit."""
+    if workers.device.type == "cuda":
+        available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
+    else:
+        available, device = free_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "CPU"
+    available = workers.least(available)
+    sharding, lines = check_room(recipe, choice, available, num_workers=workers.size, device=device)
+    if workers.is_first:
+        print("\n".join(lines))
+    return sharding
+
+
+def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, target: Target) -> None:
+    """Train to the recipe's last step, and write the model."""
+    checkpoints = None
+    if target.checkpoints is not None:
+        checkpoints = Checkpoints(target.checkpoints, workers, recipe=recipe.name)
+        record = checkpoints.newest()
+        if record is not None and recipe.train.precision != record.precision:
+            recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")
+    trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
+    if workers.is_first:
+        print(start_line(recipe, device=workers.device, num_workers=workers.size))
+    log = Log(curve, target.checkpoints, steps=recipe.train.steps) if workers.is_first else None
+    train(
+        trainer,
+        workers,
+        curve,
+        checkpoints=checkpoints,
+        every=target.every,
+        after_step=(lambda: None) if log is None else log.add,
+        before_checkpoint=(lambda: None) if log is None else log.flush,
+    )
+    if workers.is_first:
+        export(target.folder, recipe, trainer.model, tokenizer, overwrite=target.overwrite)
+        print(f"wrote {target.folder}")
+    else:
+        join_export(trainer.model)
+
+
+class Log:
+    """The progress bar, and the file of losses beside the checkpoints if there are any."""
+
+    def __init__(self, curve: Curve, folder: str | None, *, steps: int) -> None:
+        self.curve = curve
+        self.bar = tqdm(initial=len(curve), total=steps)
+        self.file = None if folder is None else CurveFile(folder, curve)
+
+    def add(self) -> None:
+        """Log the update that was just done."""
+        recent = self.curve[-SHOWN_STEPS:]
+        loss, accuracy = (sum(point[name] for point in recent) / len(recent) for name in ("loss", "accuracy"))
+        self.bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}", lr=f"{recent[-1]['lr']:.2e}")
+        self.bar.update()
+        if self.file is not None:
+            self.file.append()
+
+    def flush(self) -> None:
+        """Bring remote storage up to date."""
+        if self.file is not None:
+            self.file.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run", standalone_mode=False)
     except (TyperException, ValueError) as error:
         sentence = error.format_message() if isinstance(error, TyperException) else str(error)
-        print(f"multitf.run: {sentence}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"multitf.run: {sentence}", file=sys.stderr)
         return 2
     return 0
 

@@ -7,22 +7,27 @@ any number of workers trains on the same global batch.
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
-from mbd_core.multitf.loss import Distillation, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.loss import DENSE, Distillation, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.optimizers import OptimizerName, make_optimizers
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.prepared_data import sample_lengths
 from mbd_core.multitf.sample import MultiTFBatch, build_batch
+from mbd_core.multitf.sharding import Sharding, shard_model, whole
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, without_adapter
+from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,8 @@ class TrainConfig:
     `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `distillation`: learn
     from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an adapter, which is
     merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and compute the layer
-    again in the backward pass. In bfloat16 the objective runs under autocast; weights and optimizer states are
-    float32 in either precision.
+    again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on a GPU. In bfloat16
+    the objective runs under autocast; weights and optimizer states are float32 in either precision.
     """
 
     steps: int
@@ -52,7 +57,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     precision: Precision = "auto"
-    optimizer: Literal["muon", "adamw"] = "muon"
+    optimizer: OptimizerName = "muon"
     betas: tuple[float, float] = (0.9, 0.95)
     schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"
     lr_min: float = 0.0
@@ -60,6 +65,7 @@ class TrainConfig:
     distillation: Distillation | None = None
     lora: LoraSettings | None = None
     activation_checkpointing: bool = False
+    attention: AttentionChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -84,35 +90,46 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One update: loss, accuracy on labels (this rank's), learning rate, tokens through the model without padding."""
+    """One update: loss, accuracy on labels, tokens through the model without padding (these are this rank's).
+
+    `grad_norm` is that of all gradients together, before it was clipped.
+    """
 
     step: int
     loss: float
     accuracy: float
     lr: float
     tokens: int
+    grad_norm: float
 
 
 class Objective(nn.Module):
     """The model with its loss as one module, which a data-parallel wrapper can hook."""
 
-    def __init__(self, model: Decoder, distillation: Distillation | None = None) -> None:
+    def __init__(
+        self, model: Decoder, distillation: Distillation | None = None, attention: TrainingAttention = DENSE
+    ) -> None:
         super().__init__()
         self.model = model
+        self.attention = attention
         self.distillation = distillation
 
     def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
         if self.distillation is None:
-            return multitf_loss(self.model, batch, divisor)
-        teacher = partial(without_adapter, self.model)
-        return distillation_loss(self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor)
+            return multitf_loss(self.model, batch, divisor, attention=self.attention)
+        teacher, attention = partial(without_adapter, self.model), self.attention
+        return distillation_loss(
+            self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor, attention=attention
+        )
 
 
 class Trainer:
     """Owns the optimizers and the step count.
 
-    The model must be on its device already: `precision` is what the configured one means there. The caller may wrap
-    `objective` (DDP) before the first step. `mean` must average a tensor over the workers, where there are several.
+    `device`: where it computes, by default where the model is. With several workers (`world_size`) and `sharding` each
+    has the model replicated or its part of it, over the default process group; a model without values (on the meta
+    device) has values yet to be filled in then. Without `sharding` the caller averages the gradients. `mean` must
+    average a tensor over the workers, where there are several.
     """
 
     def __init__(
@@ -125,21 +142,44 @@ class Trainer:
         rank: int = 0,
         world_size: int = 1,
         mean: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         check_trainable(len(examples), config, world_size=world_size)
-        self.device = next(model.parameters()).device
+        self.device = next(model.parameters()).device if device is None else device
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
         if config.lora is not None:
             add_adapter(model, config.lora, seed=config.seed)
         if config.activation_checkpointing:
             checkpoint_layers(model)
-        self.objective: nn.Module = Objective(model, config.distillation)
+        attention = TrainingAttention(config.attention, self.device)
+        self.objective: nn.Module = Objective(model, config.distillation, attention)
         self.examples, self.states, self.config = examples, states, config
         self.lengths = sample_lengths(examples)
         self.rank, self.world_size, self.mean = rank, world_size, mean
+        self.is_sharded = sharding == "sharded" and world_size > 1
+        self._place(sharding)
         self.step_number = 0
-        self.optimizers = _optimizers(model, config)
+        self.optimizers = make_optimizers(
+            model, config.optimizer, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas
+        )
+
+    def _place(self, sharding: Sharding | None) -> None:
+        if self.is_sharded:
+            check_sharded(self.config)
+            shard_model(
+                self.objective,
+                self.model,
+                device=self.device,
+                world_size=self.world_size,
+                in_bfloat16=self.precision == "bfloat16",
+            )
+            return
+        self.model.to(self.device)
+        if sharding == "replicated" and self.world_size > 1:
+            ids = None if self.device.index is None else [self.device.index]
+            self.objective = DistributedDataParallel(self.objective, device_ids=ids, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> MultiTFBatch:
         """This rank's share of the update numbered `step`, on the CPU."""
@@ -156,25 +196,38 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One update of the weights."""
         number, c = self.step_number, self.config
-        whole = self.batch(number)
-        divisor = self._divisor(whole)
+        batch = self.batch(number)
+        divisor = self._divisor(batch)
         if c.lora is not None and c.lora.dropout:  # what it drops depends on the step alone, as the noise does
             torch.manual_seed(random.Random(f"{c.seed}/{number}/{self.rank}/dropout").getrandbits(63))
         loss, accuracy = 0.0, 0.0
-        for part in split_batch(whole, c.micro_batch):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16"):
-                part_loss, part_accuracy = self.objective(part.to(self.device), divisor)
-            part_loss.backward()
+        parts = split_batch(batch, c.micro_batch)
+        for part in parts:
+            with self._gradients_stay_here(part is not parts[-1]):
+                with self._autocast():
+                    part_loss, part_accuracy = self.objective(part.to(self.device), divisor)
+                part_loss.backward()
             loss += part_loss.item()
-            accuracy += part_accuracy.item() * part.num_samples / whole.num_samples
-        nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+            accuracy += part_accuracy.item() * part.num_samples / batch.num_samples
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)).item()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = c.lr_at(number)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step_number += 1
-        return StepMetrics(number, loss, accuracy, c.lr_at(number), whole.num_tokens)
+        return StepMetrics(number, loss, accuracy, c.lr_at(number), batch.num_tokens, norm)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
+        enabled = self.precision == "bfloat16" and not self.is_sharded
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
+        """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
+        if here and isinstance(self.objective, DistributedDataParallel):
+            return self.objective.no_sync()
+        return nullcontext()
 
     def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
         """The mean over the workers of what their losses are divided by; at least 1 label's worth, so never 0.
@@ -212,6 +265,12 @@ def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
 
 
+def check_sharded(config: TrainConfig) -> None:
+    """Raise `ValueError` for a run that sharded weights are not for."""
+    if config.lora is not None:
+        raise ValueError("an adapter (LoRA) is trained beside whole weights: leave --sharding at replicated")
+
+
 def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:
     """Raise `ValueError` unless a batch divides over the workers and there are samples for one."""
     if config.batch_size % world_size:
@@ -230,24 +289,6 @@ def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
         length = int((batch.stream[rows] >= 0).sum(-1).max())
         parts.append(MultiTFBatch(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
     return parts
-
-
-def _optimizers(model: Decoder, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decay = config.weight_decay
-    if config.optimizer == "adamw":
-        fused = next(iter(trained.values())).device.type == "cuda"
-        parameters = list(trained.values())
-        return [torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=decay, fused=fused)]
-    matrices = [p for name, p in trained.items() if p.ndim == 2 and "model.layers" in name]
-    inside = {id(p) for p in matrices}
-    others = [p for p in trained.values() if id(p) not in inside]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=config.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    ]
-    if others:
-        optimizers.append(torch.optim.AdamW(others, lr=config.lr, betas=config.betas, weight_decay=0.0))
-    return optimizers
 
 
 @lru_cache(maxsize=2)

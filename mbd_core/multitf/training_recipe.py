@@ -4,13 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
 from mbd_core.multitf.fitted_noise import read_noise
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.training_attention import TrainingAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,23 @@ def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingReci
     return replace(recipe, train=replace(recipe.train, precision=precision))
 
 
+def with_options(
+    recipe: TrainingRecipe, *, micro_batch: int | None, activation_checkpointing: bool | None, lora: int | None
+) -> TrainingRecipe:
+    """The recipe with what a command says of its memory; `None` leaves the recipe's own. `lora` is an adapter's rank.
+
+    Raises `ValueError` for a rank below 1.
+    """
+    changes: dict[str, Any] = {}
+    if micro_batch is not None:
+        changes["micro_batch"] = micro_batch
+    if activation_checkpointing is not None:
+        changes["activation_checkpointing"] = activation_checkpointing
+    if lora is not None:
+        changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
+    return replace(recipe, train=replace(recipe.train, **changes))
+
+
 def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
     """The recipe with the mask ratios of a file that `write_noise` wrote, instead of its own schedule's.
 
@@ -67,11 +88,15 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 
 
-def start_line(recipe: TrainingRecipe, *, num_workers: int = 1) -> str:
-    """What a run says when it starts: the recipe's size and the precision it computes in."""
+def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
+    """What a run says when it starts: the recipe's size, the precision it computes in, and how it attends.
+
+    Raises `ValueError` for an attention that cannot be trained on `device`.
+    """
     train, data = recipe.train, recipe.data
     problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
     return (
         f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
-        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}"
+        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}, "
+        f"{TrainingAttention(train.attention, device).describe()}"
     )

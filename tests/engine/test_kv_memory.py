@@ -1,7 +1,5 @@
 """KV pages from free memory: as many as fit beside the weights, never a constant."""
 
-from pathlib import Path
-
 import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
 from test_exactness import build, gist, request
@@ -43,21 +41,6 @@ def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "free_host_memory", lambda: 0)
     with pytest.raises(ValueError, match=r"no KV page of .* fits .* raise kv_memory_fraction"):
         Engine(build(), SIZES)
-
-
-def test_files_that_a_container_caches_leave_their_memory_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, text in {
-        "memory.max": "1000000\n",
-        "memory.current": "990000\n",
-        "memory.stat": "anon 90000\ninactive_file 600000\nactive_file 300000\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(kv_memory, "CGROUP", tmp_path)
-    assert kv_memory.free_host_memory() == 610_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert kv_memory.free_host_memory() > 610_000
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5])

@@ -6,11 +6,12 @@ import pytest
 from full_attention_folder import make_folder
 from test_prepare_data import chat, write_rows
 
-from actors.training_run import LOSSES, CurveFile, TrainingRun
+from actors.training_run import TrainingRun
 from cluster.storage import Folder
 from jobs import prepare_data, train_multitf
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.multitf.curve_file import LOSSES, CurveFile
 
 LONG = "x" * 300
 
@@ -81,7 +82,7 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
 def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
     curve = [{"step": 0, "loss": 2.0}]
     (tmp_path / LOSSES).write_text('{"step": 0}\n{"step": 1}\n')  # of a start that was lost
-    file = CurveFile(Folder.at(tmp_path), curve)
+    file = CurveFile(str(tmp_path), curve)
     for step in (1, 2):
         curve.append({"step": step, "loss": 1.0})
         file.append()
@@ -91,7 +92,7 @@ def test_losses_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
 
 def test_losses_on_remote_storage_are_written_whole(tmp_path: Path) -> None:
     folder, curve = Folder.at(f"memory://{tmp_path.name}/run"), [{"step": 0, "loss": 2.0}]
-    file = CurveFile(folder, curve)
+    file = CurveFile(folder.location, curve)
     curve.append({"step": 1, "loss": 1.0})
     file.append()
     file.flush()

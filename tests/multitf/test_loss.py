@@ -16,7 +16,7 @@ from mbd_core.multitf import loss as losses
 from mbd_core.multitf.example import IGNORE, Example
 from mbd_core.multitf.layout import GroupLayout
 from mbd_core.multitf.loss import denominator, distillation_loss, divergence, multitf_loss, roll_out
-from mbd_core.multitf.mask import block_causal_mask
+from mbd_core.multitf.mask import block_causal_mask, dual_stream_mask
 from mbd_core.multitf.sample import MultiTFBatch, NoisyStream, build_batch, collate, lay_out, self_denoised
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trainer import TrainConfig, Trainer, split_batch
@@ -106,6 +106,24 @@ def test_large_logits_go_through_the_head_in_pieces(model: Decoder, monkeypatch:
     assert max(widths) == 3 and len(widths) > 4
     assert (loss.item(), same.item()) == pytest.approx((whole.item(), accuracy.item()), rel=1e-12)
     for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_the_head_on_labels_alone_gives_the_gradients_of_all_logits(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of every position, the unlabelled weighted by nothing: what never exists in training."""
+    batch = batch_of(model, StateConfig(block_size=B, max_group=2), [sample(), sample(16, seed=1)])
+    mask = dual_stream_mask(batch.stream, batch.block, batch.first)[:, None]
+    logits = model.logits(model(batch.input_ids, batch.positions, DenseAttention(mask)))
+    logits = logits.gather(1, batch.source[..., None].expand_as(logits))
+    pointwise = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="none")
+    full = (pointwise * batch.weights.flatten()).sum() / batch.num_samples
+    wanted = gradients(model, full)
+    monkeypatch.setattr(losses, "LOGIT_BYTES", 4 * 300 * 3)
+    loss, _ = multitf_loss(model, batch)
+    assert loss.item() == pytest.approx(full.item(), rel=1e-9)
+    for a, b in zip(gradients(model, loss), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.training_recipe import shortened, start_line, with_precision
@@ -23,8 +24,9 @@ def test_a_shortened_recipe_takes_only_the_samples_it_consumes() -> None:
     assert shortened(full, 1).data.per_task == 4000
 
 
-def test_the_start_line_says_the_precision() -> None:
+def test_the_start_line_says_the_precision_and_the_attention() -> None:
     recipe = with_precision(shortened(RECIPES["tiny-mbd"], 30), "float32")
-    assert start_line(recipe, num_workers=2) == (
-        "recipe tiny-mbd: 30 steps of 24 samples in float32, 2 workers, 360 problems of each task"
-    )
+    line = "recipe tiny-mbd: 30 steps of 24 samples in float32, 2 workers, 360 problems of each task"
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert start_line(recipe, device=cpu, num_workers=2) == f"{line}, dense attention (flex needs a GPU)"
+    assert start_line(recipe, device=gpu, num_workers=2) == f"{line}, flex attention"

@@ -9,6 +9,7 @@ import torch
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf import precision, run
+from mbd_core.multitf.checkpoints import MARKER
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
@@ -36,7 +37,7 @@ def test_a_run_writes_a_model_and_says_its_precision(recipe: str, capsys: pytest
 def test_a_folder_that_is_there_is_refused_before_a_sample_is_generated(
     recipe: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "prepare", lambda recipe: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
     mine = Path("out") / recipe / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -72,18 +73,39 @@ def test_no_recipe_writes_into_the_package_by_default(
 
 
 def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--recipe", recipe, "--checkpoint", "state.pt", "--every", "5"]
+    options = ["--recipe", recipe, "--checkpoints", "run", "--every", "5"]
     assert run.main([*options, "--out", "whole"]) == 0
-    assert torch.load("state.pt", weights_only=True)["trainer"]["step"] == 10
+    assert sorted(path.name for path in Path("run").iterdir()) == ["losses.jsonl", "step_000010", "step_000012"]
+    losses = Path("run/losses.jsonl").read_text()
+    (Path("run/step_000012") / MARKER).unlink()  # as if the run had been killed while it wrote this one
     assert run.main([*options, "--out", "resumed"]) == 0
+    assert Path("run/losses.jsonl").read_text() == losses and losses.count("\n") == 12
     whole, resumed = (load_model(Path(folder)).state_dict() for folder in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert run.main(["--recipe", "tiny-bd", "--checkpoint", "state.pt"]) == 2
-    assert f"state of a run of {recipe}, not of tiny-bd" in capsys.readouterr().err
-    Path("state.pt").write_text("something else")
-    assert run.main([*options, "--out", "again"]) == 2
-    assert "is not the state of a training run" in capsys.readouterr().err
-    assert Path("state.pt").read_text() == "something else"
+    assert run.main(["--recipe", "tiny-bd", "--checkpoints", "run"]) == 2
+    assert f"holds checkpoints of a run of {recipe}, not of tiny-bd" in capsys.readouterr().err
+
+
+def test_a_plan_is_printed_and_nothing_begins(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    assert run.main(["--recipe", recipe, "--plan", "4"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and "4 GPUs, replicated: " in printed[0] and "4 GPUs, sharded: " in printed[2]
+    assert not list(Path().iterdir())
+
+
+def test_a_training_that_does_not_fit_is_refused(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "free_host_memory", lambda: 10**6)
+    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    assert run.main(["--recipe", recipe]) == 2
+    assert (
+        "multitf.run: training takes 0.2 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
+        in capsys.readouterr().err
+    )
 
 
 LONG = "x" * 300
@@ -96,9 +118,8 @@ LONG = "x" * 300
         (["--out", LONG], "longer than 200 bytes"),
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),
         (["--out", "/proc/model"], "cannot be written"),
-        (["--checkpoint", "file/state.pt"], "file/state.pt cannot be written: "),
-        (["--checkpoint", "s3://bucket/state.pt"], "is a URL"),
-        (["--checkpoint", "folder"], "folder is a folder; give a file"),
+        (["--checkpoints", "file/run"], "file/run cannot be written: "),
+        (["--checkpoints", "file"], "file is a file; give a folder for checkpoints"),
         (["--base", "nowhere"], "unknown model 'nowhere'"),
         (["--data", "folder"], "folder holds no prepared training data"),
         (["--recipe", "SDAR-8B-b32"], "recipe SDAR-8B-b32 has no model of its own: name one with --base"),
@@ -112,7 +133,7 @@ def test_what_cannot_be_trained_or_written_is_refused_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "prepare", lambda recipe: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
     Path("file").write_text("")
     Path("folder").mkdir()
     assert run.main(["--recipe", recipe, *options]) == 2

@@ -16,16 +16,17 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from actors import training
-from actors.training import STATE, TrainingResult, fit
-from actors.training_run import LOSSES, TrainingRun, begin
+from actors.training import TrainingResult, fit
+from actors.training_run import TrainingRun, begin
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.multitf.checkpoints import MARKER
+from mbd_core.multitf.curve_file import LOSSES
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import shortened
@@ -76,12 +77,12 @@ class HeldCheckpoint:
         self.run, self.step = run, step
         folder = run.folder.path / f"step_{step:06d}"
         folder.mkdir()
-        self.pipe = folder / STATE
+        self.pipe = folder / "__0_0.distcp"  # the first worker's part
         os.mkfifo(self.pipe)
         self.reader = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def kill_a_worker(self) -> None:
-        """SIGKILL one of two training processes while this checkpoint is written and the one before it is recorded."""
+        """SIGKILL one of two training processes while this checkpoint is written and the one before it is whole."""
         import ray
         from ray.util.state import list_actors
 
@@ -95,8 +96,7 @@ class HeldCheckpoint:
             written = select.poll()
             written.register(self.reader, select.POLLIN)
             assert written.poll(PATIENCE * 1000), f"step {self.step} was not reached"
-            recorded = self.run.folder.path / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
-            wait_until(lambda: f"step_{self.step - 1:06d}" in recorded.read_text())
+            assert (self.run.folder.path / f"step_{self.step - 1:06d}" / MARKER).exists()
             wait_until(lambda: len(workers()) == 2)
             self.pipe.unlink()  # a later start writes a plain file
             os.kill(workers()[-1].pid, signal.SIGKILL)
@@ -225,7 +225,7 @@ def failing_job(
         raise error
 
     monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: True)
-    monkeypatch.setattr(training, "plan_workers", lambda _: None)
+    monkeypatch.setattr(training, "plan_run", lambda run: run)
     monkeypatch.setattr(training, "fit", fail)
     assert train_multitf.main(["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(storage)]) == 1
     printed = capsys.readouterr().err

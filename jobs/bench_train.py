@@ -1,0 +1,128 @@
+"""Benchmark the shared clean stream of MultiTF against a sequence for each layout: measured here, or counted."""
+
+import sys
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from tqdm import tqdm
+
+from jobs.command_line import DATA, ENGINE, MODEL, OUTPUT, JsonFile, OwnThreads, command, command_text, numbers
+from mbd_core.bench.step_rows import device_name, usable_device
+from mbd_core.bench.tables import markdown
+from mbd_core.bench.training_cost import count_row
+from mbd_core.bench.training_speed import COLUMNS, measure_row
+from mbd_core.files import check_new_file, write_json
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.shapes import SHAPES
+from mbd_core.multitf.recipes import TINY_MODEL
+from mbd_core.multitf.training_attention import TrainingAttention
+
+MODELS = {"tiny": TINY_MODEL, **SHAPES}
+COUNTED = {
+    "max_group": "G",
+    "num_random": "N",
+    "layouts": "layouts n",
+    "length": "length",
+    "token_ratio": "2n / (n + 1)|.2f",
+    "separate_dense_tflop": "separate, dense|.4g",
+    "shared_dense_tflop": "shared, dense|.4g",
+    "separate_flex_tflop": "separate, flex|.4g",
+    "shared_flex_tflop": "shared, flex|.4g",
+    "dense_gain": "gain, dense|.2f",
+    "flex_gain": "gain, flex|.2f",
+}
+
+Models = Annotated[
+    str,
+    typer.Option(
+        metavar="SHAPE,...", help=f"Shapes, with random weights: {', '.join(MODELS)}.", rich_help_panel=MODEL
+    ),
+]
+Layouts = Annotated[
+    str,
+    typer.Option(
+        metavar="G:N,...", help="Largest noise-groups, each with a number of random layouts.", rich_help_panel=DATA
+    ),
+]
+Length = Annotated[str, typer.Option(metavar="N,...", help="Tokens of a sample.", rich_help_panel=DATA)]
+Count = Annotated[bool, typer.Option("--count", help="Count operations instead of measuring.", rich_help_panel=OUTPUT)]
+Repeats = Annotated[int, typer.Option(help="Timed steps of each, in turn.", min=1, rich_help_panel=ENGINE)]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one)", rich_help_panel=ENGINE)
+]
+
+
+def run(
+    context: typer.Context,
+    *,
+    model: Models = "tiny,sdar-50m",
+    layouts: Layouts = "2:0,2:2,4:2,4:3",
+    length: Length = "128",
+    count: Count = False,
+    repeats: Repeats = 3,
+    device: Device = None,
+    threads: OwnThreads = None,
+    json: JsonFile = None,
+) -> None:
+    """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate ones.
+
+    Measured is forward and backward of one sample, both ways in turn, in float32; on a CPU in seconds of the
+    processor. --count counts the forward's operations instead, also of models that fit on no machine here: those of
+    dense attention, and of FlexAttention's blocks.
+    """
+    if json is not None:
+        check_new_file(json)
+    pairs = [_layouts(text) for text in layouts.split(",")]
+    lengths = numbers(length, "--length")
+    shapes = model.split(",")
+    for name in shapes:
+        if name not in MODELS:
+            raise ValueError(f"--model {name} must be one of {', '.join(MODELS)}")
+        for tokens in lengths:
+            if tokens % MODELS[name].block_size:
+                raise ValueError(
+                    f"--length {tokens} is no whole number of {name}'s blocks of {MODELS[name].block_size}"
+                )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    cases = [(n, g, tokens) for tokens in lengths for g, n in pairs]
+    rows: list[dict[str, Any]] = []
+    if not count:
+        place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        attention = TrainingAttention("auto", place)
+        print(f"{device_name(place)}, {torch.get_num_threads()} threads, {attention.describe()}; {repeats} steps each")
+    for name in shapes:
+        config = MODELS[name]
+        if count:
+            found = [count_row(config, max_group=g, num_random=n, length=tokens) for n, g, tokens in cases]
+            print(f"\n{name}: TFLOP of one sample's forward\n\n{markdown(found, COUNTED)}")
+        else:
+            measure = partial(measure_row, random_model(name, place), attention, repeats=repeats)
+            bar = tqdm(cases, unit="row", desc=name, mininterval=1.0)
+            found = [measure(max_group=g, num_random=n, length=tokens) for n, g, tokens in bar]
+            print(f"\n{name}: forward and backward of one sample of {length} tokens\n\n{markdown(found, COLUMNS)}")
+        rows += [{"model": name, **row} for row in found]
+    if json is not None:
+        write_json(json, {"settings": {"command": command_text(context)}, "rows": rows})
+
+
+def random_model(name: str, device: torch.device) -> Decoder:
+    """A shape with random weights, in float32, ready to train."""
+    model = Decoder(MODELS[name]).to(device)
+    init_weights(model, seed=0)
+    return model.train()
+
+
+def _layouts(text: str) -> tuple[int, int]:
+    group, mark, number = text.partition(":")
+    if not (mark and group.isdecimal() and number.isdecimal() and int(group) >= 2):
+        raise ValueError(f"--layouts {text} must be G:N, a group size of at least 2 and a number of random layouts")
+    return int(group), int(number)
+
+
+main = command(run)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""How many bytes a step keeps for its backward pass, counted on tensors without memory (the meta device).
+
+One layer of each kind runs on a training sequence of the asked length, and what autograd saves of it is added up. So
+the count follows the layer's code. Two parts stand for themselves. Attention is counted as a fused kernel's: queries,
+keys, values, output, and a float32 number for each query and head. Experts are counted as grouped products
+(`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its output in float32.
+
+Shape legend: T tokens, A assignments, D hidden, F expert width.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mbd_core.models.decoder import DecoderLayer, rotary
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.moe import MoE
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Of one sequence: `layers` of all layers together, `inputs` of these their inputs, `layer` the largest one's."""
+
+    layers: int
+    inputs: int
+    layer: int
+
+
+def kept_bytes(config: ModelConfig, *, tokens: int, dtype: torch.dtype) -> KeptBytes:
+    """What `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`."""
+    kinds = {sparse: _layer_bytes(config, sparse, tokens, dtype) for sparse in set(_kinds(config))}
+    each = [kinds[sparse] for sparse in _kinds(config)]
+    inputs = config.num_layers * tokens * config.hidden_size * dtype.itemsize
+    return KeptBytes(layers=sum(each), inputs=inputs, layer=max(each))
+
+
+def _kinds(config: ModelConfig) -> list[bool]:
+    return [config.is_sparse(layer) for layer in range(config.num_layers)]
+
+
+def _layer_bytes(config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype) -> int:
+    number = _kinds(config).index(sparse)
+    kept: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = (tensor, storage.nbytes())  # the tensor stays, so that no address is used twice
+        return tensor
+
+    with torch.device("meta"):
+        layer = DecoderLayer(config, number).to(dtype)
+        if isinstance(layer.mlp, MoE):
+            width = layer.mlp.experts.gate_proj.shape[1]
+            setattr(layer.mlp.experts, "forward", partial(_counted_experts, width))  # noqa: B010
+        x = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+        rope = rotary(torch.arange(tokens)[None], config)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer([x], [rope], _fused_attention, number, None, None)
+        others = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *rope)}
+        return sum(size for address, (_, size) in kept.items() if address not in others)
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("this attention only counts")
+
+
+def _fused_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = _FusedAttention.apply(q, k, v)
+    return out
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, width: int) -> Tensor:
+        x_AD = x_TD.repeat_interleave(weights_TK.shape[1], 0)
+        inner = [x_AD.new_empty(len(x_AD), width) for _ in range(4)]
+        ctx.save_for_backward(x_AD, *inner, x_AD.float().clone(), weights_TK)
+        return torch.empty_like(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("these experts only count")
+
+
+def _counted_experts(width: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out: Tensor = _GroupedExperts.apply(x_TD, weights_TK, width)
+    return out

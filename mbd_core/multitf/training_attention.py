@@ -1,0 +1,64 @@
+"""How training attends: FlexAttention under a block mask on a GPU, a dense mask elsewhere, from one predicate.
+
+A dense mask computes every pair of tokens, so it makes the shared clean stream dearer than separate sequences where
+these are long; a block mask skips the pairs between layouts (docs/benchmarks.md has the counts).
+"""
+
+from collections import OrderedDict
+from hashlib import sha256
+from typing import Literal
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from mbd_core.models.decoder import Attend
+from mbd_core.multitf.mask import dual_stream_mask, dual_stream_sees, whole_sequence_mask, whole_sequence_sees
+from mbd_core.multitf.sample import MultiTFBatch
+from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention_flex import FlexAttention, block_mask
+
+AttentionChoice = Literal["auto", "dense", "flex"]
+KEPT_MASKS = 32
+"""Block masks that are kept, of the layout shapes that were used last."""
+
+
+class TrainingAttention:
+    """The attention of a run: `choice`, and on which device.
+
+    A block mask is built once for each layout shape: the streams, blocks and noise-groups of a batch's tokens. Raises
+    `ValueError` for `flex` on a device where it has no gradients.
+    """
+
+    def __init__(self, choice: AttentionChoice, device: torch.device) -> None:
+        if choice == "flex" and device.type != "cuda":
+            raise ValueError(f"attention=flex trains on a GPU alone, and this device is {device.type}; choose dense")
+        self.kind: Literal["dense", "flex"] = "flex" if choice != "dense" and device.type == "cuda" else "dense"
+        self._asked = choice != "auto"
+        self._masks: OrderedDict[bytes, BlockMask] = OrderedDict()
+
+    def describe(self) -> str:
+        """What is used and why, for the line that a run begins with."""
+        if self._asked:
+            return f"{self.kind} attention, as asked"
+        return "flex attention" if self.kind == "flex" else "dense attention (flex needs a GPU)"
+
+    def of(self, batch: MultiTFBatch, *, whole: bool = False) -> Attend:
+        """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` no mask but the padding."""
+        if self.kind == "flex":
+            return FlexAttention(self._block_mask(batch, whole=whole))
+        numbers = (batch.stream, batch.block, batch.first)
+        mask = whole_sequence_mask(batch.stream) if whole else dual_stream_mask(*numbers)
+        return DenseAttention(mask[:, None])
+
+    def _block_mask(self, batch: MultiTFBatch, *, whole: bool) -> BlockMask:
+        numbers = (batch.stream, batch.block, batch.first)
+        content = torch.stack(numbers).cpu().numpy().tobytes()
+        key = sha256(content + bytes([whole]) + str((*batch.stream.shape, batch.stream.device)).encode()).digest()
+        if key not in self._masks:
+            sees = whole_sequence_sees(batch.stream) if whole else dual_stream_sees(*numbers)
+            samples, length = batch.stream.shape
+            self._masks[key] = block_mask(sees, batch=samples, length=length, device=batch.stream.device)
+            if len(self._masks) > KEPT_MASKS:
+                self._masks.popitem(last=False)
+        self._masks.move_to_end(key)
+        return self._masks[key]

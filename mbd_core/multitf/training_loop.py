@@ -1,0 +1,71 @@
+"""The updates of a run from where it stands to its last, with checkpoints; the same under any launcher."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.loading import fill_parts
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.multitf.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.preparation import prepare
+from mbd_core.multitf.sharding import Sharding
+from mbd_core.multitf.trainer import Trainer
+from mbd_core.multitf.training_recipe import TrainingRecipe
+from mbd_core.multitf.workers import Workers
+
+
+def start(
+    recipe: TrainingRecipe, workers: Workers, sharding: Sharding, checkpoints: Checkpoints | None
+) -> tuple[Trainer, PreTrainedTokenizerBase, Curve]:
+    """The trainer where it stands, the tokenizer, and the curve so far: from the newest checkpoint, or the beginning.
+
+    A sharded model is loaded part by part: no worker holds all of its weights. Raises `ValueError` as `prepare` does.
+    """
+    in_parts = sharding == "sharded" and workers.size > 1 and recipe.base is not None
+    model, tokenizer, examples = prepare(recipe, on_meta=in_parts)
+    trainer = Trainer(
+        model,
+        examples,
+        recipe.states,
+        recipe.train,
+        rank=workers.rank,
+        world_size=workers.size,
+        mean=workers.mean,
+        device=workers.device,
+        sharding=sharding,
+    )
+    record = None if checkpoints is None else checkpoints.newest()
+    if in_parts:
+        assert recipe.base is not None
+        fill_parts(model, model_folder(recipe.base))
+    if checkpoints is None or record is None:
+        return trainer, tokenizer, []
+    checkpoints.load(trainer, record)
+    return trainer, tokenizer, list(record.curve)
+
+
+def train(
+    trainer: Trainer,
+    workers: Workers,
+    curve: Curve,
+    *,
+    checkpoints: Checkpoints | None = None,
+    every: int = 1,
+    before_checkpoint: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Do the remaining updates; `curve` grows by a point with each, averaged over the workers.
+
+    A checkpoint is begun every `every` steps and after the last one. `after_step` and `before_checkpoint` are called
+    on every worker.
+    """
+    steps = trainer.config.steps
+    while trainer.step_number < steps:
+        curve.append(asdict(workers.mean_metrics(trainer.step())))
+        after_step()
+        if checkpoints is not None and (trainer.step_number % every == 0 or trainer.step_number == steps):
+            before_checkpoint()
+            checkpoints.save(trainer, curve)
+    if checkpoints is not None:
+        checkpoints.wait()

@@ -1,0 +1,74 @@
+"""The processes that train together, over torch's default process group: who this one is, and what they share.
+
+Ray Train or torchrun starts them; without either a run has one worker and no group.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, distributed
+
+from mbd_core.multitf.precision import Precision, compute_precision
+from mbd_core.multitf.trainer import StepMetrics
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This worker's rank among `size`, and the device it computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The tensor's mean over the workers, on each of them."""
+        total = tensor.clone()
+        if self.size > 1:
+            distributed.all_reduce(total)
+        return total / self.size
+
+    def mean_metrics(self, metrics: StepMetrics) -> StepMetrics:
+        """A step's loss and accuracy averaged over the workers, its tokens summed."""
+        if self.size == 1:
+            return metrics
+        own = torch.tensor([metrics.loss, metrics.accuracy, metrics.tokens], dtype=torch.float64, device=self.device)
+        loss, accuracy, tokens = self.mean(own).tolist()
+        return replace(metrics, loss=loss, accuracy=accuracy, tokens=round(tokens * self.size))
+
+    def least(self, number: int) -> int:
+        """The least of the workers' numbers."""
+        numbers = torch.tensor(number, device=self.device)
+        if self.size > 1:
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN)
+        return int(numbers)
+
+    def precision(self, asked: Precision) -> Literal["float32", "bfloat16"]:
+        """What all workers compute in: for `auto` the least of them decides. Every worker calls it."""
+        return "bfloat16" if self.least(compute_precision(asked, self.device) == "bfloat16") else "float32"
+
+
+@contextmanager
+def torchrun_workers() -> Iterator[Workers]:
+    """The workers that torchrun started, by its environment variables; without these this process alone."""
+    size, rank, local = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield Workers(rank, size, device)
+        return
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        yield Workers(rank, size, device)
+        distributed.barrier()  # a worker that ends first would break its neighbours' last exchange
+    finally:
+        distributed.destroy_process_group()

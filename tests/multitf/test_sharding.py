@@ -1,0 +1,170 @@
+"""Two workers over gloo on a CPU: sharded and replicated weights train the same, from each other's checkpoints too.
+
+What they compute runs in two processes at once (`tests/support/training_pair.py`); here it is compared with one.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import FAMILIES, random_model
+from training_pair import STEPS, losses, recipe_on, trained
+
+from cluster.local import free_ports
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.saving import save_model
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.multitf.checkpoints import MARKER
+from mbd_core.multitf.curve_file import LOSSES
+from mbd_core.multitf.workers import Workers
+
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+ALONE = Workers(0, 1, torch.device("cpu"))
+LIMIT = 300.0
+CLOSE = {"adamw": 1e-5, "muon": 1e-4}
+"""Workers add up gradients in another order than one does: after 8 updates losses differ by less than this.
+
+Muon orthogonalises in bfloat16, where a small difference can become a rounding step.
+"""
+
+
+@contextmanager
+def pair(mode: str, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two workers, started as torchrun starts them; killed if they have not ended with the block."""
+    (port,) = free_ports(1)
+    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent.parent)])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "training_pair.py"), mode, str(out)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """A folder with the models to train, and checkpoints that one worker wrote after its third step."""
+    out = tmp_path_factory.mktemp("pair")
+    model = load_model(tiny_model_dir)
+    tokenizer = load_tokenizer(tiny_model_dir, model.config)
+    save_model(out / "model", model, tokenizer=tokenizer)
+    config = FAMILIES["llada2"]
+    sizes = {"vocab_size": 512, "max_positions": 512, "block_size": 4}
+    save_model(out / "experts", random_model(type(config)(**{**vars(config), **sizes})), tokenizer=tokenizer)
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(out: Path) -> dict[str, list[float]]:
+    """The losses of one worker."""
+    torch.set_num_threads(1)
+    recipes = {name: recipe_on(out / "model", optimizer=name) for name in ("adamw", "muon")}
+    found = {name: losses(trained(recipe, ALONE, "replicated")) for name, recipe in recipes.items()}
+    found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), ALONE, "replicated"))
+    trained(recipes["muon"], ALONE, "replicated", str(out / "one"))
+    for step in (6, STEPS):
+        (out / "one" / f"step_{step:06d}" / MARKER).unlink()
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(out: Path, alone: dict[str, list[float]]) -> dict[str, Any]:
+    with pair("compare", out) as workers:
+        assert [worker.wait(LIMIT) for worker in workers] == [0, 0]
+    return json.loads((out / "compare.json").read_text())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_sharded_weights_train_as_replicated_ones_and_as_one_worker(
+    optimizer: str, together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    replicated, sharded = together[f"{optimizer}-replicated"], together[f"{optimizer}-sharded"]
+    assert len(alone[optimizer]) == STEPS and alone[optimizer][-1] < alone[optimizer][0]
+    assert replicated == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
+    assert sharded == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
+    assert together[f"{optimizer}-sharded-norms"] == pytest.approx(together[f"{optimizer}-replicated-norms"], rel=1e-3)
+
+
+def test_experts_are_sharded_too(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
+    assert together["experts"] == pytest.approx(alone["experts"], rel=CLOSE["muon"])
+
+
+def test_each_worker_holds_what_the_plan_says(together: dict[str, Any]) -> None:
+    weights, held, states, kept = together["plan"]
+    assert (held, kept) == (weights, states)
+
+
+def test_sharded_weights_are_gathered_in_bfloat16(together: dict[str, Any]) -> None:
+    assert together["bfloat16"] == pytest.approx(together["muon-sharded"][:2], rel=0.02)
+
+
+def test_a_worker_without_a_label_holds_up_nobody(together: dict[str, Any]) -> None:
+    assert len(together["without-label"]) == 2 and all(0 < loss < 100 for loss in together["without-label"])
+
+
+def test_a_checkpoint_of_two_workers_is_continued_by_one(
+    out: Path, together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    for name in ("muon-sharded", "adamw-replicated"):
+        folder, optimizer = out / name, name.partition("-")[0]
+        assert sorted(path.name for path in folder.iterdir()) == ["step_000003", "step_000006", "step_000008"]
+        (folder / "step_000008" / MARKER).unlink()
+        again = losses(trained(recipe_on(out / "model", optimizer=optimizer), ALONE, "replicated", str(folder)))
+        assert again[:6] == together[name][:6]
+        assert again == pytest.approx(alone[optimizer], rel=CLOSE[optimizer])
+
+
+def test_a_checkpoint_of_one_worker_is_continued_by_two(
+    together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    assert together["from-one"][:3] == alone["muon"][:3]
+    assert together["from-one"] == pytest.approx(alone["muon"], rel=CLOSE["muon"])
+
+
+def test_a_sharded_model_is_written_whole(out: Path, together: dict[str, Any]) -> None:
+    read, written = load_model(out / "model", dtype=torch.bfloat16), load_model(out / "written")
+    for name, tensor in read.state_dict().items():
+        assert torch.equal(tensor, written.state_dict()[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 2], ids=["one worker", "both workers"])
+def test_killed_at_a_random_step_a_run_is_the_uninterrupted_one(out: Path, killed: int) -> None:
+    if not (out / "undisturbed").exists():
+        with pair("slow", out) as workers:
+            assert [worker.wait(LIMIT) for worker in workers] == [0, 0]
+        (out / "slow").rename(out / "undisturbed")
+    expected = (out / "undisturbed" / LOSSES).read_text()
+    file, lines = out / "slow" / LOSSES, random.randint(3, 20)
+    with pair("slow", out) as workers:
+        deadline = time.monotonic() + LIMIT
+        while not file.exists() or file.read_text().count("\n") < lines:
+            assert time.monotonic() < deadline and workers[0].poll() is None
+            time.sleep(0.02)
+        for worker in workers[-killed:]:
+            worker.send_signal(signal.SIGKILL)
+        assert workers[0].wait(LIMIT) != 0, "a worker that lost its neighbour must end"
+    with pair("slow", out) as workers:
+        assert [worker.wait(LIMIT) for worker in workers] == [0, 0]
+    resumed = json.loads((out / "slow.json").read_text())
+    assert 2 <= resumed["first"] <= 22, "it must go on from a checkpoint"
+    assert file.read_text() == expected
+    (out / "slow").rename(out / f"killed-{killed}")
