@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -15,6 +16,7 @@ from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
+from mbd_core.evaluation.endpoint_stage import EndpointLost, EndpointStage
 from mbd_core.evaluation.grade_stage import grade_table
 from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_plan import Sweep
@@ -126,6 +128,41 @@ def run_parts(
         if refusal is None:
             raise
         raise refusal from error
+
+
+def compute_parts(
+    parts: Sequence[Part],
+    sweep: Sweep,
+    pool: EnginePool,
+    *,
+    stage: EndpointStage,
+    urls: Mapping[str, str] | None = None,
+) -> Iterator[tuple[int, pa.Table]]:
+    """The graded samples of parts with their numbers: `run_parts` for models, then `ask_parts` for endpoints."""
+    yield from run_parts([part for part in parts if part.model in sweep.models], sweep, pool, urls=urls)
+    yield from ask_parts([part for part in parts if part.model in sweep.endpoints], stage)
+
+
+def ask_parts(parts: Sequence[Part], stage: EndpointStage) -> Iterator[tuple[int, pa.Table]]:
+    """Ask endpoints for parts, from this process, which alone has their keys; each is graded on the cluster while the
+    next one is asked. Their numbers and graded samples as they come.
+
+    Raises `EndpointLost`, after what was asked before has come.
+    """
+    grade = ray.remote(num_cpus=1)(grade_part)
+    graded: list[Any] = []
+    lost = None
+    for part in parts:
+        try:
+            graded.append(grade.remote(pack(part.number, stage(part.table()))))
+        except EndpointLost as error:
+            lost = error
+            break
+        done, graded = ray.wait(graded, num_returns=len(graded), timeout=0)
+        yield from (unpack(ray.get(one)) for one in done)
+    yield from (unpack(ray.get(one)) for one in graded)
+    if lost is not None:
+        raise lost
 
 
 def model_refused(error: RayTaskError) -> ModelRefused | None:

@@ -11,7 +11,6 @@ from jobs.command_line import (
     DECODING,
     MODEL,
     OUTPUT,
-    MaxTokens,
     OutFolder,
     Overwrite,
     Seed,
@@ -59,8 +58,15 @@ Recipe = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-Task = Annotated[str, typer.Option(help=f"What is asked: {' or '.join(TASKS)}.", rich_help_panel=DATA)]
-Limit = Annotated[int, typer.Option(help="Problems, half of them for `fitted`.", min=2, rich_help_panel=DATA)]
+Task = Annotated[
+    str | None, typer.Option(help=f"What is asked: {' or '.join(TASKS)} (default: gsm-mini)", rich_help_panel=DATA)
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Problems, half of them for `fitted` (default: 64)", min=2, rich_help_panel=DATA)
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Tokens of an answer, at most (default: 128)", min=1, rich_help_panel=DECODING)
+]
 Draws = Annotated[int, typer.Option(help="Draws of each problem's layouts.", min=1, rich_help_panel=DATA)]
 Bootstrap = Annotated[int, typer.Option(help="Samples of the intervals.", min=20, rich_help_panel=OUTPUT)]
 BufferSize = Annotated[
@@ -68,7 +74,7 @@ BufferSize = Annotated[
     typer.Option(help="Slots (default: the model's, if more than 1, or 4)", min=2, rich_help_panel=DECODING),
 ]
 Decoding = Annotated[
-    str, typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING)
+    str | None, typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING)
 ]
 
 
@@ -79,14 +85,14 @@ def run(
     traces: Traces = None,
     schedules: Schedules = SCHEDULES,
     recipe: Recipe = "tiny-mbd",
-    task: Task = "gsm-mini",
-    limit: Limit = 64,
+    task: Task = None,
+    limit: Limit = None,
     draws: Draws = 8,
     bootstrap: Bootstrap = 500,
     seed: Seed = 0,
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     buffer_size: BufferSize = None,
-    decoding: Decoding = "{}",
+    decoding: Decoding = None,
     out: OutFolder,
     overwrite: Overwrite = False,
 ) -> None:
@@ -97,22 +103,24 @@ def run(
     4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
     fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
     """
-    if models is not None and traces is not None:
-        raise ValueError("give --models to decode with, or --traces to read, and not both")
-    config = StudyConfig(
-        states=recipe_named(recipe).states,
-        schedules=tuple(names(schedules, "--schedules")),
-        draws=draws,
-        num_bootstrap=bootstrap,
-        seed=seed,
-    )
-    fields = json_object(decoding, "--decoding")
+    if traces is not None:
+        check_nothing_is_asked(
+            models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
+        )
+    chosen = tuple(names(schedules, "--schedules"))
+    states = recipe_named(recipe).states
+    config = StudyConfig(states=states, schedules=chosen, draws=draws, num_bootstrap=bootstrap, seed=seed)
     asked = Asked(
-        task=task, num_problems=limit, seed=seed, max_tokens=max_tokens, buffer_size=buffer_size, decoding=fields
+        task=task or "gsm-mini",
+        num_problems=limit or 64,
+        seed=seed,
+        max_tokens=max_tokens or 128,
+        buffer_size=buffer_size,
+        decoding=json_object(decoding or "{}", "--decoding"),
     )
     check_target_folder(out, KIND, overwrite=overwrite)
     settings: dict[str, Any] = {"command": command_text(context), "recipe": recipe, "draws": draws, "seed": seed}
-    settings |= {"bootstrap samples": bootstrap}
+    settings["bootstrap samples"] = bootstrap
     if traces is not None:
         if traces.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"{traces} lies in --out {out}, which would be replaced; give another folder")
@@ -127,6 +135,13 @@ def run(
         text = write_alignment(compare_models(found, config), folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
+
+
+def check_nothing_is_asked(**options: str | int | None) -> None:
+    """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --traces: nothing is decoded")
 
 
 main = command(run)

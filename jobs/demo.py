@@ -33,8 +33,8 @@ def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 1
     """All of it on this machine: train a little, sweep the shipped models, serve one and ask it a question.
 
     It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint
-    on it, asks one question over HTTP, prints the sweep's report, and stops everything that it started. A model and a
-    sweep that an earlier demo left in --out are replaced.
+    on it, asks one question over HTTP, and stops everything that it started. The sweep's log has its report. A model
+    and a sweep that an earlier demo left in --out are replaced.
     """
     out, started = out.resolve(), time.perf_counter()
     check_target_folder(out / "trained", MODEL_KIND, overwrite=True)
@@ -51,7 +51,6 @@ def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 1
         with endpoint(cluster, "tiny-mbd") as url:
             ask(url, "tiny-mbd", question)
     print_step(f"done in {(time.perf_counter() - started) / 60:.1f} minutes; the cluster is stopped")
-    print((out / "sweep" / "report.md").read_text())
     print(f"trained model: {out / 'trained'}")
     print(f"report: {out / 'sweep' / 'report.md'}, with report.html, report.json, plot.png and samples/ beside it")
 

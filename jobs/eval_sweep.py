@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from cluster.storage import Folder, Mirror, fetch_model
+from cluster.storage import Folder, Mirror
 from jobs.command_line import (
     CLUSTER,
     DATA,
     DECODING,
     ENGINE,
-    MODEL,
     OUTPUT,
     KvMemoryFraction,
     MaxRows,
@@ -24,14 +23,19 @@ from jobs.command_line import (
     command,
     names,
 )
+from jobs.sweep_subjects import EndpointKeys, Endpoints, Models, Subjects
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
+from jobs.write_best import WriteBest, written_best
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.best_point import By
 from mbd_core.evaluation.decode_stage import ModelRefused
+from mbd_core.evaluation.endpoint_stage import EndpointStage
 from mbd_core.evaluation.evaluation_recipes import OWN
+from mbd_core.evaluation.sweep_choice import best_points, check_choice
 from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut, part_size
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
-from mbd_core.evaluation.sweep_record import SweepRecord, record_of
+from mbd_core.evaluation.sweep_record import SweepRecord, record_of, timed_rows
 from mbd_core.evaluation.sweep_samples import collect_samples, collect_times
 from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
 from mbd_core.evaluation.sweep_summary import write_summary
@@ -41,9 +45,6 @@ from mbd_core.tasks.split import Split
 
 LIST = "NAME,..."
 
-Models = Annotated[
-    str, typer.Option(metavar=LIST, help="Shipped models' names, model folders, or their URLs.", rich_help_panel=MODEL)
-]
 Tasks = Annotated[str, typer.Option(metavar=LIST, help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)]
 MethodNames = Annotated[
     str | None,
@@ -110,7 +111,10 @@ TimedProblems = Annotated[
     ),
 ]
 Concurrency = Annotated[
-    int, typer.Option(help="Requests under way where throughput is timed.", min=1, rich_help_panel=ENGINE)
+    int,
+    typer.Option(
+        help="Requests under way at an endpoint, and where throughput is timed.", min=1, rich_help_panel=ENGINE
+    ),
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
@@ -118,9 +122,11 @@ WRITTEN = f"report.md, report.html, {REPORT}, plot.png, samples/"
 
 
 def run(
-    models: Models,
     tasks: Tasks,
     out: Out,
+    models: Models = None,
+    endpoint: Endpoints = None,
+    endpoint_key: EndpointKeys = None,
     methods: MethodNames = None,
     method: MethodDefinitions = None,
     grid: GridText = "",
@@ -139,6 +145,7 @@ def run(
     kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
     actors: Actors = 1,
     tensor_parallel: TensorParallel = 1,
+    write_best: WriteBest = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
@@ -146,58 +153,68 @@ def run(
     A method has a name (mbd_core/decoding/methods.py) or is defined by its decoding fields, and the grid reaches into
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
-    The sweep runs on the cluster of RAY_ADDRESS, which a submitted job has, or on a local one of its own; a submitted
-    job needs an absolute --out. It writes samples/*.parquet (one row a sample) as they come, times the configurations
-    one by one (--timed), and writes report.md, report.html, report.json and plot.png. The same command again computes
-    what is missing; --overwrite replaces a finished sweep or another.
+    It runs on the cluster of RAY_ADDRESS, which a submitted job has (with an absolute --out), or on one of its own.
+    The same command again computes what is missing; --overwrite replaces a finished sweep or another.
     """
-    out_folder, part_of = Folder.at(out), Shard.parse(shard)
-    out_folder.check_writable()
-    fetched = {model: fetch_model(model) for model in names(models, "--models")}
-    sweep = plan_sweep(
-        SweepOptions(
-            models=list(fetched.values()),
-            tasks=names(tasks, "--tasks"),
-            grid=grid,
-            methods=None if methods is None else names(methods, "--methods"),
-            definitions=method or (),
-            data=data or (),
-            limit=limit,
-            split=split,
-            seed=seed,
-            recipe=recipe,
-            examples=examples or (),
-            max_tokens=max_tokens,
-            engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
-            tensor_parallel=tensor_parallel,
-        )
+    place = writable_folder(out)
+    subjects = Subjects.find(models, endpoint, endpoint_key)
+    options = SweepOptions(
+        models=list(subjects.fetched.values()),
+        tasks=names(tasks, "--tasks"),
+        grid=grid,
+        methods=None if methods is None else names(methods, "--methods"),
+        definitions=method or (),
+        data=data or (),
+        limit=limit,
+        split=split,
+        seed=seed,
+        recipe=recipe,
+        examples=examples or (),
+        max_tokens=max_tokens,
+        endpoints=subjects.endpoints,
+        engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
+        tensor_parallel=tensor_parallel,
     )
-    urls = {path: model for model, path in fetched.items() if path != model}
-    timing = Timing(problems=timed, concurrency=concurrency)
-    text = run_in(out_folder, sweep, shard=part_of, timing=timing, urls=urls, num_actors=actors, overwrite=overwrite)
-    if text is not None:
-        print(f"{text}\nThe report is in {out_folder}: {WRITTEN}")
+    work = cut_sweep(
+        plan_sweep(options), shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency)
+    )
+    run_work(place, work, subjects, num_actors=actors, write_best=write_best, overwrite=overwrite)
 
 
-def run_in(
-    out: Folder,
-    sweep: Sweep,
-    *,
-    shard: Shard,
-    timing: Timing,
-    urls: Mapping[str, str],
-    num_actors: int,
-    overwrite: bool,
-) -> str | None:
-    """Check what lies in the folder, and compute what is missing; the report as Markdown, `None` for a shard without
-    parts."""
-    with out.mirrored(KIND, FILES) as mirror:
-        work = cut_sweep(sweep, shard=shard, timing=timing)
-        check_sweep_folder(mirror.path, work.record, overwrite=overwrite)
+def writable_folder(out: str) -> Folder:
+    """The folder of `--out`; `ValueError` if it cannot be written."""
+    folder = Folder.at(out)
+    folder.check_writable()
+    return folder
+
+
+def run_work(
+    out: Folder, work: "Work", subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
+) -> None:
+    """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
+    sweep, record = work.sweep, work.record
+    subjects.try_decoding(sweep)
+    targets = subjects.model_folders(sweep)
+    if write_best is not None:
+        check_choice(sweep, write_best, folders=targets, shard=record.shard, timing=record.timing)
+    with (
+        EndpointStage(sweep.endpoints, subjects.keys, concurrency=record.timing.concurrency) as stage,
+        out.mirrored(KIND, FILES) as mirror,
+    ):
+        check_sweep_folder(mirror.path, record, overwrite=overwrite)
         print_notes(sweep.notes)
-        if not work.record.parts:
-            print_notes([f"shard {shard} has none of the sweep's parts, and so no report of its own"])
-        return run_on_cluster(sweep, work, mirror, urls=urls, num_actors=num_actors, overwrite=overwrite)
+        if not record.parts:
+            print_notes([f"shard {record.shard} has none of the sweep's parts, and so no report of its own"])
+            return
+        text = run_on_cluster(
+            work, mirror, stage=stage, urls=subjects.urls, num_actors=num_actors, overwrite=overwrite
+        )
+        best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
+    print(f"{text}\nThe report is in {out}: {WRITTEN}")
+    for point in best:
+        folder = targets[point.model]
+        assert folder is not None, "check_choice refused it"
+        print(written_best(folder, point))
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -209,6 +226,7 @@ def print_notes(notes: Sequence[str]) -> None:
 class Work:
     """All that is to be done for a sweep, and its record."""
 
+    sweep: Sweep
     record: SweepRecord
     parts: Sequence[Part]
     cases: Sequence[TimedCase]
@@ -218,12 +236,13 @@ def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
     """A sweep in parts, the same with however many actors."""
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
-    return Work(record_of(sweep, rows, parts, shard=shard, timing=timing), parts, timed_cases(rows, timing))
+    record = record_of(sweep, rows, parts, shard=shard, timing=timing)
+    return Work(sweep, record, parts, timed_cases(timed_rows(sweep, rows), timing))
 
 
 def run_on_cluster(
-    sweep: Sweep, work: Work, mirror: Mirror, *, urls: Mapping[str, str], num_actors: int, overwrite: bool
-) -> str | None:
+    work: Work, mirror: Mirror, *, stage: EndpointStage, urls: Mapping[str, str], num_actors: int, overwrite: bool
+) -> str:
     """Decode, grade, time and write what is missing; the report as Markdown. Ray is imported here: it takes seconds,
     and bad input none.
 
@@ -232,11 +251,12 @@ def run_on_cluster(
     """
     import ray
 
-    from actors.evaluation import plan_pool, run_parts
+    from actors.evaluation import compute_parts, plan_pool
     from actors.timing import time_cases
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
+    sweep = work.sweep
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)
@@ -252,8 +272,8 @@ def run_on_cluster(
             refused = None
             try:
                 own = [work.parts[number] for number in record.parts]
-                collect_samples(run_parts(missing, sweep, pool, urls=urls), folder, own)
-                write_report(folder)  # it is there whatever becomes of the times
+                collect_samples(compute_parts(missing, sweep, pool, stage=stage, urls=urls), folder, own)
+                write_summary(folder)  # it is there whatever becomes of the times
                 left = set(folder.missing_cases())
                 cases = [case for case in work.cases if case.number in left]
                 timed = time_cases(cases, sweep, pool, concurrency=record.timing.concurrency, urls=urls)
@@ -267,18 +287,13 @@ def run_on_cluster(
                     f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
                     f"traceback in {FAILURE}; the same command computes the rest"
                 ) from error
-            text = write_report(folder)
+            text = write_summary(folder).text
             if refused is not None:
                 raise RuntimeError(f"not all could be timed: {refused}; the report is in {mirror.target}")
             return text
     finally:
         if is_ours:
             ray.shutdown()
-
-
-def write_report(folder: SweepFolder) -> str | None:
-    """Write the report of what the folder holds; it as Markdown, `None` for a shard without parts."""
-    return write_summary(folder).text if folder.state.record.parts else None
 
 
 main = command(run)

@@ -46,9 +46,7 @@ def read_folder(folder: Path) -> ModelFolder:
     config = load_config(folder)
     tensors, _, _ = match_tensors(folder, config, list_tensors(folder))
     tokenizer = load_tokenizer(folder, config)
-    defaults = load_generation_defaults(folder)
-    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
-        defaults = {**defaults, "canvas": {}}  # such models decode whole canvases, unless the folder says otherwise
+    defaults = with_method(load_generation_defaults(folder), config)
     try:
         block_size = defaults.get("block_size", config.block_size)
         decoding_config(defaults, {}, block_size=block_size)
@@ -63,6 +61,14 @@ def read_folder(folder: Path) -> ModelFolder:
         defaults=defaults,
         stored_dtype=max(set(dtypes), key=dtypes.count),
     )
+
+
+def with_method(defaults: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """A `generation_config.json` with a decoding method: full-attention models decode whole canvases, unless it says
+    otherwise."""
+    if config.attention == "full" and not set(defaults) & METHOD_FIELDS:
+        return {**defaults, "canvas": {}}
+    return dict(defaults)
 
 
 def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) -> str | None:

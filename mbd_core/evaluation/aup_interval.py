@@ -63,7 +63,7 @@ def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> tuple[np.nda
     for number, graded in enumerate(samples.values()):
         for sample in graded:
             row = sums_PC[problems[sample.problem], 4 * number : 4 * number + 4]
-            row += (1, sample.correct, *((0, 0.0) if sample.counts is None else (1, sample.counts.tpf)))
+            row += (1, sample.correct, *((0, 0.0) if sample.counts is None else (1, sample.counts.tpf or 0.0)))
     generator = np.random.default_rng([SEED, seed])
     drawn = np.concatenate([weights @ sums_PC for weights in draws(generator, len(problems), num_draws)])
     n, right, decoded, tpf = drawn.reshape(num_draws, len(samples), 4).transpose(2, 1, 0)

@@ -29,6 +29,8 @@ def front_of(report: Mapping[str, Any], *, model: str | None = None, tasks: Sequ
     if missing is not None:
         raise ValueError(f"the sweep has no task '{missing}' of {model}; it has: {', '.join(known)}")
     chosen = list(tasks) or known
+    if any(row["tpf"] is None for row in rows):
+        raise ValueError(f"{model} was asked at an endpoint that does not say its forwards: it has no front")
     by_config: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["task"] in chosen:

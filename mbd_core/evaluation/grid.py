@@ -8,7 +8,7 @@ import itertools
 import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config
@@ -26,10 +26,16 @@ LABELS = ("SingleBD", *MULTI_LABELS.values())
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One decoding configuration of a model; `method` is the method's name in the report."""
+    """One decoding configuration of a model; `method` is the method's name in the report. An endpoint that decodes as
+    it likes has none."""
 
     method: str
-    decoding: DecodingConfig
+    decoding: DecodingConfig | None
+
+    @property
+    def config(self) -> str:
+        """The configuration as JSON."""
+        return json.dumps({} if self.decoding is None else asdict(self.decoding))
 
 
 def parse_grid(text: str) -> Grid:

@@ -62,7 +62,7 @@ def load_answers(folders: Sequence[Path], *, model: str, task: str, tau_m2t: flo
     for folder in folders:
         for row in read_samples(folder):
             config = json.loads(row["config"])
-            setting = (row["model"], row["task"], config["tau_m2t"], config["buffer_size"])
+            setting = (row["model"], row["task"], config.get("tau_m2t"), config.get("buffer_size"))
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = Answer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 answers[row["seed"], row["problem_id"]] = answer

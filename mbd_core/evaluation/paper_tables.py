@@ -159,7 +159,10 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
     if quantity == "accuracy":
         return s.accuracy, s.accuracy_low, s.accuracy_high
     if quantity in ("tpf", "nfe", "tokens"):
-        value, error = getattr(s, quantity), Z_95 * getattr(s, f"{quantity}_stderr")
+        value, stderr = getattr(s, quantity), getattr(s, f"{quantity}_stderr")
+        if value is None:
+            return None
+        error = Z_95 * stderr
         return value, value - error, value + error
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
@@ -187,8 +190,9 @@ def paper_lines(tables: Sequence[BesideTable], *, recipe: str) -> list[str]:
     for found in tables:
         judged = [one.verdict for row in found.rows for one in row.ours if one and one.verdict != "not judged"]
         inside = f"{judged.count('inside')} of {len(judged)} printed figures are inside our 95 % intervals"
+        inside = inside if judged else "no figure here is judged"
         asked = " or ".join(found.table.recipes)
-        lines += [f"{found.table.title}, asked there as by --recipe {asked}: {inside}.", ""]
+        lines += [f"### {found.table.title}", "", f"Asked there as by --recipe {asked}; {inside}.", ""]
         lines += ["| Row | Of | " + " | ".join(found.table.heads) + " |"]
         lines += ["|---|---|" + "---:|" * len(found.table.heads)]
         for group in dict.fromkeys(row.group for row in found.rows):
@@ -223,7 +227,7 @@ def needed(table: PaperTable) -> str:
     figures = table.figures()
     models = dict.fromkeys(name for figure in figures for name in MODELS[figure.model])
     tasks = dict.fromkeys(task for figure in figures for task in figure.tasks)
-    return f"{table.title}: a model folder named {', '.join(models)}, decoded as in its rows, on {', '.join(tasks)}"
+    return f"{table.title}: a model folder named {' or '.join(models)}, decoded as in its rows, on {', '.join(tasks)}"
 
 
 def paper_content(tables: Sequence[BesideTable]) -> list[dict[str, Any]]:

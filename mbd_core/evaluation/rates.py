@@ -11,17 +11,20 @@ from mbd_core.evaluation.statistics import mean_and_stderr, wilson_interval
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it."""
+    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it; `None` where an
+    endpoint does not say one."""
 
-    num_prompt_tokens: int
-    num_tokens: int
-    num_forwards: int
-    num_store_forwards: int
-    num_prefill_forwards: int
+    num_prompt_tokens: int | None
+    num_tokens: int | None
+    num_forwards: int | None
+    num_store_forwards: int | None
+    num_prefill_forwards: int | None
 
     @property
-    def tpf(self) -> float:
+    def tpf(self) -> float | None:
         """Useful tokens per forward."""
+        if self.num_tokens is None or self.num_forwards is None:
+            return None
         return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
 
 
@@ -31,6 +34,7 @@ class GradedSample:
 
     problem  the id of its problem
     cut      whether the answer ended at the limit of its tokens
+    is_bare  whether it is of an endpoint that says no forwards
     """
 
     problem: str
@@ -39,6 +43,7 @@ class GradedSample:
     cut: bool = False
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,8 @@ class Summary:
     tokens             mean useful tokens per sample; `tokens_stderr` likewise
     cut                answers that ended at the limit of their tokens
     errors             samples without counts; they do not enter tpf and nfe
+
+    What an endpoint did not say of each sample is `None`.
     """
 
     n: int
@@ -64,17 +71,17 @@ class Summary:
     accuracy_high: float
     accuracy_strict: float | None
     accuracy_flexible: float | None
-    tpf: float
-    tpf_stderr: float
-    tpf_ratio_of_sums: float
-    nfe: float
-    nfe_stderr: float
-    tokens: float
-    tokens_stderr: float
-    num_tokens: int
-    num_forwards: int
-    num_store_forwards: int
-    num_prefill_forwards: int
+    tpf: float | None
+    tpf_stderr: float | None
+    tpf_ratio_of_sums: float | None
+    nfe: float | None
+    nfe_stderr: float | None
+    tokens: float | None
+    tokens_stderr: float | None
+    num_tokens: int | None
+    num_forwards: int | None
+    num_store_forwards: int | None
+    num_prefill_forwards: int | None
 
 
 def summarize(samples: Sequence[GradedSample]) -> Summary:
@@ -85,11 +92,11 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
     counts = [s.counts for s in samples if s.counts is not None]
     num_correct = sum(s.correct for s in samples)
     low, high = wilson_interval(num_correct, n)
-    tokens = sum(c.num_tokens for c in counts)
-    forwards = sum(c.num_forwards for c in counts)
-    tpf, tpf_stderr = mean_and_stderr([c.tpf for c in counts])
-    nfe, nfe_stderr = mean_and_stderr([c.num_forwards for c in counts])
-    mean_tokens, tokens_stderr = mean_and_stderr([c.num_tokens for c in counts])
+    bare = any(s.is_bare for s in samples)
+    tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
+    tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
+    nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
+    mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
     return Summary(
         n=n,
         cut=sum(s.cut for s in samples),
@@ -101,16 +108,33 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         accuracy_flexible=_percent([s.flexible_correct for s in samples]),
         tpf=tpf,
         tpf_stderr=tpf_stderr,
-        tpf_ratio_of_sums=tokens / forwards if forwards else 0.0,
+        tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
         nfe=nfe,
         nfe_stderr=nfe_stderr,
         tokens=mean_tokens,
         tokens_stderr=tokens_stderr,
         num_tokens=tokens,
         num_forwards=forwards,
-        num_store_forwards=sum(c.num_store_forwards for c in counts),
-        num_prefill_forwards=sum(c.num_prefill_forwards for c in counts),
+        num_store_forwards=stores,
+        num_prefill_forwards=prefills,
     )
+
+
+TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+
+
+def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
+    """The mean and its standard error, `None` where something is not known."""
+    known = [value for value in values if value is not None]
+    return (None, None) if bare or len(known) < len(values) else mean_and_stderr(known)
+
+
+def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:
+    """The sum of a count, `None` if it is not known of each sample; of an endpoint without any answer nothing is."""
+    values: list[int | None] = [getattr(c, name) for c in counts]
+    if None in values or (bare and not values):
+        return None
+    return sum(value for value in values if value is not None)
 
 
 def _percent(flags: Sequence[bool | None]) -> float | None:

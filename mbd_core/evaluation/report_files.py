@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mbd_core.evaluation.accuracy_gaps import AccuracyGap
+from mbd_core.evaluation.endpoint_seconds import EndpointSeconds, seconds_lines
 from mbd_core.evaluation.paper_tables import Own, beside_tables, paper_content, paper_lines
 from mbd_core.evaluation.report_page import render_page
 from mbd_core.evaluation.shown_samples import ShownSamples
@@ -26,11 +27,12 @@ def report_files(
     gaps: Mapping[ReportKey, AccuracyGap],
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
+    seconds: Sequence[EndpointSeconds] = (),
 ) -> dict[str, bytes]:
     """The files by name, `report.json` last. `labels` maps task names to column heads.
 
     What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
-    page, from `Speed` on; all else is the same bytes for the same plan.
+    page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
     """
     gains = speed_gains(times, rows)
     papers = beside_tables(Own.of(rows, aups, times))
@@ -53,10 +55,12 @@ def report_files(
             {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
         ],
         "papers": paper_content(papers),
+        **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
     text = render_markdown(rows, aups, times, labels=labels, settings=settings, gaps=gaps)
+    text += "".join(f"{line}\n" for line in seconds_lines(seconds, labels))
     text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
     return {
         "plot.png": plot.getvalue(),

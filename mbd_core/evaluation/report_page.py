@@ -48,10 +48,12 @@ def render_page(
 
 
 def front_of(rows: Sequence[ReportRow]) -> list[ReportKey]:
-    """The rows of one task that no other row beats in accuracy or TPF without losing in the other."""
+    """The rows of one task that no other row beats in accuracy or TPF without losing in the other; none of an endpoint
+    that does not say its forwards."""
     points = (
         SpeedPoint(decoding={"row": number}, accuracy=row.summary.accuracy, tpf=row.summary.tpf)
         for number, row in enumerate(rows)
+        if row.summary.tpf is not None
     )
     return [rows[point.decoding["row"]].key for point in pareto_points(points)]
 

@@ -3,8 +3,10 @@
 Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompts.worded`),
 `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan says
 `may_shorten`. A sample that cannot be decoded keeps its row, with the
-reason in `error`. `pieces` is each token's text, special ones included, and `steps` the forward that accepted it, from
-1: the decoding, to be replayed. They are null where there is no such map, and folders of earlier versions lack them.
+reason in `error`. `seconds` are an endpoint's, network included; an engine's batches mix configurations, so its rows
+have none. Counts that an endpoint does not say are null. `pieces` is each token's text, special ones included, and
+`steps` the forward that accepted it, from 1: the decoding, to be replayed. They are null where there is no such map,
+and folders of earlier versions lack them.
 """
 
 import pyarrow as pa
@@ -23,7 +25,7 @@ PLANNED_COLUMNS = pa.schema(
 DECODED_COLUMNS = pa.schema(
     [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
     + [pa.field(name, pa.int64()) for name in COUNTS]
-    + [pa.field("error", pa.string()), *REPLAY]
+    + [pa.field("seconds", pa.float64()), pa.field("error", pa.string()), *REPLAY]
 )
 GRADED_COLUMNS = pa.schema(
     [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]

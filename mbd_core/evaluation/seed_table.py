@@ -32,13 +32,23 @@ def seed_table(folders: Sequence[Path]) -> str:
 def load_rows(folder: Path) -> dict[RowKey, dict[str, Any]]:
     """A report's rows by model, method, task and the settings in which its configurations differ."""
     rows = read_report(folder)["rows"]
-    varied = [name for name in rows[0]["config"] if len({str(row["config"][name]) for row in rows}) > 1]
+    fields = dict.fromkeys(name for row in rows for name in row["config"])
+    varied = [name for name in fields if len({str(row["config"].get(name)) for row in rows}) > 1]
     return {
-        (row["model"], row["method"], row["task"], ", ".join(f"{name}={row['config'][name]}" for name in varied)): row
+        (
+            row["model"],
+            row["method"],
+            row["task"],
+            ", ".join(f"{name}={row['config'].get(name)}" for name in varied),
+        ): row
         for row in rows
     }
 
 
-def _mean_text(values: Sequence[float]) -> str:
-    mean, stderr = mean_and_stderr(values)
+def _mean_text(values: Sequence[float | None]) -> str:
+    """A dash for what an endpoint did not say."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    mean, stderr = mean_and_stderr(known)
     return f"{mean:.2f} ± {stderr:.2f}"

@@ -61,8 +61,9 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
     heads += ["Average Acc ↑", "Average TPF ↑", "AUP Eq. 4.1 ↑", "AUP d3LLM ↑"]
     lines = ["| Model | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     configurations: list[str] = []
-    for model, block_size in dict.fromkeys((row.key.model, row.config["block_size"]) for row in rows):
-        lines.append(f"| *{model} (blksz={block_size})* |" + " |" * len(heads))
+    for model, block_size in dict.fromkeys((row.key.model, row.config.get("block_size")) for row in rows):
+        blocks = "an endpoint" if block_size is None else f"blksz={block_size}"
+        lines.append(f"| *{model} ({blocks})* |" + " |" * len(heads))
         for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
             best = {
                 task: best_row(of_task)
@@ -72,9 +73,9 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
             summaries = [row.summary for row in best.values()]
             method_aups = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
             cells = [cell for task in labels for cell in _pair(best.get(task))]
-            values = [mean([s.accuracy for s in summaries]), mean([s.tpf for s in summaries])]
-            values += [mean([a.aup_eq41 for a in method_aups]), mean([a.aup_d3llm for a in method_aups])]
-            lines.append(f"| {method} | " + " | ".join([*cells, *(f"{value:.2f}" for value in values)]) + " |")
+            columns: list[Sequence[float | None]] = [[s.accuracy for s in summaries], [s.tpf for s in summaries]]
+            columns += [[a.aup_eq41 for a in method_aups], [a.aup_d3llm for a in method_aups]]
+            lines.append(f"| {method} | " + " | ".join([*cells, *map(_mean_text, columns)]) + " |")
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
             configurations.append(f"- {model}, {method}: {varied}")
     return [*lines, "", "Configuration of each table row:", "", *configurations, ""]
@@ -86,7 +87,17 @@ def _subject(row: ReportRow) -> tuple[str, str, str]:
 
 def _pair(row: ReportRow | None) -> tuple[str, str]:
     """Accuracy and TPF; a dash where the method has no sample of the task, as in a shard."""
-    return ("-", "-") if row is None else (accuracy_text(row.summary), f"{row.summary.tpf:.2f}")
+    return ("-", "-") if row is None else (accuracy_text(row.summary), _number(row.summary.tpf))
+
+
+def _mean_text(values: Sequence[float | None]) -> str:
+    """The mean; a dash where there is nothing, or something is not known."""
+    known = [value for value in values if value is not None]
+    return f"{mean(known):.2f}" if known and len(known) == len(values) else "-"
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def accuracy_text(summary: Summary) -> str:
@@ -102,10 +113,10 @@ def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -
     lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
+        rates = (_number(s.tpf_ratio_of_sums), _number(token_efficiency(row), ".3f"), _number(s.nfe, ".1f"))
         lines.append(
-            f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} "
-            f"| {accuracy_text(s)} | {s.tpf:.2f} ± {s.tpf_stderr:.2f} "
-            f"| {s.tpf_ratio_of_sums:.2f} | {_share(token_efficiency(row))} | {s.nfe:.1f} | {s.cut} | {s.errors} |"
+            f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} | {accuracy_text(s)} "
+            f"| {_number(s.tpf)} ± {_number(s.tpf_stderr)} | {' | '.join(rates)} | {s.cut} | {s.errors} |"
         )
     return [
         *lines,
@@ -117,10 +128,6 @@ def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -
         "wrong and is left out of the rates. [95 %]: Wilson interval. se: standard error.",
         "",
     ]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:

@@ -22,6 +22,10 @@ class Part:
     number: int
     rows: Sequence[Row]
 
+    @property
+    def model(self) -> str:
+        return str(self.rows[0]["model"])
+
     def table(self) -> pa.Table:
         return pa.Table.from_pylist([dict(row) for row in self.rows], schema=PLANNED_COLUMNS)
 

@@ -1,16 +1,18 @@
 """The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine."""
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder
+from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.methods import METHODS, MULTI, SINGLE
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.asking import Asked, ask_tasks, check_positions
+from mbd_core.evaluation.best_folder import author_defaults
+from mbd_core.evaluation.endpoint import ENDPOINT_DEFAULT, Endpoint
+from mbd_core.evaluation.endpoint_variants import check_default_alone, endpoint_notes, endpoint_variants
 from mbd_core.evaluation.evaluation_recipes import OWN, Recipe, find_recipe
 from mbd_core.evaluation.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.problem_set import ProblemSet, load_problems
@@ -24,6 +26,7 @@ class SweepOptions:
     """The user's options of a sweep.
 
     models          names of shipped models, or paths of model folders
+    endpoints       endpoints that are asked beside them
     tasks           names of tasks
     grid            decoding fields and their values, in the syntax of `parse_grid`
     methods         names of methods (default: single, multi and those of `definitions`)
@@ -48,6 +51,7 @@ class SweepOptions:
     recipe: str = OWN.name
     examples: Sequence[str] = ()
     max_tokens: int | None = None
+    endpoints: Sequence[Endpoint] = ()
     engine: EngineConfig = EngineConfig()
     tensor_parallel: int = 1
 
@@ -57,12 +61,14 @@ class Sweep:
     """All samples of a sweep: every model's variants on every task's problems.
 
     models    name -> folder, an argument of `model_folder`
+    endpoints name -> endpoint, for the models that are asked over HTTP
     asked     how each task is asked, by its name
     methods   the decoding fields of each method in the sweep
     notes     remarks for a reader of the numbers
     """
 
     models: dict[str, str]
+    endpoints: dict[str, Endpoint]
     variants: dict[str, list[Variant]]
     problem_sets: list[ProblemSet]
     grid: str
@@ -93,7 +99,7 @@ class Sweep:
                             "method": variant.method,
                             "task": problem_set.task.name,
                             **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
-                            "config": json.dumps(asdict(variant.decoding)),
+                            "config": variant.config,
                             **asked.columns(number),
                             "seed": self.seed,
                         }
@@ -109,8 +115,10 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     recipe = find_recipe(options.recipe)
     settings = [recipe.setting(name) for name in task_names]
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
-    user_methods = [name for name in methods if name not in METHODS]
-    method_names = [SINGLE, MULTI, *user_methods] if options.methods is None else list(options.methods)
+    if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
+        raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
+    default_methods = [SINGLE, MULTI, *(name for name in methods if name not in METHODS)]
+    method_names = default_methods if options.methods is None else list(options.methods)
     problem_sets = [
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
         for task in tasks
@@ -128,17 +136,29 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         contents = read_folder(folder)
         if any(setting.wording.needs_chat for setting in settings) and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
+        contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
         notes += check_positions(name, contents.config.max_positions, asked)
-        model_notes = (edit_note(name, contents.defaults, variant.decoding) for variant in variants[name])
+        model_notes = (edit_note(name, contents.defaults, one.decoding) for one in variants[name] if one.decoding)
         notes += dict.fromkeys(note for note in model_notes if note is not None)
-    num_slots = max(variant.decoding.buffer_size for variant in itertools.chain.from_iterable(variants.values()))
+    num_slots = max(
+        (one.decoding.buffer_size for one in itertools.chain.from_iterable(variants.values()) if one.decoding),
+        default=options.engine.buffer_size,
+    )
+    for endpoint in options.endpoints:
+        if endpoint.name in variants:
+            raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
+        if not endpoint.is_ours and not models and (options.methods or options.definitions or grid):
+            check_default_alone(endpoint, [*(options.methods or ()), *options.definitions, *grid])
+        variants[endpoint.name] = endpoint_variants(endpoint, grid, method_names, methods)
+        notes += endpoint_notes(endpoint, asked)
     return Sweep(
         models=models,
+        endpoints={endpoint.name: endpoint for endpoint in options.endpoints},
         variants=variants,
         problem_sets=problem_sets,
         grid=options.grid,
-        methods={name: methods[name] for name in method_names},
+        methods={name: methods[name] for name in method_names if name in methods},
         recipe=recipe,
         asked=asked,
         seed=options.seed,
@@ -165,6 +185,7 @@ def _model_variants(
     except ValueError as error:
         raise ValueError(f"--tensor-parallel {tensor_parallel} cannot be honoured: model '{name}': {error}") from None
     for variant in variants:
+        assert variant.decoding is not None
         full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
         if full and folder.config.attention != "full":
             raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any, Self
 
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.evaluation.endpoint import is_endpoint
 from mbd_core.evaluation.model_digest import model_digest
 from mbd_core.evaluation.sweep_parts import Part, Row, Shard
 from mbd_core.evaluation.sweep_plan import Sweep
@@ -75,9 +76,10 @@ class SweepRecord:
 def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
     """What decides the rows of a sweep; `rows` are all its rows."""
     return {
-        "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()},
+        "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()}
+        | {name: endpoint.identity for name, endpoint in sweep.endpoints.items()},
         "configurations": {
-            name: [[variant.method, json.dumps(asdict(variant.decoding))] for variant in variants]
+            name: [[variant.method, variant.config] for variant in variants]
             for name, variants in sweep.variants.items()
         },
         "tasks": {
@@ -120,11 +122,16 @@ def record_of(
         plan=plan_of(sweep, rows),
         shard=shard,
         num_parts=len(parts),
-        num_cases=len(timed_cases(rows, timing)),
+        num_cases=len(timed_cases(timed_rows(sweep, rows), timing)),
         timing=timing,
         labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
         settings={},
     )
+
+
+def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
+    """The rows of which some are timed: those that engines decode here."""
+    return [row for row in rows if row["model"] in sweep.models]
 
 
 def difference(there: SweepRecord, here: SweepRecord) -> str | None:
@@ -142,7 +149,9 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
         yield f"its models are {', '.join(there['models'])}, not {', '.join(here['models'])}"
     else:
         for name, digest in here["models"].items():
-            if there["models"][name] != digest:
+            if there["models"][name] != digest and (is_endpoint(digest) or is_endpoint(there["models"][name])):
+                yield f"model '{name}' is another: {there['models'][name]}, not {digest}"
+            elif there["models"][name] != digest:
                 yield f"the files of model '{name}' are others"
             yield from _other_configurations(name, there["configurations"][name], here["configurations"][name])
     if list(there["tasks"]) != list(here["tasks"]):

@@ -71,13 +71,15 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
 
 
 def build_aup(rows: Sequence[ReportRow], *, alpha: float = 3.0) -> list[AupRow]:
-    """Both AUPs of every (model, method, task), over all its configurations."""
+    """Both AUPs of every (model, method, task), over all its configurations; none of an endpoint whose TPF is not
+    known, which is in the pool of y_max all the same."""
     by_task: dict[str, list[ReportRow]] = {}
     curves: dict[tuple[str, str, str], list[AupPoint]] = {}
     for row in rows:
         key, s = row.key, row.summary
         by_task.setdefault(key.task, []).append(row)
-        curves.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
+        if s.tpf is not None:
+            curves.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
     aups = []
     for (model, method, task), curve in curves.items():
         best = best_row(by_task[task])
@@ -109,15 +111,16 @@ def _pool(rows: Iterable[ReportRow]) -> tuple[str, ...]:
 
 def best_row(rows: Iterable[ReportRow]) -> ReportRow:
     """The row of best accuracy, the higher TPF on ties."""
-    return max(rows, key=lambda row: (row.summary.accuracy, row.summary.tpf))
+    return max(rows, key=lambda row: (row.summary.accuracy, row.summary.tpf or 0.0))
 
 
 def token_efficiency(row: ReportRow) -> float | None:
     """The token-efficiency factor (MBD-LMs, Section 4.5): TPF over the buffer_size x block_size positions of a whole
-    Block Buffer. `None` for a canvas, whose forwards are no buffer's."""
-    if row.config.get("canvas") is not None:
+    Block Buffer. `None` for a canvas, whose forwards are no buffer's, and where TPF or the sizes are not known."""
+    size = row.config.get("block_size")
+    if row.config.get("canvas") is not None or row.summary.tpf is None or size is None:
         return None
-    return row.summary.tpf / (row.config.get("buffer_size", 1) * row.config["block_size"])
+    return row.summary.tpf / (row.config.get("buffer_size", 1) * size)
 
 
 def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

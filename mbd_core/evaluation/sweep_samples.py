@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 from tqdm import tqdm
 
+from mbd_core.evaluation.endpoint import ENDPOINT_DEFAULT
 from mbd_core.evaluation.rates import GradedSample, SampleCounts
 from mbd_core.evaluation.sample_tables import COUNTS
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_samples
@@ -101,4 +102,5 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
         cut=row["finish_reason"] == "length",
         strict_correct=row["strict_correct"],
         flexible_correct=row["flexible_correct"],
+        is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
     )

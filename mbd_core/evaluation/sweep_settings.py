@@ -16,8 +16,12 @@ from mbd_core.evaluation.sweep_plan import Sweep
 
 def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float) -> dict[str, Any]:
     """The settings by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
+    endpoints = {
+        name: {"url": one.url, "model": one.model, "ours": one.is_ours} for name, one in sweep.endpoints.items()
+    }
     return {
         "models": {name: _model_settings(model_folder(folder)) for name, folder in sweep.models.items()},
+        **({"endpoints": endpoints} if endpoints else {}),
         "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
         "grid": sweep.grid,
         "tasks": {

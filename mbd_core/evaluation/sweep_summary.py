@@ -8,6 +8,8 @@ from typing import Any
 
 from mbd_core.evaluation.accuracy_gaps import accuracy_gaps
 from mbd_core.evaluation.aup_interval import with_intervals
+from mbd_core.evaluation.endpoint import is_endpoint
+from mbd_core.evaluation.endpoint_seconds import endpoint_seconds
 from mbd_core.evaluation.report_files import report_files
 from mbd_core.evaluation.shown_samples import choose_samples
 from mbd_core.evaluation.speed import Speed, speeds
@@ -51,17 +53,17 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     settings = _joined_settings(folders, records)
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
-    times = _times(folders, rows)
-    if any(record.num_cases for record in records) and (untimed := _untimed(rows, times)):
+    times = times_of(folders, rows)
+    if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
         settings = {"not timed": untimed, **settings}
     aups = with_intervals(build_aup(rows), samples)
-    shown = choose_samples(folders)
+    shown, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
-    files = report_files(rows, aups, times, shown, gaps=gaps, labels=labels, settings=settings)
+    files = report_files(rows, aups, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds)
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
 
 
-def _times(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
+def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
     """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
     known: dict[tuple[str, str, str, str], int] = {}
     timed = [
@@ -75,13 +77,15 @@ def _times(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
     return [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
 
 
-def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed]) -> list[str]:
-    """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests."""
+def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]) -> list[str]:
+    """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
+    Those of endpoints are never timed."""
+    asked = {name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)}
     timed = {ReportKey(speed.model, speed.method, speed.task, speed.config) for speed in times}
     return [
         f"{row.key.model}, {row.key.method} on {row.key.task}: {row.varied or 'the only one'}"
         for row in rows
-        if row.key not in timed
+        if row.key not in timed and row.key.model not in asked
     ]
 
 

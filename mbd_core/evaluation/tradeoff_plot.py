@@ -1,5 +1,6 @@
 """The accuracy-TPF plot: one panel for each task, one curve for each model and method, with error bars.
 
+An endpoint that does not say its forwards is a line at its accuracy.
 The bars are 95 % Wilson intervals of the accuracy and standard errors of the TPF.
 """
 
@@ -21,12 +22,19 @@ def draw_plot(rows: Sequence[ReportRow], path: Path | BinaryIO, *, labels: Mappi
     curves = list(dict.fromkeys((row.key.model, row.key.method) for row in rows))
     for panel, (task, label) in zip(panels, labels.items(), strict=True):
         for number, (model, method) in enumerate(curves):
-            curve = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
-            curve.sort(key=lambda s: s.tpf)
+            found = [r.summary for r in rows if (r.key.model, r.key.method, r.key.task) == (model, method, task)]
+            known = [(s.tpf, s.tpf_stderr or 0.0, s) for s in found if s.tpf is not None]
+            for s in found:
+                if s.tpf is None:
+                    panel.axhline(s.accuracy, color=f"C{number % 10}", linestyle=":", label=f"{model} (no TPF)")
+            if not known:
+                continue
+            known.sort(key=lambda one: one[0])
+            curve = [s for _, _, s in known]
             panel.errorbar(
-                [s.tpf for s in curve],
+                [tpf for tpf, _, _ in known],
                 [s.accuracy for s in curve],
-                xerr=[s.tpf_stderr for s in curve],
+                xerr=[stderr for _, stderr, _ in known],
                 yerr=[[s.accuracy - s.accuracy_low for s in curve], [s.accuracy_high - s.accuracy for s in curve]],
                 marker="osD^vP*X"[number % 8],
                 color=f"C{number % 10}",

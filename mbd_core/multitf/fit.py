@@ -115,6 +115,7 @@ def memory_setting(
         num_workers=num_workers,
         sharding=sharding,
         precision="float32" if wide else "bfloat16",
+        dense=device == "CPU" or recipe.train.attention == "dense",
     )
 
 

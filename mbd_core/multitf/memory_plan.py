@@ -12,7 +12,7 @@ and copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
     activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
                  and one layer's tensors twice, kept and computed anew with their gradients
     logits       of as many labels as go through the head at once
-    mask         who sees whom, a byte a pair of tokens
+    mask         a dense mask's: a byte a pair of tokens
 """
 
 import random
@@ -44,7 +44,10 @@ AUTOCAST_KEEPS = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the plan is for: a model, how it is trained, on samples of how many tokens, by how many workers."""
+    """What the plan is for: a model, how it is trained, on samples of how many tokens, by how many workers.
+
+    `dense`: attention under a dense mask instead of a block mask, which takes next to nothing.
+    """
 
     config: ModelConfig
     states: StateConfig
@@ -53,6 +56,7 @@ class Setting:
     num_workers: int
     sharding: Sharding
     precision: Literal["float32", "bfloat16"]
+    dense: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -104,7 +108,7 @@ def plan_memory(setting: Setting) -> MemoryPlan:
         gathered=_gathered(model, setting),
         activations=setting.samples_at_once * _activations(setting, tokens),
         logits=_logits(setting, setting.samples_at_once * labels),
-        mask=setting.samples_at_once * tokens**2,
+        mask=setting.samples_at_once * tokens**2 if setting.dense else 0,
     )
 
 

@@ -45,7 +45,7 @@ class Workers:
 
     def least(self, number: int) -> int:
         """The least of the workers' numbers."""
-        numbers = torch.tensor(number, device=self.device)
+        numbers = torch.tensor(int(number), device=self.device)  # gloo takes no booleans
         if self.size > 1:
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN)
         return int(numbers)

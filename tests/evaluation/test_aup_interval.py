@@ -1,6 +1,7 @@
 """Intervals of the AUPs: cases that are enumerated by hand, and that every draw is what `aup` computes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ def found(samples: Samples) -> dict[tuple[str, str], AupRow]:
 
 
 def samples_of(
-    curves: dict[str, list[list[tuple[int, bool]]]], task: str = "a"
+    curves: dict[str, list[list[tuple[int, bool | int]]]], task: str = "a"
 ) -> dict[ReportKey, list[GradedSample]]:
     """Of each model the (TPF, whether right) of every problem under every configuration."""
     return {
         ReportKey(model, "MBD", task, json.dumps({"block_size": 4, "tau_m2t": number / 10})): [
-            graded_sample(tokens=10 * tpf, forwards=10, correct=right, problem=f"p{problem}")
+            graded_sample(tokens=10 * tpf, forwards=10, correct=bool(right), problem=f"p{problem}")
             for problem, (tpf, right) in enumerate(config)
         ]
         for model, configs in curves.items()
@@ -67,14 +68,20 @@ def test_two_problems_are_drawn_as_enumerated_by_hand() -> None:
 
 
 def test_y_max_is_drawn_with_the_points_it_weighs() -> None:
-    """Alone, a model is the best of its pool in each draw, also where it is half right: the weight is always 1."""
-    curve = [[(1, True), (1, False)], [(3, True), (3, False)]]
-    alone = found(samples_of({"m": curve}))["m", "a"]
-    assert alone.d3llm_interval == (0, 300) and alone.aup_d3llm == 150
-    beside = found(samples_of({"m": curve, "other": [[(1, True), (1, True)]]}))["m", "a"]
-    half = aup_d3llm([(1, 50), (3, 50)], y_max=100).value
-    assert beside.aup_d3llm == pytest.approx(half) and half < 150
-    assert beside.d3llm_interval == (0, 300), "where it is right alone, nothing is better"
+    """Each problem has two samples, of one both are right, of the other one is: draws have 100, 75 or 50 percent.
+
+    Alone, a model is the best of its pool in each draw, so that the weight is always 1.
+    """
+    samples = {
+        key: [replace(sample, problem=f"p{number // 2}") for number, sample in enumerate(graded)]
+        for key, graded in samples_of({"m": [[(tpf, right) for right in (1, 1, 1, 0)] for tpf in (1, 3)]}).items()
+    }
+    alone = found(samples)["m", "a"]
+    assert alone.aup_d3llm == 225 and alone.d3llm_interval == (150, 300)
+    better = {replace(key, model="other"): graded[:1] * 2 + [graded[2]] * 2 for key, graded in samples.items()}
+    beside = found({**samples, **better})["m", "a"]
+    low = aup_d3llm([(1, 50), (3, 50)], y_max=100).value
+    assert beside.y_max == 100 and beside.d3llm_interval == (round(low, 6), 300)
 
 
 def test_an_interval_holds_its_value_and_shrinks_with_the_problems() -> None:

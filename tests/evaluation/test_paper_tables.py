@@ -131,7 +131,8 @@ def test_the_markdown_has_each_printed_figure_above_ours_and_the_difference() ->
         ["SingleBD (Native)", "difference", "+0.11, inside"],
     ]
     text = "\n".join(lines)
-    assert "Asked here: mbd-lms (MBD-LMs)" in text and "asked there as by --recipe mbd-lms or mbd-lms-sdar" in text
+    assert "Asked here: mbd-lms (MBD-LMs)" in text and "Asked there as by --recipe mbd-lms or mbd-lms-sdar" in text
+    assert "### MBD-LMs, Table 1" in lines
     assert "1 of 10 printed figures are inside our 95 % intervals" in text
     assert "- MBD-LMs, Table 2a:" in text and "- MBD-LMs, Table 1:" not in text
 

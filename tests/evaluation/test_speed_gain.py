@@ -8,9 +8,12 @@ from sweep_rows import report_rows
 from written_sweeps import timed_table
 
 from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed, speeds
 from mbd_core.evaluation.speed_gain import SpeedGain, gain_lines, speed_gains
 from mbd_core.evaluation.sweep_report import ReportKey, token_efficiency
+
+NOTHING_SHOWN = ShownSamples(samples={}, prompts=[], total=0, each=0, left_out=0)
 
 
 def timed(key: ReportKey, *, tpf: float, forward_ms: float, tps: float) -> Speed:
@@ -32,6 +35,8 @@ def test_the_paper_s_own_row_is_predicted_as_the_paper_does() -> None:
     gain = gains[rows[1].key]
     assert (round(gain.tpf_gain, 2), round(gain.latency_cost, 2)) == (1.78, 1.24)
     assert (round(gain.predicted_tps_gain, 2), round(gain.measured_tps_gain, 2)) == (1.44, 1.44)
+    assert gain.measured_tps_gain == pytest.approx(745.92 / 517.16)
+    assert gain.predicted_tps_gain == pytest.approx(6.19 / 3.47 * 7.07 / 8.78)
     lines = gain_lines(gains, {"a": "A"}, {row.key: row.varied for row in rows})
     assert lines[-1] == "| mbd | MBD | A | tau_m2t=0.9 | 1.78x | 1.24x | 1.44x | 1.44x | 1.00 |"
     assert "- A: bd, SingleBD" in lines
@@ -49,8 +54,8 @@ def test_the_baseline_is_the_first_method_s_most_accurate_timed_configuration() 
 def test_the_report_has_the_gain_with_the_times_and_the_token_efficiency_of_each_row() -> None:
     rows = report_rows()
     times = [timed(row.key, tpf=row.summary.tpf, forward_ms=2.0, tps=10.0) for row in rows[:3]]
-    settings = {"labels": {"a": "A", "b": "B"}, "settings": {}}
-    report = json.loads(report_files(rows, [], times, **settings)["report.json"])
+    settings = {"labels": {"a": "A", "b": "B"}, "settings": {}, "gaps": {}}
+    report = json.loads(report_files(rows, [], times, NOTHING_SHOWN, **settings)["report.json"])
     assert [entry["gain"]["tpf_gain"] for entry in report["times"]] == pytest.approx([1, 1, 2])
     assert [row["token_efficiency"] for row in report["rows"][:3]] == pytest.approx([2 / 8, 2 / 8, 4 / 8])
     wide = replace(rows[0], config={**rows[0].config, "buffer_size": 4})

@@ -12,9 +12,9 @@ JOBS = (
     "alignment", "bench_decoders", "bench_engine", "bench_train", "branch_report", "fp8_report", "grade",
     "report_sweep", "trace_report",
 )  # fmt: skip
-# Each is imported where it is used: datasets for a data set of the hub, lm_eval by its backend, peft where a recipe
-# trains an adapter, the others where a GPU is there.
-OPTIONAL = {"datasets", "flash_attn", "flashinfer", "kernels", "lm_eval", "peft", "triton", "vllm"}
+# Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
+# peft where a recipe trains an adapter, the others where a GPU is there.
+OPTIONAL = {"datasets", "flash_attn", "flashinfer", "kernels", "lm_eval", "openai", "peft", "triton", "vllm"}
 
 
 def imported_packages(path: Path) -> set[str]:

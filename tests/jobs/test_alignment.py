@@ -9,14 +9,25 @@ from jobs import alignment
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf.fitted_noise import read_noise
 
-SMALL = ["--limit", "24", "--max-tokens", "32", "--draws", "4", "--bootstrap", "20"]
+ASKED = ["--limit", "24", "--max-tokens", "32"]
+SMALL = ["--draws", "4", "--bootstrap", "20"]
 SCHEDULES = ["--schedules", "chain_uniform,linear@one_group,fitted"]
 
 
 @pytest.fixture(scope="module")
 def report(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alignment") / "out"
-    argv = ["--models", str(tiny_model_dir), "--decoding", '{"tau_m2t": 0.3}', *SMALL, *SCHEDULES, "--out", str(out)]
+    argv = [
+        "--models",
+        str(tiny_model_dir),
+        "--decoding",
+        '{"tau_m2t": 0.3}',
+        *ASKED,
+        *SMALL,
+        *SCHEDULES,
+        "--out",
+        str(out),
+    ]
     assert alignment.main(argv) == 0
     return out
 
@@ -47,7 +58,8 @@ def test_the_traces_alone_give_the_same_report(report: Path, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--models", "a", "--traces", "b"], "and not both"),
+        (["--models", "a", "--traces", "b"], "--models has no meaning with --traces"),
+        (["--limit", "9", "--traces", "b"], "--limit has no meaning with --traces"),
         (["--schedules", "uniform"], "noise-schedule 'uniform' is unknown; known: chain_uniform"),
         (["--schedules", "linear@d2f"], "layout 'd2f' of linear@d2f is unknown"),
         (["--schedules", "fitted@all"], "layout 'all' of fitted@all is unknown"),

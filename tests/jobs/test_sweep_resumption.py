@@ -6,73 +6,21 @@ The stages run one after the other in this process; `tests/ray/test_eval_sweep.p
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-import ray
-import ray.data
+from sweep_cluster import Cluster, put_in_place
 
-from actors import evaluation, timing
-from actors.evaluation import DecodeActor, EnginePool, grade_part, pack, unpack
-from actors.timing import TimingActor
 from cluster import local
-from cluster.topology import Topology
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as join
-from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.sweep_folder import read_report, read_samples
-from mbd_core.evaluation.sweep_parts import Part
-from mbd_core.evaluation.sweep_plan import Sweep
-from mbd_core.evaluation.timed_cases import TimedCase
-
-
-class Cluster:
-    """In the place of a Ray cluster: one engine, and a fault after `fails_after` parts."""
-
-    def __init__(self) -> None:
-        self.parts: list[int] = []
-        self.fails_after: int | None = None
-        self.cases: list[int] = []
-        self.refuses_to_time = self.times_fail = False
-
-    def plan_pool(self, sweep: Sweep, *, num_engines: int) -> EnginePool:
-        return EnginePool(engine=sweep.engine, topology=Topology(processes=num_engines), cluster_cpus=2)
-
-    def run_parts(self, parts: Sequence[Part], sweep: Sweep, pool: EnginePool, **_: Any) -> Iterator[Any]:
-        actor = DecodeActor(sweep.models, pool.engine)
-        for number, part in enumerate(reversed(parts)):
-            if number == self.fails_after:
-                raise ray.exceptions.RayError("a node is gone")
-            self.parts.append(part.number)
-            yield unpack(grade_part(actor(pack(part.number, part.table()))))
-
-    def time_cases(
-        self, cases: Sequence[TimedCase], sweep: Sweep, pool: EnginePool, *, concurrency: int, **_: Any
-    ) -> Iterator[Any]:
-        actor = TimingActor(sweep.models, pool.engine, tensor_parallel=1, concurrency=concurrency)
-        for case in cases:
-            if self.refuses_to_time:
-                raise ModelRefused("no KV page")
-            self.cases.append(case.number)
-            table = actor.time(case)
-            if self.times_fail:
-                table = pa.Table.from_pylist(
-                    [{**table.to_pylist()[0], "error": "RuntimeError: broken"}], schema=table.schema
-                )
-            yield case.number, table
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster()
-    monkeypatch.setattr(local, "connect", lambda **_: False)
-    monkeypatch.setattr(evaluation, "plan_pool", cluster.plan_pool)
-    monkeypatch.setattr(evaluation, "run_parts", cluster.run_parts)
-    monkeypatch.setattr(timing, "time_cases", cluster.time_cases)
-    return cluster
+    return put_in_place(monkeypatch)
 
 
 def command(model: Path, out: Path | str, *more: str) -> list[str]:
@@ -131,6 +79,20 @@ def test_the_same_command_computes_only_what_is_missing(
     samples = [row["sample"] for index in (1, 2) for row in read_samples(tmp_path / f"shard-{index}")]
     assert sorted(samples) == list(range(6)), "shards are cut alike, with however many actors"
     assert join([str(tmp_path / "shard-1"), str(tmp_path / "shard-2"), "--out", str(tmp_path / "joined")]) == 0
+
+
+def test_the_best_point_is_written_and_the_same_command_is_still_the_same_sweep(
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = Path(shutil.copytree(tiny_model_dir, tmp_path / "model")), tmp_path / "out"
+    asked = command(model, out, "--grid", "tau_m2t=0.2,0.4", "--write-best", "knee")
+    assert main(asked) == 0
+    assert "The best by knee of model's 2 configurations: SingleBD" in capsys.readouterr().out
+    generation = json.loads((model / "generation_config.json").read_text())
+    assert generation["tau_m2t"] in (0.2, 0.4) and generation["buffer_size"] == 1
+    computed = len(cluster.parts)
+    assert main(asked) == 0 and len(cluster.parts) == computed
+    assert json.loads((model / "generation_config.json").read_text()) == generation
 
 
 def test_what_cannot_be_timed_withholds_no_report(

@@ -98,6 +98,13 @@ def test_a_job_finds_room_on_the_nodes_that_it_begins_with(overlay: str) -> None
     topology.check(nodes([*node_groups(job)], least=True), spare_cpus=1)
 
 
+@pytest.mark.parametrize("overlay", JOBS)
+def test_only_a_job_that_goes_on_where_it_was_starts_again(overlay: str) -> None:
+    (job,) = [o for o in render(overlay) if o["kind"] == "RayJob"]
+    assert (job["spec"]["backoffLimit"] > 0) is overlay.endswith("/sweep")
+    assert "--overwrite" not in job["spec"]["entrypoint"], "it would begin anew"
+
+
 @pytest.mark.parametrize("overlay", [name for name in JOBS if name.startswith("gpu")])  # one base for all
 def test_a_job_runs_a_command_that_there_is(overlay: str) -> None:
     (job,) = [o for o in render(overlay) if o["kind"] == "RayJob"]

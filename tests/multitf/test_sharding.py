@@ -103,6 +103,10 @@ def test_sharded_weights_train_as_replicated_ones_and_as_one_worker(
     assert together[f"{optimizer}-sharded-norms"] == pytest.approx(together[f"{optimizer}-replicated-norms"], rel=1e-3)
 
 
+def test_the_workers_agree(together: dict[str, Any]) -> None:
+    assert (together["least"], together["precision"]) == (6, "float32")
+
+
 def test_experts_are_sharded_too(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
     assert together["experts"] == pytest.approx(alone["experts"], rel=CLOSE["muon"])
 

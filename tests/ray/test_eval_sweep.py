@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from planned_samples import planned_samples
+from scripted_endpoint import ANSWER, ScriptedEndpoint
 
 from actors import evaluation
 from actors.evaluation import DecodeActor, plan_pool
@@ -308,6 +309,18 @@ def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(
         assert sentence in error
         assert len(error.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_an_endpoint_is_asked_by_the_job_and_graded_on_the_cluster(ray_cluster: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ScriptedEndpoint() as server:
+        command = ["--endpoint", f"other={server.url}", "--tasks", "gsm-mini", "--limit", "40", "--max-tokens", "8"]
+        assert main([*command, "--max-rows", "4", "--out", str(out)]) == 0
+        assert len(server.bodies) == 40
+    samples = list(read_samples(out))
+    assert Counter(row["sample"] for row in samples) == Counter(range(40))
+    assert {row["text"] for row in samples} == {ANSWER} and all(row["reason"] for row in samples)
+    assert (read_report(out)["rows"][0]["tpf"], read_report(out)["times"]) == (None, [])
 
 
 def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_cluster: Any, tiny_model_dir: Path) -> None:

@@ -58,7 +58,7 @@ def trained(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder
 
 def compare(workers: Workers, out: Path) -> dict[str, Any]:
     """Replicated and sharded weights, for both optimizers; and what else two workers must do."""
-    base, found = out / "model", {}
+    base, found = out / "model", {"least": workers.least(7 - workers.rank), "precision": workers.precision("float32")}
     for optimizer in ("adamw", "muon"):
         for sharding in ("replicated", "sharded"):
             recipe = recipe_on(base, optimizer=optimizer)

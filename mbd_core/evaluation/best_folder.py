@@ -1,0 +1,69 @@
+"""The best swept configuration in a model folder's `generation_config.json`, where engine and endpoint take it from.
+
+What the file holds besides decoding fields stays. The decoding fields that it had lie under `chosen_decoding` beside a
+record of the choice, so that a sweep of the folder goes on from what its author recommends and means the same methods
+after the choice as before.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
+from mbd_core.checkpoint.folder import METHOD_FIELDS
+from mbd_core.checkpoint.shipped import SHIPPED
+from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config, from_fields
+from mbd_core.decoding.speed_front import read_front
+from mbd_core.evaluation.best_point import BestPoint, decoding_fields
+from mbd_core.files import check_writable, write_json
+
+FILE = "generation_config.json"
+KEY = "chosen_decoding"
+
+
+def check_best_folder(folder: Path) -> None:
+    """Raise `ValueError` if a choice cannot be written into a model folder."""
+    if folder.resolve().is_relative_to(SHIPPED):
+        raise ValueError(
+            f"--write-best cannot write into {folder.name}, a shipped model that belongs to the package; copy its "
+            f"folder ({folder}) and sweep the copy"
+        )
+    file = folder / FILE
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"--write-best: {file} cannot be written: it is read-only")
+    check_writable(folder, file)
+
+
+def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """A `generation_config.json` as it was before any choice."""
+    chosen = generation.get(KEY)
+    if chosen is None:
+        return dict(generation)
+    if not isinstance(chosen, Mapping) or not isinstance(chosen.get("replaced"), Mapping):
+        raise ValueError(f"{FILE}: {KEY} must be an object with the fields that it 'replaced'; --write-best writes it")
+    kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != KEY}
+    return kept | dict(chosen["replaced"])
+
+
+def write_best(folder: Path, point: BestPoint) -> None:
+    """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
+    before = author_defaults(load_generation_defaults(folder))
+    config = decoding_fields(point.best.config)
+    is_canvas = "canvas" in config
+    chosen = {
+        name: value
+        for name, value in config.items()
+        if name in METHOD_FIELDS and (name in CANVAS_FIELDS if is_canvas else name != "canvas")
+    }
+    changed = {name: value for name, value in before.items() if name not in METHOD_FIELDS} | chosen
+    changed[KEY] = {**point.record, "replaced": {name: before[name] for name in before if name in METHOD_FIELDS}}
+    block_size = before.get("block_size", load_config(folder).block_size)
+    try:
+        found = decoding_config(changed, {}, block_size=block_size)
+        if found != from_fields(DecodingConfig, point.best.config):
+            raise ValueError(f"block_size={point.best.config['block_size']} is not the model's {block_size}")
+        read_front(changed, block_size=block_size)
+    except ValueError as error:
+        raise ValueError(f"the chosen decoding does not fit {folder}: {error}") from None
+    write_json(folder / FILE, changed)

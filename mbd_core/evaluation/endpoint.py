@@ -1,0 +1,202 @@
+"""An OpenAI endpoint as a sweep's model: how it is named, what it says of itself, and whether it answers at all.
+
+An endpoint of this project takes decoding fields in a request and says with each answer how many forwards it took. Of
+any other one a sweep knows texts, tokens and seconds, and asks it with `ENDPOINT_DEFAULT` alone.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.chat import ChatCompletion
+
+ENDPOINT_DEFAULT = "endpoint-default"  # the method of an endpoint that decodes as it likes
+SECONDS = 600.0  # of a request
+RETRIES = 8  # the client waits as long as Retry-After says, else 0.5 s to 8 s, twice as long each time
+MARK = "mbd"  # the field in which an endpoint of this project answers with its counts
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointAddress:
+    """Where an endpoint is asked, and under which name it stands in the report. A key is no part of it."""
+
+    name: str
+    url: str
+    model: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> "EndpointAddress":
+        """`NAME=URL[#MODEL]`; `ValueError` says what is wrong."""
+        name, equals, address = text.partition("=")
+        url, _, model = address.strip().partition("#")
+        parts = urlsplit(url)
+        if not (equals and NAME.fullmatch(name.strip()) and parts.scheme in ("http", "https") and parts.hostname):
+            shown = text if "@" not in text else name
+            raise ValueError(
+                f"--endpoint {shown} must be NAME=http://HOST:PORT/v1, with #MODEL where it serves several"
+            )
+        if parts.username or parts.password or parts.query:
+            raise ValueError(
+                f"--endpoint {name} has a user, a password or a query in its URL, which would stand in the report; "
+                f"name the environment variable that holds its key: --endpoint-key {name}=VARIABLE"
+            )
+        return cls(name=name.strip(), url=url.rstrip("/"), model=model.strip() or None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """An endpoint that has answered.
+
+    positions  the tokens of a prompt and its answer, at most; `None` where it does not say
+    defaults   of an endpoint of this project, the decoding of a request that asks for nothing; `None`: it is another's
+    slots      of an endpoint of this project, the largest buffer_size that it takes
+    """
+
+    name: str
+    url: str
+    model: str
+    positions: int | None = None
+    defaults: Mapping[str, Any] | None = field(default=None, hash=False)
+    slots: int | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.defaults is not None
+
+    @property
+    def identity(self) -> str:
+        """What a sweep's record has in the place of a model's digest."""
+        return f"endpoint {self.url}#{self.model}"
+
+
+def is_endpoint(digest: str) -> bool:
+    """Whether a sweep's record names an endpoint where it has the digests of models."""
+    return digest.startswith("endpoint ")
+
+
+def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
+    """The keys of endpoints from `NAME=VARIABLE`; no error says what was given in the place of a variable's name."""
+    keys: dict[str, str] = {}
+    known = list(names)
+    for option in options:
+        name, equals, variable = option.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"--endpoint-key must be NAME=VARIABLE, with a NAME of --endpoint: {', '.join(known)}")
+        if name in keys:
+            raise ValueError(f"--endpoint-key gives endpoint '{name}' two keys; give one")
+        if not os.environ.get(variable):
+            raise ValueError(
+                f"--endpoint-key {name}=... must name an environment variable that is set and holds the key, not be it"
+            )
+        keys[name] = os.environ[variable]
+    return keys
+
+
+def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.OpenAI":
+    """OpenAI's client; `ValueError` if its package is not installed. Nothing of the environment counts: a key that is
+    meant for another endpoint is not sent to this one."""
+    try:
+        import openai
+    except ImportError:
+        raise ValueError("--endpoint needs the package openai (pip install 'mbd-cluster[endpoint]')") from None
+    unset: dict[str, Any] = {"OpenAI-Organization": openai.omit, "OpenAI-Project": openai.omit}
+    return openai.OpenAI(
+        base_url=url, api_key=key or "none", default_headers=unset, max_retries=retries, timeout=SECONDS
+    )
+
+
+def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
+    """Ask an endpoint for its models, and for one token; `ValueError`, one sentence, if it does not answer so."""
+    import openai
+
+    client, place = client_of(address.url, key, retries=1), f"endpoint '{address.name}' at {address.url}"
+    try:
+        served, positions = _served(client)
+        model = address.model or (served[0] if len(served) == 1 else None)
+        if model is None:
+            raise ValueError(
+                f"{place} serves {', '.join(served) or 'no model that it names'}; name one: {address.url}#MODEL"
+            )
+        if served and model not in served:
+            raise ValueError(f"{place} serves no '{model}'; it serves {', '.join(served)}")
+        answer = _ask_a_token(client, model)
+        found = Endpoint(name=address.name, url=address.url, model=model, positions=positions.get(model))
+        return _ours(client, found) if MARK in (answer.model_extra or {}) else found
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        given = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
+        raise ValueError(f"{place} {given} ({error.status_code})") from None
+    except openai.APIStatusError as error:
+        raise ValueError(f"{place} answers {error.status_code}: {said(error)}; check URL and model") from None
+    except openai.APIConnectionError as error:
+        raise ValueError(f"{place} cannot be reached: {error.__cause__ or error}; check host and port") from None
+    except (openai.OpenAIError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{place} does not answer as an OpenAI endpoint does ({type(error).__name__})") from None
+    finally:
+        client.close()
+
+
+def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[str, Any]]) -> None:
+    """Ask an endpoint of this project for a token with each configuration; `ValueError` with what it says of one that
+    it cannot honour. A canvas is left out: it is filled as a whole."""
+    import openai
+
+    client = client_of(endpoint.url, key, retries=1)
+    try:
+        for config in configs:
+            fields = {name: value for name, value in config.items() if value is not None}
+            if fields and "canvas" not in fields:
+                _ask_a_token(client, endpoint.model, extra_body={"decoding": fields})
+    except openai.APIStatusError as error:
+        raise ValueError(f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}: {said(error)}") from None
+    except openai.APIConnectionError as error:
+        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {error.__cause__ or error}") from None
+    finally:
+        client.close()
+
+
+def _ask_a_token(client: "openai.OpenAI", model: str, **more: Any) -> "ChatCompletion":
+    return client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1, **more
+    )
+
+
+def _served(client: "openai.OpenAI") -> tuple[list[str], dict[str, int]]:
+    """The models that it names, none where it has no such route, and their positions where it says so."""
+    import openai
+
+    try:
+        models = client.models.list().data
+    except openai.NotFoundError:
+        return [], {}
+    said_of = {model.id: (model.model_extra or {}).get("max_model_len") for model in models}
+    return list(said_of), {name: length for name, length in said_of.items() if isinstance(length, int)}
+
+
+def _ours(client: "openai.OpenAI", found: Endpoint) -> Endpoint:
+    """What an endpoint of this project says of the model beside OpenAI's routes, which lie under `/v1`."""
+    root = found.url.removesuffix("/v1")
+    health = client.get(f"{root}/health", cast_to=object)
+    (state,) = (model["replicas"][0] for model in health["models"] if model["name"] == found.model)  # type: ignore[index]
+    counted = client.post(f"{root}/tokenize", body={"model": found.model, "prompt": "1"}, cast_to=object)
+    return Endpoint(
+        name=found.name,
+        url=found.url,
+        model=found.model,
+        positions=counted["max_model_len"],  # type: ignore[index]
+        defaults={name: value for name, value in state["defaults"].items() if value is not None},
+        slots=state["engine"]["buffer_size"],
+    )
+
+
+def said(error: "openai.APIStatusError") -> str:
+    """What an endpoint says of an error, on one line."""
+    body = error.body if isinstance(error.body, Mapping) else {}
+    text = body.get("message") or error.message
+    return " ".join(str(text).split())[:300]

@@ -1,0 +1,65 @@
+"""The choice of each model's best configuration from the rows of its sweep, and where it is to be written."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mbd_core.evaluation.best_folder import check_best_folder
+from mbd_core.evaluation.best_point import BestPoint, By, check_halves, choose_best
+from mbd_core.evaluation.model_digest import model_digest
+from mbd_core.evaluation.sweep_folder import read_record
+from mbd_core.evaluation.sweep_parts import Shard
+from mbd_core.evaluation.sweep_plan import Sweep
+from mbd_core.evaluation.sweep_report import build_rows
+from mbd_core.evaluation.sweep_samples import load_samples
+from mbd_core.evaluation.sweep_summary import summarize_sweeps, times_of
+from mbd_core.evaluation.timed_cases import Timing
+
+
+def check_choice(sweep: Sweep, by: By, *, folders: Mapping[str, Path | None], shard: Shard, timing: Timing) -> None:
+    """Raise `ValueError` if the best configurations of a sweep that is yet to run could not be chosen or written.
+
+    `folders` has each model's own folder; `None` for one that lies elsewhere, as at a URL.
+    """
+    for name, folder in folders.items():
+        if folder is None:
+            raise ValueError(
+                f"--write-best cannot write into model '{name}', whose folder is not on this machine; sweep a folder"
+            )
+        check_best_folder(folder)
+    if shard.count > 1:
+        raise ValueError(
+            f"--write-best needs all of a sweep, and --shard {shard} computes a part; join the shards with "
+            "jobs/report_sweep.py --write-best"
+        )
+    if by == "tps" and not timing.problems:
+        raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")
+    check_halves({one.task.name: [problem.problem_id for problem in one.problems] for one in sweep.problem_sets})
+
+
+def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:
+    """Which of the sweeps' models each model folder holds, by its files; `ValueError` for one that holds none of them,
+    or that cannot be written."""
+    digests = {name: digest for folder in folders for name, digest in read_record(folder).plan["models"].items()}
+    targets: dict[str, Path] = {}
+    for model_folder in model_folders:
+        check_best_folder(model_folder)
+        digest = model_digest(model_folder)
+        name = next((name for name, known in digests.items() if known == digest), None)
+        if name is None:
+            raise ValueError(
+                f"{model_folder} holds none of the sweep's models, {', '.join(digests)}: its files differ"
+            )
+        targets[name] = model_folder
+    return targets
+
+
+def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[BestPoint]:
+    """The best configuration of each model in the sweeps; `ValueError` for sweeps that are not finished, and as
+    `choose_best`."""
+    summary = summarize_sweeps(folders)
+    there, planned = summary.num_samples, summary.num_planned
+    if there < planned:
+        raise ValueError(f"--write-best needs a finished sweep, and {there} of {planned} samples are there")
+    samples = load_samples(folders)
+    times = times_of(folders, build_rows(samples))
+    return [choose_best(samples, times, model=model, by=by) for model in models]

@@ -1,0 +1,169 @@
+"""A sweep's best configuration in a model folder, by the command that a user runs, from rows alone."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from full_attention_folder import make_folder
+from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
+
+from jobs import report_sweep
+from jobs.eval_sweep import main as eval_main
+from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
+from mbd_core.decoding.canvas_config import Canvas
+from mbd_core.decoding.decoding_config import T2T, DecodingConfig, decoding_config
+from mbd_core.evaluation.best_folder import FILE, KEY, author_defaults
+from mbd_core.evaluation.model_digest import model_digest
+from mbd_core.evaluation.sweep_folder import SweepFolder
+from mbd_core.evaluation.sweep_parts import cut
+from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+from mbd_core.serving.load import load_engine
+
+BEST = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.6, t2t=T2T(tau=0.4))
+WORSE = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=0.9)
+
+
+@pytest.fixture
+def folder(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A model folder as the hub's cache has it: its files are links, with the settings of other libraries."""
+    place = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    generation = json.loads((place / FILE).read_text())
+    (tmp_path / "blob").write_text(json.dumps({**generation, "do_sample": False, "tau_stable": None, "tau_semi": 0.5}))
+    (place / FILE).unlink()
+    (place / FILE).symlink_to(tmp_path / "blob")
+    return place
+
+
+def write_sweep(
+    path: Path, model: Path, configs: Sequence[DecodingConfig], *, timed: Sequence[int] = (), parts_missing: int = 0
+) -> str:
+    """A sweep of a model whose first configuration is right on all problems, and the others on every other one."""
+    texts = [json.dumps(asdict(config)) for config in configs]
+    rows = [
+        {**row, "config": text, "sample": 2 * row["sample"] + number}
+        for row in planned_rows(tasks=("a",), problems=12)[::2]
+        for number, text in enumerate(texts)
+    ]
+    plan = {"models": {"m": model_digest(model)}, "configurations": {"m": [["MBD", text] for text in texts]}}
+    parts = cut(rows, rows_per_part=8)
+    with SweepFolder.claim(path, sweep_record(rows, parts, num_cases=len(timed), **plan)) as there:
+        for part in parts[: len(parts) - parts_missing]:
+            table = graded_table(part).to_pylist()
+            right = [row["config"] == texts[0] or int(row["problem_id"][2:]) % 2 == 0 for row in table]
+            column = graded_table(part).schema.get_field_index("correct")
+            there.write_part(part.number, graded_table(part).set_column(column, "correct", [right]))
+        for number in timed:
+            there.write_case(number, timed_table(rows[number]))
+    return str(path)
+
+
+def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, before = write_sweep(tmp_path / "sweep", folder, [BEST, WORSE]), json.loads((folder / FILE).read_text())
+    planned = plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).variants
+    assert report_sweep.main([sweep, "--write-best", "accuracy", "--folder", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "The best by accuracy of m's 2 configurations: MBD" in printed and f"default of {folder / FILE}" in printed
+    after = json.loads((folder / FILE).read_text())
+    others = {name: value for name, value in before.items() if name not in METHOD_FIELDS}
+    assert {name: after[name] for name in others} == others and others["do_sample"] is False
+    assert after[KEY]["tasks"]["a"]["accuracy"] == 100 and "on the other" in printed
+    with load_engine(folder, plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).engine) as it:
+        assert it.decoding({}) == BEST
+        assert it.decoding({"tau_m2t": 0.3}) == DecodingConfig(**{**vars(BEST), "tau_m2t": 0.3})
+    assert json.loads((tmp_path / "blob").read_text()) == before, "the cache's blob is not ours"
+    assert plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).variants == planned
+    assert not [path.name for path in folder.iterdir() if "partial" in path.name]
+
+    other = write_sweep(tmp_path / "other", folder, [WORSE, BEST])
+    assert report_sweep.main([other, "--write-best", "accuracy", "--folder", str(folder)]) == 0
+    last = json.loads((folder / FILE).read_text())
+    assert decoding_config(last, {}, block_size=4) == WORSE, "what the first choice set is gone"
+    assert "t2t" not in last and author_defaults(last) == before
+
+
+def test_a_canvas_model_decodes_as_chosen_and_is_swept_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model_dir: Path
+) -> None:
+    tokenizer = read_folder(tiny_model_dir).tokenizer
+    folder = make_folder("llada", tmp_path / "llada", tokenizer)
+    size = read_folder(folder).config.block_size
+    options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1, methods=["llada", "d2f"])
+    planned = plan_sweep(options).variants
+    blocks = DecodingConfig(block_size=size, buffer_size=2, prompt_attention="full", tau_m2t=0.7)
+    canvas = DecodingConfig(block_size=size, canvas=Canvas())
+    for number, best in enumerate((blocks, canvas)):
+        sweep = write_sweep(tmp_path / str(number), folder, [best])
+        assert report_sweep.main([sweep, "--write-best", "knee", "--folder", str(folder)]) == 0
+        assert decoding_config(read_folder(folder).defaults, {}, block_size=size) == best
+        assert plan_sweep(options).variants == planned
+
+
+def test_tps_is_of_timed_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--write-best", "tps", "--folder", str(folder)]
+    assert report_sweep.main([write_sweep(tmp_path / "sweep", folder, [BEST, WORSE], timed=(0, 1)), *arguments]) == 0
+    assert "2 configurations, 2 of them timed" in capsys.readouterr().out
+    assert report_sweep.main([write_sweep(tmp_path / "untimed", folder, [BEST, WORSE]), *arguments]) == 2
+    assert "--write-best tps needs timed runs" in capsys.readouterr().err
+
+
+def test_what_cannot_be_chosen_or_written_is_one_sentence_and_changes_nothing(
+    folder: Path,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sweep, before = write_sweep(tmp_path / "sweep", folder, [BEST]), (folder / FILE).read_text()
+    unfinished = write_sweep(tmp_path / "unfinished", folder, [BEST], parts_missing=1)
+    foreign = Path(shutil.copytree(tiny_model_dir, tmp_path / "foreign"))
+    (foreign / "more.json").write_text("{}")
+
+    def refused(*arguments: Any, sentence: str) -> None:
+        assert report_sweep.main([str(one) for one in arguments]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error and len(error.splitlines()) == 1
+
+    by = ("--write-best", "accuracy")
+    refused(sweep, *by, sentence="needs the folder of a model of the sweep: --folder DIR")
+    refused(sweep, "--folder", folder, sentence="--folder says where --write-best writes")
+    refused(sweep, *by, "--folder", foreign, sentence="holds none of the sweep's models, m: its files differ")
+    refused(
+        sweep, *by, "--folder", "tiny-mbd", sentence="a shipped model that belongs to the package; copy its folder"
+    )
+    refused(unfinished, *by, "--folder", folder, sentence="needs a finished sweep, and 8 of 12 samples are there")
+    refused(sweep, *by, "--folder", tmp_path / "none", sentence="unknown model")
+
+    def denied(**_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    refused(sweep, *by, "--folder", folder, sentence=f"{folder / FILE} cannot be written")
+    assert (folder / FILE).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"--models": "tiny-mbd"}, "tiny-mbd, a shipped model that belongs to the package"),
+        ({"--write-best": "tps", "--timed": "0"}, "tps needs timed runs, and --timed 0 leaves them out"),
+        ({"--shard": "1/2"}, "--shard 1/2 computes a part; join the shards"),
+        ({"--limit": "1"}, "the 1 of gsm-mini are all in one half"),
+        ({"--write-best": "speed"}, "Invalid value for '--write-best'"),
+    ],
+)
+def test_a_sweep_that_could_not_be_chosen_from_does_not_begin(
+    change: dict[str, str], sentence: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"--models": str(folder), "--tasks": "gsm-mini", "--limit": "8", "--out": str(tmp_path / "out")}
+    options |= {"--write-best": "accuracy", **change}
+    assert eval_main([part for option in options.items() for part in option]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
