@@ -58,6 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.
 ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
+# Files whose tests share what takes processes of its own to make.
+WHOLE_FILES = ("tests/multitf/test_sharding.py",)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,8 +69,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            room = nodeid.removeprefix("tests/").partition("/")[0]
-            return "in turn" if room in ONE_BY_ONE else nodeid
+            file = nodeid.partition("::")[0]
+            room = file.removeprefix("tests/").partition("/")[0]
+            if room in ONE_BY_ONE:
+                return "in turn"
+            return file if file in WHOLE_FILES else nodeid
 
     return InTurn(config, log)
 
