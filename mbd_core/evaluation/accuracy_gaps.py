@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mbd_core.evaluation.markdown_sections import one_line, table_line
 from mbd_core.evaluation.rates import GradedSample
 from mbd_core.evaluation.statistics import mean_and_interval, sign_test
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, best_row
@@ -101,7 +102,7 @@ def gap_lines(
     lines = ["## Differences in accuracy", "", DEFINITIONS, ""]
     baselines = {labels[gap.baseline.task]: gap.baseline for gap in gaps.values()}
     lines += [
-        f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}"
+        one_line(f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}")
         for label, key in baselines.items()
     ]
     lines += ["", "| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
@@ -112,5 +113,5 @@ def gap_lines(
             f"{gap.difference:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]",
             f"{gap.p_value:.3f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_line(cells))
     return [*lines, ""]

@@ -36,7 +36,7 @@ def check_best_folder(folder: Path) -> None:
 
 
 def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited after the choice."""
+    """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
     chosen = generation.get(KEY)
     if chosen is None:
         return dict(generation)
@@ -49,7 +49,7 @@ def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_edited(generation: Mapping[str, Any]) -> bool:
-    """Whether decoding fields differ from those that a choice wrote; `False` for a choice that does not record them."""
+    """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
     chosen = generation.get(KEY)
     written = chosen.get("written") if isinstance(chosen, Mapping) else None
     return written is not None and written != {n: value for n, value in generation.items() if n in METHOD_FIELDS}

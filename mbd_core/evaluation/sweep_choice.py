@@ -51,7 +51,7 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
             )
         if name in targets:
             raise ValueError(
-                f"--folder {targets[name]} and --folder {model_folder} hold equal files, both those of model '{name}'; "
+                f"--folder {targets[name]} and --folder {model_folder} hold equal files, those of model '{name}'; "
                 "give one of them"
             )
         targets[name] = model_folder
