@@ -29,7 +29,8 @@ AUP_CAPTION = (
     "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
     "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
     "the first point; no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
-    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw."
+    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw. "
+    "A single problem has none, and where no answer differs a bootstrap has no width, which is no certainty."
 )
 
 JSON_KEEPS = "\x85\u2028\u2029"  # ends of lines that JSON leaves as they are
