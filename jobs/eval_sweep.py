@@ -26,7 +26,9 @@ from jobs.command_line import (
 from jobs.sweep_subjects import EndpointKeys, Endpoints, Models, Subjects
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from jobs.write_best import WriteBest, written_best
+from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.best_folder import edit_notes
 from mbd_core.evaluation.best_point import By
 from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.endpoint_stage import EndpointStage
@@ -175,9 +177,10 @@ def run(
         engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
         tensor_parallel=tensor_parallel,
     )
-    work = cut_sweep(
-        plan_sweep(options), shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency)
-    )
+    sweep = plan_sweep(options)
+    edits = edit_notes({name: model_folder(model) for name, model in sweep.models.items()})
+    sweep = replace(sweep, notes=[*sweep.notes, *edits])
+    work = cut_sweep(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
     run_work(place, work, subjects, num_actors=actors, write_best=write_best, overwrite=overwrite)
 
 

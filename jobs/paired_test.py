@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jobs.command_line import DATA, DECODING, MODEL, command
-from mbd_core.evaluation.paired_answers import load_answers, pair_answers
+from mbd_core.evaluation.paired_answers import Difference, load_answers, pair_answers
 
 
 def run(
@@ -27,7 +27,8 @@ def run(
     out/seed-0 out/seed-1 out/tf-0 out/tf-1
 
     The answers are matched by seed and problem, so both models are swept with the same seeds. A difference is the
-    first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems.
+    first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
+    problem under several seeds count together.
     """
     sides = (
         load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)
@@ -36,13 +37,17 @@ def run(
     pairs = pair_answers(*sides)
     print(f"{pairs.num_problems} problems; only {first} right: {pairs.first_only}, only {second}: {pairs.second_only}")
     print(f"sign test, two-sided: p = {pairs.p_value:.3f}")
-    print(f"accuracy: {pairs.accuracy.mean:+.2f} [{pairs.accuracy.low:+.2f}, {pairs.accuracy.high:+.2f}] points")
+    print(f"accuracy: {difference_text(pairs.accuracy, '+.2f')} points")
     for name, difference in (("TPF", pairs.tpf), ("NFE", pairs.nfe)):
         if difference is not None:
-            print(
-                f"{name}: {difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], over the "
-                f"{pairs.num_decoded} problems that both decoded"
-            )
+            text = difference_text(difference, "+.3f")
+            print(f"{name}: {text}, over the {pairs.num_decoded} answers that both decoded")
+
+
+def difference_text(difference: Difference, form: str) -> str:
+    """The mean with its interval, if it has one."""
+    interval = difference.interval and f" [{difference.interval[0]:{form}}, {difference.interval[1]:{form}}]"
+    return f"{difference.mean:{form}}{interval or ''}"
 
 
 main = command(run)

@@ -4,31 +4,37 @@ Two accuracies on the same problems are not independent, so their own intervals 
 both are right on the easy problems and wrong on the hard ones. Drawing problems, with both answers, keeps that.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mbd_core.evaluation.markdown_sections import one_line, table_line
 from mbd_core.evaluation.rates import GradedSample
-from mbd_core.evaluation.statistics import mean_and_interval, sign_test
+from mbd_core.evaluation.statistics import mean_and_interval, sign_test, wins_and_losses
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, best_row
 
 HEADS = ("Model", "Method", "Task", "Config", "Problems", "Only it", "Only the baseline", "Difference [95 %]", "p")
 DEFINITIONS = (
     "Difference: accuracy minus that of the task's baseline on the same problems, in percentage points, with "
-    "percentiles of 2,000 draws of problems (paired bootstrap). Only it, only the baseline: problems on which one of "
-    "the two alone is right; p: two-sided sign test of these counts, for each row by itself. With many rows some "
-    "differences are clear by chance. The baseline is the most accurate configuration of the report's first model and "
-    "method, chosen on these samples, which biases differences from it downwards:"
+    "percentiles of 2,000 draws of problems (paired bootstrap), all seeds of a problem together. A single problem "
+    "has none; where no answer differs a bootstrap has no width, which is no certainty. Only it, only the baseline: "
+    "problems on which one of the two alone is right (of several seeds, on more of them); p: two-sided sign test of "
+    "these counts, for each row by itself. With many rows some differences are clear by chance. The baseline is the "
+    "most accurate configuration of the report's first model and method, chosen on these samples, which biases "
+    "differences from it downwards:"
 )
+Answers = Mapping[tuple[str, int, int], bool]  # by problem, seed and number
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyGap:
     """A configuration's accuracy minus its baseline's on the same problems, in percentage points.
 
-    num_problems        problems that both have
-    only_it, only_base  those on which one of the two alone is right
+    num_problems        problems that both have under the same seed
+    only_it, only_base  those on which one of the two alone is right, or under more seeds
+    low, high           `None` of a single problem
     """
 
     baseline: ReportKey
@@ -36,8 +42,8 @@ class AccuracyGap:
     only_it: int
     only_base: int
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p_value: float
 
 
@@ -61,28 +67,29 @@ def _method(row: ReportRow) -> tuple[str, str]:
     return row.key.model, row.key.method
 
 
-def _answers(samples: Sequence[GradedSample]) -> dict[tuple[str, int], bool]:
-    """Whether each problem is right; one that was asked with several seeds counts once a seed, in their order."""
-    answers: dict[tuple[str, int], bool] = {}
-    counts: dict[str, int] = {}
+def _answers(samples: Sequence[GradedSample]) -> Answers:
+    """Whether each problem is right under each seed; samples that agree in both count in their order."""
+    answers: dict[tuple[str, int, int], bool] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     for sample in samples:
-        number = counts[sample.problem] = counts.get(sample.problem, -1) + 1
-        answers[sample.problem, number] = sample.correct
+        asked = (sample.problem, sample.seed)
+        answers[*asked, counts[asked]] = sample.correct
+        counts[asked] += 1
     return answers
 
 
-def _gap(
-    baseline: ReportKey, base: Mapping[tuple[str, int], bool], own: Mapping[tuple[str, int], bool]
-) -> AccuracyGap | None:
+def _gap(baseline: ReportKey, base: Answers, own: Answers) -> AccuracyGap | None:
     shared = sorted(base.keys() & own.keys())
     if not shared:
         return None
-    only_it = sum(own[key] and not base[key] for key in shared)
-    only_base = sum(base[key] and not own[key] for key in shared)
-    difference, low, high = mean_and_interval(np.array([100.0 * (own[key] - base[key]) for key in shared]))
+    problems = [problem for problem, _, _ in shared]
+    differences = [100.0 * (own[key] - base[key]) for key in shared]
+    only_it, only_base = wins_and_losses(zip(problems, differences, strict=True))
+    difference, interval = mean_and_interval(np.array(differences), problems)
+    low, high = interval or (None, None)
     return AccuracyGap(
         baseline=baseline,
-        num_problems=len(shared),
+        num_problems=len(set(problems)),
         only_it=only_it,
         only_base=only_base,
         difference=difference,
@@ -101,7 +108,7 @@ def gap_lines(
     lines = ["## Differences in accuracy", "", DEFINITIONS, ""]
     baselines = {labels[gap.baseline.task]: gap.baseline for gap in gaps.values()}
     lines += [
-        f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}"
+        one_line(f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}")
         for label, key in baselines.items()
     ]
     lines += ["", "| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
@@ -109,8 +116,8 @@ def gap_lines(
         cells = [
             *(key.model, key.method, labels[key.task], varied[key] or "-"),
             *(str(count) for count in (gap.num_problems, gap.only_it, gap.only_base)),
-            f"{gap.difference:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]",
+            f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
             f"{gap.p_value:.3f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_line(cells))
     return [*lines, ""]

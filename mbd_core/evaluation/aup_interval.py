@@ -44,8 +44,12 @@ def with_intervals(aups: Sequence[AupRow], samples: Samples, *, num_draws: int =
 def task_intervals(
     samples: Samples, curves: Sequence[tuple[str, str]], alpha: float, *, num_draws: int
 ) -> Iterator[tuple[Interval | None, Interval | None]]:
-    """The intervals of Eq. 4.1's AUP and of d3LLM's for each (model, method) on the task of `samples`."""
+    """The intervals of Eq. 4.1's AUP and of d3LLM's for each (model, method) on the task of `samples`; none
+    of a single problem."""
     task = next(iter(samples)).task
+    if len({sample.problem for graded in samples.values() for sample in graded}) < 2:
+        yield from ((None, None) for _ in curves)
+        return
     tpf_KD, accuracy_KD = drawn_points(samples, seed=zlib.crc32(task.encode()), num_draws=num_draws)
     y_max_D = np.nanmax(accuracy_KD, axis=0)
     keys = list(samples)

@@ -2,7 +2,7 @@
 
 What the file holds besides decoding fields stays. The decoding fields that it had lie under `chosen_decoding` beside a
 record of the choice, so that a sweep of the folder goes on from what its author recommends and means the same methods
-after the choice as before.
+after the choice as before. Decoding fields that were edited by hand after the choice are what the author recommends.
 """
 
 import os
@@ -36,14 +36,33 @@ def check_best_folder(folder: Path) -> None:
 
 
 def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A `generation_config.json` as it was before any choice."""
+    """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
     chosen = generation.get(KEY)
     if chosen is None:
         return dict(generation)
     if not isinstance(chosen, Mapping) or not isinstance(chosen.get("replaced"), Mapping):
         raise ValueError(f"{FILE}: {KEY} must be an object with the fields that it 'replaced'; --write-best writes it")
+    if is_edited(generation):
+        return {name: value for name, value in generation.items() if name != KEY}
     kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != KEY}
     return kept | dict(chosen["replaced"])
+
+
+def is_edited(generation: Mapping[str, Any]) -> bool:
+    """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
+    chosen = generation.get(KEY)
+    written = chosen.get("written") if isinstance(chosen, Mapping) else None
+    return written is not None and written != {n: value for n, value in generation.items() if n in METHOD_FIELDS}
+
+
+def edit_notes(folders: Mapping[str, Path]) -> list[str]:
+    """What a reader must know of model folders, by name, whose decoding was edited after a choice."""
+    return [
+        f"{name}: the decoding fields of its {FILE} differ from those that --write-best wrote; the sweep goes on from "
+        "what the file has now"
+        for name, folder in folders.items()
+        if is_edited(load_generation_defaults(folder))
+    ]
 
 
 def write_best(folder: Path, point: BestPoint) -> None:
@@ -57,7 +76,8 @@ def write_best(folder: Path, point: BestPoint) -> None:
         if name in METHOD_FIELDS and (name in CANVAS_FIELDS if is_canvas else name != "canvas")
     }
     changed = {name: value for name, value in before.items() if name not in METHOD_FIELDS} | chosen
-    changed[KEY] = {**point.record, "replaced": {name: before[name] for name in before if name in METHOD_FIELDS}}
+    replaced = {name: value for name, value in before.items() if name in METHOD_FIELDS}
+    changed[KEY] = {**point.record, "written": chosen, "replaced": replaced}
     block_size = before.get("block_size", load_config(folder).block_size)
     try:
         found = decoding_config(changed, {}, block_size=block_size)

@@ -109,7 +109,8 @@ def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
 
 
 def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By) -> BestPoint:
-    """A model's best configuration; `ValueError` if a task cannot be halved, or if nothing was timed for `tps`."""
+    """A model's best configuration; `ValueError` if a task cannot be halved, if configurations were measured on
+    different problems, or if nothing was timed for `tps`."""
     of_model = {key: graded for key, graded in samples.items() if key.model == model}
     tasks = list(dict.fromkeys(key.task for key in of_model))
     check_halves({task: [s.problem for k, g in of_model.items() if k.task == task for s in g] for task in tasks})
@@ -117,6 +118,7 @@ def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By)
     groups: dict[str, dict[str, ReportKey]] = {}
     for key in of_model:
         groups.setdefault(key.config, {}).setdefault(key.task, key)  # two methods may have one configuration
+    _check_alike(groups, of_model)
     candidates = [_candidate(keys, of_model, tps) for keys in groups.values()]
     return BestPoint(
         model=model,
@@ -125,6 +127,24 @@ def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By)
         num_candidates=len(candidates),
         num_timed=sum(candidate.tps is not None for candidate in candidates),
     )
+
+
+def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples) -> None:
+    """Raise `ValueError` unless every configuration has all tasks, with the same problems."""
+    problems: dict[str, set[str]] = {}
+    for keys in groups.values():
+        for task, key in keys.items():
+            problems.setdefault(task, set()).update(s.problem for s in samples[key])
+    for config, keys in groups.items():
+        for task, of_task in problems.items():
+            there = {s.problem for s in samples[keys[task]]} if task in keys else set()
+            if there != of_task:
+                first = next(iter(keys.values()))
+                raise ValueError(
+                    "--write-best compares configurations on the same problems, and of the "
+                    f"{len(of_task)} of {task} method '{first.method}' lacks {len(of_task - there)}, decoded with "
+                    f"{json.dumps(decoding_fields(json.loads(config)))}; sweep all configurations on all problems"
+                )
 
 
 def _candidate(

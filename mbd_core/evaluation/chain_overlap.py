@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from mbd_core.evaluation.markdown_sections import table_line
 from mbd_core.evaluation.sweep_folder import read_report, read_samples
 from mbd_core.tasks import gsm_mini
 
@@ -52,5 +53,5 @@ def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> str:
     for (model, method, tau_m2t, known), values in sorted(correct.items()):
         name = "in training" if known else "unseen"
         accuracy = 100 * sum(values) / len(values)
-        lines.append(f"| {model} | {method} | {tau_m2t} | {name} | {len(values)} | {accuracy:.2f} |")
+        lines.append(table_line([model, method, tau_m2t, name, len(values), f"{accuracy:.2f}"]))
     return "\n".join(lines)

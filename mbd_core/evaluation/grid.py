@@ -63,8 +63,8 @@ def parse_methods(definitions: Iterable[str]) -> Methods:
     methods = dict(METHODS)
     for item in definitions:
         name, equals, text = (p.strip() for p in item.partition("="))
-        if not (name and equals) or "," in name:
-            raise ValueError(f"--method {item} must be NAME=JSON, the name without a comma")
+        if not (name and equals) or set(name) & set(",|") or not name.isprintable():
+            raise ValueError(f"--method {item} must be NAME=JSON, the name printable, without a comma or |")
         if name in methods or name in LABELS:
             raise ValueError(f"--method {name}: this name is taken; choose another")
         try:

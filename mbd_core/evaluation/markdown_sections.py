@@ -1,11 +1,12 @@
 """The sections of a report's Markdown as data, for a page that shows the same tables and sentences.
 
 Only what the report writes is known: headings of the second and third level, tables, lists of one level, and
-paragraphs of one line. Emphasis marks the rows of a table that head a group of rows.
+paragraphs of one line. Emphasis marks the rows of a table that head a group of rows. Names are what users gave:
+`table_line` and `one_line` write them so that no table or list ends in them.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 HEADING, INNER, ITEM, LINE = "## ", "### ", "- ", "|"
@@ -36,10 +37,20 @@ class Section:
     blocks: list[Block] = field(default_factory=list)
 
 
+def one_line(text: str) -> str:
+    """A text with spaces for its line ends."""
+    return " ".join(text.splitlines())
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """A line of a table, with these texts in its cells whatever they hold."""
+    return "| " + " | ".join(one_line(str(cell)).replace("|", "\\|") for cell in cells) + " |"
+
+
 def markdown_sections(markdown: str) -> list[Section]:
     """The sections in their order; the first has the report's title."""
     sections: list[Section] = []
-    lines = [*markdown.splitlines(), ""]
+    lines = [*markdown.split("\n"), ""]
     at = 0
     while at < len(lines):
         line, start = lines[at], at
@@ -70,7 +81,8 @@ def _table(lines: Sequence[str]) -> Table:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+    cells = re.split(r"(?<!\\)\|", line.strip().removeprefix("|").removesuffix("|"))
+    return [cell.strip().replace("\\|", "|") for cell in cells]
 
 
 def _row(cells: Sequence[str]) -> Sequence[str]:

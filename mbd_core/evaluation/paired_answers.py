@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mbd_core.evaluation.statistics import mean_and_interval, sign_test
+from mbd_core.evaluation.statistics import mean_and_interval, sign_test, wins_and_losses
 from mbd_core.evaluation.sweep_folder import read_samples
 
 
@@ -19,26 +19,31 @@ class Answer:
     num_tokens: int
     num_forwards: int
 
+    @property
+    def tpf(self) -> float:
+        """Useful tokens per forward, of an answer that was decoded."""
+        return self.num_tokens / self.num_forwards
+
 
 Answers = Mapping[tuple[int, str], Answer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The mean of a measure's differences, first model minus second, with its 95 % interval over the problems."""
+    """The mean of a measure's differences, first model minus second, with its 95 % interval over the problems, `None`
+    of a single one."""
 
     mean: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedAnswers:
     """Two models on the same problems.
 
-    first_only, second_only  problems on which only the first model, or only the second, is right
-    num_decoded              problems that both could decode, over which the differences are taken
-    accuracy                 in percentage points, over all problems
+    first_only, second_only  problems on which only the first model, or only the second, is right, or under more seeds
+    num_decoded              answers that both could decode, over which the differences are taken
+    accuracy                 in percentage points, over all answers
     tpf, nfe                 useful tokens per forward, and forwards, a sample; `None` without a decoded problem
     """
 
@@ -57,8 +62,10 @@ class PairedAnswers:
 
 
 def load_answers(folders: Sequence[Path], *, model: str, task: str, tau_m2t: float, buffer_size: int) -> Answers:
-    """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists."""
+    """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
+    are of several configurations or methods."""
     answers: dict[tuple[int, str], Answer] = {}
+    found: set[tuple[str, str]] = set()
     for folder in folders:
         for row in read_samples(folder):
             config = json.loads(row["config"])
@@ -66,6 +73,13 @@ def load_answers(folders: Sequence[Path], *, model: str, task: str, tau_m2t: flo
             if setting == (model, task, tau_m2t, buffer_size):
                 answer = Answer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
                 answers[row["seed"], row["problem_id"]] = answer
+                found.add((row["method"], row["config"]))
+    if len(found) > 1:
+        names = "; ".join(f"{method} {config}" for method, config in sorted(found))
+        raise ValueError(
+            f"{len(found)} configurations of {model} on {task} have tau_m2t={tau_m2t}, buffer_size={buffer_size}; "
+            f"give folders that hold one of them: {names}"
+        )
     if not answers:
         raise ValueError(
             f"no samples of {model} on {task} at tau_m2t={tau_m2t}, buffer_size={buffer_size} in "
@@ -80,21 +94,25 @@ def pair_answers(first: Answers, second: Answers) -> PairedAnswers:
         raise ValueError(
             f"the two sides hold different problems ({len(first)} and {len(second)}); sweep the same seeds"
         )
-    pairs = [(first[key], second[key]) for key in sorted(first)]
-    decoded = [(a, b) for a, b in pairs if a.num_forwards and b.num_forwards]
+    keys = sorted(first, key=lambda key: key[1])
+    right = [(key[1], 100.0 * (first[key].correct - second[key].correct)) for key in keys]
+    decoded = [key for key in keys if first[key].num_forwards and second[key].num_forwards]
+    first_only, second_only = wins_and_losses(right)
     return PairedAnswers(
-        num_problems=len(pairs),
-        first_only=sum(a.correct and not b.correct for a, b in pairs),
-        second_only=sum(b.correct and not a.correct for a, b in pairs),
+        num_problems=len({problem for _, problem in keys}),
+        first_only=first_only,
+        second_only=second_only,
         num_decoded=len(decoded),
-        accuracy=_difference([100.0 * (a.correct - b.correct) for a, b in pairs]),
-        tpf=_difference([a.num_tokens / a.num_forwards - b.num_tokens / b.num_forwards for a, b in decoded])
+        accuracy=_difference(right),
+        tpf=_difference([(key[1], first[key].tpf - second[key].tpf) for key in decoded]) if decoded else None,
+        nfe=_difference([(key[1], float(first[key].num_forwards - second[key].num_forwards)) for key in decoded])
         if decoded
         else None,
-        nfe=_difference([float(a.num_forwards - b.num_forwards) for a, b in decoded]) if decoded else None,
     )
 
 
-def _difference(differences: Sequence[float]) -> Difference:
-    mean, low, high = mean_and_interval(np.asarray(differences))
-    return Difference(mean=mean, low=low, high=high)
+def _difference(differences: Sequence[tuple[str, float]]) -> Difference:
+    mean, interval = mean_and_interval(
+        np.array([value for _, value in differences]), [problem for problem, _ in differences]
+    )
+    return Difference(mean=mean, interval=interval)

@@ -2,15 +2,17 @@
 
 A figure is a text as it is printed, with the model, method and benchmarks that it is of. Which model folder is a
 paper's model is said by `MODELS` and nowhere else. The method is the decoding that the paper gives for the row
-(MBD-LMs Table 4, D2F Table 8, BlockBatch App. E.3); what a paper leaves open is not compared, but for the blocks of 32
-that Fast-dLLM and LocalLeap are released with. Left out are columns that follow from others (gains, speedups, latency
-costs), and nothing else: every cell of these tables is legible in the text of the papers.
+(MBD-LMs Table 4, D2F Sec. 5.1 and Table 8, BlockBatch App. E.3); what a paper leaves open is not compared, but for
+blocks of 32, with which Fast-dLLM and LocalLeap are released, and which BlockBatch's Vanilla on LLaDA has here too.
+Left out are columns that follow from others (gains, speedups, latency costs), and nothing else: every cell of these
+tables is legible in the text of the papers.
 
 Not all figures can be of the whole benchmark: SDAR-8B-Chat-b4's 64.80 and 65.80 on MBPP+ are no multiples of 1/378,
 and its 73.70 on HumanEval+ is none of 1/164. Its average TPF by MultiBD (training-free) is printed as 2.00, while the
 mean of its four is 2.02.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -292,14 +294,17 @@ D2F_TABLE_4 = (
 )
 # parts of a canvas's method that no baseline here has, unless it says so
 ALONE: Fields = {"refresh": None, "leap": None, "branches": None}
+# the likeliest tokens first, as many steps as the canvas has positions, without guidance
+GREEDY: Fields = {"steps": None, "score_temperature": 0.0, "cfg_scale": 0.0}
+SEVERAL = range(2, sys.maxsize)  # blocks in the buffer, where the paper does not say how many
 # the length of a block in LLaDA-Instruct's own decoding (Table 8, "Baseline")
 LLADA_BLOCKS = {"gsm8k": 8, "mbpp": 32, "humaneval": 32, "math": 256}
-DREAM_OWN: Fields = {"canvas": {**METHODS["dream-entropy"]["canvas"], **ALONE}}
+DREAM_OWN: Fields = {"canvas": {"cache": "none", **METHODS["dream-entropy"]["canvas"], **GREEDY, **ALONE}}
 
 
 def _canvas(name: str, **changes: Any) -> Fields:
     """A method of `METHODS` on a canvas, with all that makes it another one than its neighbours."""
-    plain = {"accept": "threshold", "score": "confidence", "cache": "none", "block_length": 32, **ALONE}
+    plain = {"accept": "threshold", "score": "confidence", "cache": "none", "block_length": 32, **GREEDY, **ALONE}
     own = {**plain, **METHODS[name]["canvas"], **changes}
     return {"canvas": {**own, **({"tau": 0.9} if own["accept"] == "threshold" else {})}}
 
@@ -316,7 +321,9 @@ def _d2f_method(method: str, task: str, base: str) -> tuple[str, Fields]:
     if method == "Dream-Base":
         return "", DREAM_OWN
     if method == "dLLM-Cache":  # it caches what the model's own decoding computes
-        return "", {"canvas": {"accept": "quota" if base == "LLaDA-Instruct-8B" else "schedule", "refresh": {}}}
+        llada = {"accept": "quota", "score": "confidence"}
+        own = llada if base == "LLaDA-Instruct-8B" else {"accept": "schedule", "score": "neg_entropy"}
+        return "", {"canvas": {**own, **GREEDY, **ALONE, "refresh": {}}}
     return "", _canvas("fast-dllm-prefix" if method == "Fast-dLLM (Prefix-Cache)" else "fast-dllm-dual")
 
 
@@ -333,7 +340,7 @@ def _d2f_rows(rows: Sequence[tuple[str, str, str, str]], base: str) -> list[Pape
 
 
 def _speed_and_score(task: str, values: str, fields: Fields) -> list[Figure | None]:
-    method = {**PARTS, "prompt_attention": "full", **fields}
+    method = {**PARTS, "prompt_attention": "full", "buffer_size": SEVERAL, **fields}
     return [
         Figure(printed=printed, quantity=quantity, model="D2F-Dream", tasks=(task,), methods=(method,))
         for printed, quantity in zip(values.split(), D2F_QUANTITIES[::3], strict=True)
@@ -354,7 +361,9 @@ def _d2f_tables() -> list[PaperTable]:
         PaperRow(
             group=group,
             name=f"tau_act = {act}, {model}",
-            figures=_speed_and_score(task, values, {"tau_semi": act}) if model == "D2F" else [None, None],
+            figures=_speed_and_score(task, values, {"tau_semi": act, "tau_m2t": 0.9, "tau_add": 0.1})
+            if model == "D2F"
+            else [None, None],
         )
         for group, task, act, model, values in D2F_TABLE_4
     ]
@@ -396,7 +405,7 @@ BLOCKBATCH_TABLE_1 = (
 def _blockbatch_method(method: str, model: str) -> Fields:
     dream = model == "Dream-Base-7B"
     if method == "Vanilla":
-        return DREAM_OWN if dream else {"canvas": {"accept": "quota", "cache": "none", **ALONE}}
+        return DREAM_OWN if dream else _canvas("llada")
     if method == "Fast-dLLM":
         return _canvas("fast-dllm-dual")
     if method == "LocalLeap":

@@ -25,6 +25,8 @@ NOTE = (
     "configurations of the model and method here."
 )
 
+NOT_PRINTED = "Not printed, because no row here has the model, the decoding and the benchmark of one of theirs:"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
@@ -93,11 +95,15 @@ class Own:
 
 
 def has_fields(config: Mapping[str, Any], fields: Fields) -> bool:
-    """Whether a configuration has these values, those of its parts among them; lists and tuples are alike."""
+    """Whether a configuration has these values, those of its parts among them; lists and tuples are alike, and a range
+    stands for one of its numbers."""
     for name, wanted in fields.items():
         found = config.get(name)
         if isinstance(wanted, Mapping):
             if not isinstance(found, Mapping) or not has_fields(found, wanted):
+                return False
+        elif isinstance(wanted, range):
+            if found not in wanted:
                 return False
         elif (list(found) if isinstance(found, list | tuple) else found) != wanted:
             return False
@@ -201,10 +207,7 @@ def paper_lines(tables: Sequence[BesideTable], *, recipe: str) -> list[str]:
         lines.append("")
     missing = [table for table in PAPER_TABLES if all(found.table is not table for found in tables)]
     if missing:
-        lines += [
-            "Not printed, because no row here has the model, the decoding and the benchmark of one of theirs:",
-            "",
-        ]
+        lines += [NOT_PRINTED, ""]
         lines += [f"- {needed(table)}" for table in missing]
     return lines
 

@@ -35,6 +35,7 @@ class GradedSample:
     problem  the id of its problem
     cut      whether the answer ended at the limit of its tokens
     is_bare  whether it is of an endpoint that says no forwards
+    seed     the sweep's, by which one problem can have several samples
     """
 
     problem: str
@@ -44,6 +45,7 @@ class GradedSample:
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
     is_bare: bool = False
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

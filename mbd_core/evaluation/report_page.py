@@ -13,6 +13,7 @@ from typing import Any
 
 from mbd_core.decoding.speed_front import SpeedPoint, pareto_points
 from mbd_core.evaluation.markdown_sections import markdown_sections
+from mbd_core.evaluation.paper_tables import NOT_PRINTED
 from mbd_core.evaluation.shown_samples import ShownSamples, page_json
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow
 
@@ -39,6 +40,7 @@ def render_page(
         "tasks": list(labels.values()),
         "settings": settings,
         "note": shown.note,
+        "folded": NOT_PRINTED,
     }
     samples = ",".join(f"[{','.join(shown.samples.get(row.key, ()))}]" for row in rows)
     body = page_json(data).removesuffix("}") + f',"prompts":[{",".join(shown.prompts)}],"samples":[{samples}]}}'

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mbd_core.evaluation.markdown_sections import table_line
 from mbd_core.evaluation.statistics import mean_and_stderr
 from mbd_core.evaluation.sweep_folder import read_report
 
@@ -24,8 +25,8 @@ def seed_table(folders: Sequence[Path]) -> str:
         if len(rows) != len(folders):
             raise ValueError(f"{model} {method} {task} {config} is in {len(rows)} of {len(folders)} sweeps")
         num_problems = sum(row["n"] for row in rows)
-        cells = " | ".join(_mean_text([row[name] for row in rows]) for name in ("accuracy", "tpf", "nfe"))
-        lines.append(f"| {model} | {method} | {task} | {config} | {num_problems} | {cells} |")
+        means = [_mean_text([row[name] for row in rows]) for name in ("accuracy", "tpf", "nfe")]
+        lines.append(table_line([model, method, task, config, num_problems, *means]))
     return "\n".join(lines)
 
 

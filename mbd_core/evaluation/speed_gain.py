@@ -8,6 +8,7 @@ measured here is a whole request's, with its prompt and what the engine does bet
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mbd_core.evaluation.markdown_sections import one_line, table_line
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, best_row
 
@@ -71,14 +72,14 @@ def gain_lines(
     """The table, with what its columns mean."""
     if not gains:
         return []
-    baselines = {f"- {labels[key.task]}: {gain.baseline}": None for key, gain in gains.items()}
+    baselines = {one_line(f"- {labels[key.task]}: {gain.baseline}"): None for key, gain in gains.items()}
     lines = ["", "### TPS gain, predicted and measured", "", DEFINITIONS, "", *baselines, ""]
     lines += ["| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
     for key, gain in gains.items():
         ratio = gain.measured_tps_gain / gain.predicted_tps_gain
         cells = (gain.tpf_gain, gain.latency_cost, gain.predicted_tps_gain, gain.measured_tps_gain)
         numbers = [*(f"{value:.2f}x" for value in cells), f"{ratio:.2f}"]
-        lines.append("| " + " | ".join([key.model, key.method, labels[key.task], varied[key] or "-", *numbers]) + " |")
+        lines.append(table_line([key.model, key.method, labels[key.task], varied[key] or "-", *numbers]))
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from mbd_core.evaluation.markdown_sections import table_line
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.sweep_report import ReportKey
 
@@ -44,7 +45,7 @@ def speed_lines(times: Sequence[Speed], labels: Mapping[str, str], varied: Mappi
             *(str(s.num_together), f"{s.throughput:.1f}"),
             _seconds(s.latency_together_p50, s.latency_together_p90, s.latency_together_p99),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_line(cells))
     return lines
 
 

@@ -1,7 +1,7 @@
 """The statistics of the reports: a mean with its error or interval, a share with its interval, and the sign test."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -41,10 +41,28 @@ def sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def mean_and_interval(values_N: np.ndarray, *, num_draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
-    """The mean and its 95 % percentile interval over `num_draws` resamples of the values, of which there is at least
-    one. Of paired differences this is the paired bootstrap."""
+def mean_and_interval(
+    values_N: np.ndarray, problems: Sequence[str], *, num_draws: int = 2000, seed: int = 0
+) -> tuple[float, tuple[float, float] | None]:
+    """The mean of values, at least one, and its 95 % percentile interval over `num_draws` resamples of their problems.
+
+    All values of a drawn problem count together: answers of one problem under several seeds are not independent. Of
+    paired differences this is the paired bootstrap. One problem has no interval.
+    """
+    _, problem_N = np.unique(np.asarray(problems), return_inverse=True)
+    sums_P, counts_P = np.bincount(problem_N, weights=values_N), np.bincount(problem_N)
+    if len(sums_P) < 2:
+        return float(values_N.mean()), None
     rng = np.random.default_rng(seed)
-    means = [float(rng.choice(values_N, size=len(values_N)).mean()) for _ in range(num_draws)]
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(values_N.mean()), float(low), float(high)
+    draws = (rng.integers(len(sums_P), size=len(sums_P)) for _ in range(num_draws))
+    low, high = np.percentile([sums_P[drawn].sum() / counts_P[drawn].sum() for drawn in draws], [2.5, 97.5])
+    return float(values_N.mean()), (float(low), float(high))
+
+
+def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]:
+    """Of differences by problem, on how many problems their sum is above 0, and on how many below: the counts of a
+    sign test, for which the values of one problem are one."""
+    sums: dict[str, float] = {}
+    for problem, difference in differences:
+        sums[problem] = sums.get(problem, 0.0) + difference
+    return sum(total > 0 for total in sums.values()), sum(total < 0 for total in sums.values())

@@ -38,7 +38,7 @@ def check_choice(sweep: Sweep, by: By, *, folders: Mapping[str, Path | None], sh
 
 def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[str, Path]:
     """Which of the sweeps' models each model folder holds, by its files; `ValueError` for one that holds none of them,
-    or that cannot be written."""
+    for two that hold the same one, or for one that cannot be written."""
     digests = {name: digest for folder in folders for name, digest in read_record(folder).plan["models"].items()}
     targets: dict[str, Path] = {}
     for model_folder in model_folders:
@@ -48,6 +48,11 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
         if name is None:
             raise ValueError(
                 f"{model_folder} holds none of the sweep's models, {', '.join(digests)}: its files differ"
+            )
+        if name in targets:
+            raise ValueError(
+                f"--folder {targets[name]} and --folder {model_folder} hold equal files, those of model '{name}'; "
+                "give one of them"
             )
         targets[name] = model_folder
     return targets

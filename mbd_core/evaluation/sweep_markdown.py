@@ -8,6 +8,7 @@ from typing import Any
 from mbd_core.evaluation.accuracy_gaps import AccuracyGap, gap_lines
 from mbd_core.evaluation.aup import AupPoint
 from mbd_core.evaluation.aup_interval import NUM_DRAWS
+from mbd_core.evaluation.markdown_sections import one_line, table_line
 from mbd_core.evaluation.rates import Summary
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import gain_lines, speed_gains
@@ -28,8 +29,12 @@ AUP_CAPTION = (
     "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
     "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
     "the first point; no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
-    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw."
+    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw. "
+    "A single problem has none, and where no answer differs a bootstrap has no width, which is no certainty."
 )
+
+JSON_KEEPS = "\x85\u2028\u2029"  # ends of lines that JSON leaves as they are
+MARKS = f"`<\n\r\v\f\x1c\x1d\x1e{JSON_KEEPS}"
 
 
 def render_markdown(
@@ -49,7 +54,7 @@ def render_markdown(
     lines += _aup_lines(aups, labels)
     lines += gap_lines(gaps or {}, labels, varied)
     lines += ["## What was run", ""]
-    lines += [f"- {name}: {_setting_text(value)}" for name, value in settings.items()]
+    lines += [f"- {_setting_text(name)}: {_setting_text(value)}" for name, value in settings.items()]
     if times:
         lines += speed_lines(times, labels, varied) + gain_lines(speed_gains(times, rows), labels, varied)
     return "\n".join(lines) + "\n"
@@ -63,7 +68,7 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
     configurations: list[str] = []
     for model, block_size in dict.fromkeys((row.key.model, row.config.get("block_size")) for row in rows):
         blocks = "an endpoint" if block_size is None else f"blksz={block_size}"
-        lines.append(f"| *{model} ({blocks})* |" + " |" * len(heads))
+        lines.append(table_line([f"*{model} ({blocks})*"]) + " |" * len(heads))
         for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
             best = {
                 task: best_row(of_task)
@@ -75,9 +80,9 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
             cells = [cell for task in labels for cell in _pair(best.get(task))]
             columns: list[Sequence[float | None]] = [[s.accuracy for s in summaries], [s.tpf for s in summaries]]
             columns += [[a.aup_eq41 for a in method_aups], [a.aup_d3llm for a in method_aups]]
-            lines.append(f"| {method} | " + " | ".join([*cells, *map(_mean_text, columns)]) + " |")
+            lines.append(table_line([method, *cells, *map(_mean_text, columns)]))
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
-            configurations.append(f"- {model}, {method}: {varied}")
+            configurations.append(one_line(f"- {model}, {method}: {varied}"))
     return [*lines, "", "Configuration of each table row:", "", *configurations, ""]
 
 
@@ -113,11 +118,10 @@ def _configuration_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -
     lines.append("|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         k, s = row.key, row.summary
-        rates = (_number(s.tpf_ratio_of_sums), _number(token_efficiency(row), ".3f"), _number(s.nfe, ".1f"))
-        lines.append(
-            f"| {k.model} | {k.method} | {labels[k.task]} | {row.varied or '-'} | {s.n} | {accuracy_text(s)} "
-            f"| {_number(s.tpf)} ± {_number(s.tpf_stderr)} | {' | '.join(rates)} | {s.cut} | {s.errors} |"
-        )
+        cells = [k.model, k.method, labels[k.task], row.varied or "-", s.n, accuracy_text(s)]
+        cells += [f"{_number(s.tpf)} ± {_number(s.tpf_stderr)}", _number(s.tpf_ratio_of_sums)]
+        cells += [_number(token_efficiency(row), ".3f"), _number(s.nfe, ".1f"), s.cut, s.errors]
+        lines.append(table_line(cells))
     return [
         *lines,
         "",
@@ -135,12 +139,11 @@ def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
     lines += ["| Model | Method | Task | Eq. 4.1 [95 %] | d3LLM [95 %] | Points (TPF, Acc) | Dropped by d3LLM |"]
     lines += ["|---|---|---|---:|---:|---|---|"]
     for a in aups:
-        lines.append(
-            f"| {a.model} | {a.method} | {labels[a.task]} | {a.aup_eq41:.2f}{_interval_text(a.eq41_interval)} "
-            f"| {a.aup_d3llm:.2f}{_interval_text(a.d3llm_interval)} "
-            f"| {_point_list(a.points)} | {_point_list(a.dropped) or 'none'} |"
-        )
-    lines += ["", *({f"- {labels[a.task]}: {_y_max_text(a)}": None for a in aups}), ""]
+        areas = [f"{a.aup_eq41:.2f}{_interval_text(a.eq41_interval)}"]
+        areas += [f"{a.aup_d3llm:.2f}{_interval_text(a.d3llm_interval)}"]
+        points = [_point_list(a.points), _point_list(a.dropped) or "none"]
+        lines.append(table_line([a.model, a.method, labels[a.task], *areas, *points]))
+    lines += ["", *({one_line(f"- {labels[a.task]}: {_y_max_text(a)}"): None for a in aups}), ""]
     return [*lines, AUP_CAPTION, ""]
 
 
@@ -159,14 +162,17 @@ def _point_list(points: Iterable[AupPoint]) -> str:
 
 def _setting_text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_setting_text(inner)}" for name, inner in value.items())
+        return ", ".join(f"{_setting_text(name)} {_setting_text(inner)}" for name, inner in value.items())
     if isinstance(value, list | tuple):
         return "; ".join(_setting_text(inner) for inner in value)
     text = str(value)
-    return _code_span(text) if any(mark in text for mark in "\n\r`<") else text
+    return _code_span(text) if any(mark in text for mark in MARKS) else text
 
 
 def _code_span(text: str) -> str:
     """The text on one line, as JSON, between more backticks than it holds in a row: nothing of it is Markdown."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {json.dumps(text, ensure_ascii=False)} {fence}"
+    content = json.dumps(text, ensure_ascii=False)
+    for mark in JSON_KEEPS:
+        content = content.replace(mark, f"\\u{ord(mark):04x}")
+    return f"{fence} {content} {fence}"

@@ -97,7 +97,10 @@ def test_the_tables_are_those_of_the_markdown(page: Page, sweep: Path) -> None:
     assert "Batch-1 TPS (tok/s)" in cells(page, "Speed")[0]
     assert "TPS gain, predicted and measured" in page.locator("section h3").all_inner_texts()
     assert "Difference [95 %]" in cells(page, "Differences in accuracy")[0]
-    assert "LLaDA2.0-mini" in page.inner_text("section:has(> h2:text('Beside the papers'))")
+    papers = page.locator("section:has(> h2:text('Beside the papers'))")
+    assert "LLaDA2.0-mini" not in papers.inner_text() and papers.locator("details li").count() == 9
+    papers.locator("summary").click()
+    assert "LLaDA2.0-mini" in papers.inner_text()
     assert "y_max" in page.inner_text("section:has(> h2:text('AUP'))")
 
 
@@ -192,6 +195,20 @@ def test_a_sample_without_a_step_map_says_so(page: Page) -> None:
         if missing.count():
             break
     assert "no step map" in missing.inner_text() and page.locator(".replay").count() == 0
+    assert "an endpoint answered" in missing.inner_text()
+
+
+def test_a_value_that_is_not_known_is_not_shown(page: Page) -> None:
+    show = (
+        "s => [...facts({problem_id: 'p', correct: true, text: '4', seed: 0, ...s}, data.configurations[0]).children]"
+    )
+    show += ".map((e) => e.textContent)"
+    assert page.evaluate(show, {})[2:] == ["seed", "0"]
+    assert page.evaluate(show, {"finish_reason": "length"})[2:4] == ["tokens", "cut at the limit"]
+    counts = {"num_tokens": 6, "num_forwards": 5}
+    assert page.evaluate(show, counts)[2:-2] == ["tokens", "6", "forwards (NFE)", "5", "TPF", "1.20"]
+    whole = page.evaluate(show, {**counts, "num_store_forwards": 1, "num_prefill_forwards": 0})
+    assert whole[5] == "5, of them store-only 1, prefill 0"
 
 
 def test_nothing_of_a_text_is_markup(page: Page) -> None:

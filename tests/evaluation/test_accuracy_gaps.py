@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from sweep_rows import graded_sample
@@ -29,6 +30,7 @@ def test_a_difference_on_the_same_problems_is_narrower_than_its_accuracies() -> 
     ((found, gap),) = accuracy_gaps(build_rows(samples), samples).items()
     assert found == key("other") and gap.baseline == key("base") and gap.num_problems == 400
     assert (gap.only_it, gap.only_base, gap.difference) == (10, 0, pytest.approx(2.5))
+    assert gap.low is not None and gap.high is not None
     assert 0 < gap.low < 2.5 < gap.high and gap.p_value == pytest.approx(2 / 2**10)
     low, high = wilson_interval(200, 400)
     assert gap.high - gap.low < 100 * (high - low) / 2
@@ -50,10 +52,26 @@ def test_the_baseline_is_the_first_model_s_best_and_only_shared_problems_count()
     assert (gaps[key("other")].num_problems, gaps[key("other")].only_base) == (4, 2)
 
 
-def test_a_problem_with_several_seeds_counts_once_a_seed() -> None:
-    samples = {key("base"): answers([True]) + answers([False]), key("other"): answers([True]) + answers([True])}
+def test_seeds_of_a_problem_are_paired_and_drawn_together() -> None:
+    def seeded(right: Sequence[bool], seed: int) -> list[GradedSample]:
+        return [replace(sample, seed=seed) for sample in answers(right)]
+
+    base, other = [number % 2 == 0 for number in range(20)], [number % 3 == 0 for number in range(20)]
+    (once,), (often,) = (
+        accuracy_gaps(build_rows(samples), samples).values()
+        for seeds in (1, 5)
+        for samples in [
+            {
+                key(model): [sample for seed in range(seeds) for sample in seeded(right, seed)]
+                for model, right in (("base", base), ("other", other))
+            }
+        ]
+    )
+    assert often == once and once.num_problems == 20, "five times the same answers say no more"
+    samples = {key("base"): seeded([True], 0) + seeded([False], 1), key("other"): seeded([False], 1)}
     (gap,) = accuracy_gaps(build_rows(samples), samples).values()
-    assert (gap.num_problems, gap.only_it, gap.difference) == (2, 1, pytest.approx(50))
+    assert (gap.num_problems, gap.only_base, gap.difference) == (1, 0, 0.0), "both are wrong under seed 1"
+    assert gap.low is gap.high is None
 
 
 def test_the_section_names_the_baseline_and_is_left_out_without_differences() -> None:

@@ -122,3 +122,8 @@ def test_draws_without_a_configuration_of_an_unfinished_sweep_are_left_out() -> 
     samples = samples_of({"m": [[(2, True), (2, True)], [(4, True), (4, True)]]})
     del samples[list(samples)[1]][1]
     assert found(samples)["m", "a"].eq41_interval == (200, 200)
+
+
+def test_one_problem_has_no_interval() -> None:
+    aup = found(samples_of({"m": [[(2, True)], [(4, True)]]}))["m", "a"]
+    assert aup.aup_eq41 == 200 and aup.eq41_interval is None and aup.d3llm_interval is None

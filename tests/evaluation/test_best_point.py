@@ -105,3 +105,12 @@ def test_one_configuration_of_two_methods_is_one_and_tasks_are_means() -> None:
     point = choose_best(samples, [], model="m", by="accuracy")
     assert (point.num_candidates, point.best.config["tau_m2t"]) == (2, 0.7)
     assert list(point.record["tasks"]) == ["a", "b"]
+
+
+def test_configurations_measured_on_different_problems_are_not_compared() -> None:
+    (hard, answers), (easy, _) = samples_of(t9=(0.5, 0.5, 2), t7=(1.0, 1.0, 2)).items()
+    both = {hard: answers, replace(hard, task="b"): answers, easy: answers}
+    with pytest.raises(ValueError, match=r"the 40 of b method 'MBD' lacks 40, decoded with .*\"tau_m2t\": 0\.7"):
+        choose_best(both, [], model="m", by="accuracy")
+    with pytest.raises(ValueError, match="the 40 of a method 'MBD' lacks 4"):
+        choose_best({hard: answers, easy: answers[2:-2]}, [], model="m", by="accuracy")

@@ -136,6 +136,8 @@ def test_a_method_that_cannot_be_read_is_refused(given: str, reason: str) -> Non
     ("given", "reason"),
     [
         ('edit={"t2t": {"tau": "x"}}', "method 'edit': t2t.tau='x' must be a number"),
+        ("a|b={}", "without a comma or |"),
+        ("a\u2028b={}", "the name printable"),
         ('edit={"tau": 1}', "method 'edit': unknown decoding field 'tau'"),
         ('both={"t2t": {}, "soft": {}}', "method 'both': t2t and soft are two ways"),
     ],

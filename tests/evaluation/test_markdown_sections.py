@@ -1,12 +1,18 @@
 """The report's Markdown as data: all that it writes is found again, and nothing else."""
 
-from sweep_rows import report_rows
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sweep_rows import report_rows, report_samples
 from written_sweeps import timed_table
 
-from mbd_core.evaluation.markdown_sections import markdown_sections
+from mbd_core.evaluation.accuracy_gaps import accuracy_gaps
+from mbd_core.evaluation.markdown_sections import Section, markdown_sections
 from mbd_core.evaluation.speed import speeds
 from mbd_core.evaluation.sweep_markdown import render_markdown
-from mbd_core.evaluation.sweep_report import build_aup
+from mbd_core.evaluation.sweep_report import build_aup, build_rows
 
 
 def test_the_report_s_tables_and_sentences_are_found_again() -> None:
@@ -35,3 +41,37 @@ def test_the_report_s_tables_and_sentences_are_found_again() -> None:
         line for line in text.splitlines() if line and line[0] not in "#-|"
     }
     assert sections[-1].heading == "Speed" and tables[-1].rows[0][:3] == ["bd", "SingleBD", "A"]
+
+
+def sections_of(name: str, settings: Mapping[str, Any]) -> list[Section]:
+    """A report whose model and method are called `name`."""
+    samples = {replace(key, model=name, method=name): graded for key, graded in report_samples().items()}
+    rows, labels = build_rows(samples), {"a": "A", "b": "B"}
+    times = speeds(timed_table({**vars(rows[0].key), "problem_id": "p"}).to_pylist())
+    gaps = accuracy_gaps(rows, samples)
+    return markdown_sections(
+        render_markdown(rows, build_aup(rows), times, labels=labels, settings=settings, gaps=gaps)
+    )
+
+
+@pytest.mark.parametrize("name", ["a|b", r"a\|b", "a|", "a\n| b |", "a\n## b", "a\u2028b"])
+def test_a_name_ends_no_cell_table_or_list(name: str) -> None:
+    found, plain = sections_of(name, {}), sections_of("x", {})
+    assert [section.heading for section in found] == [section.heading for section in plain]
+    for section, other in zip(found, plain, strict=True):
+        for block, meant in zip(section.blocks, other.blocks, strict=True):
+            assert len(block.items or ()) == len(meant.items or ())
+            if block.table is not None and meant.table is not None:
+                assert [len(row) for row in block.table.rows] == [len(row) for row in meant.table.rows]
+    every = next(section for section in found if section.heading == "Every configuration")
+    assert every.blocks[0].table is not None and every.blocks[0].table.rows[0][1] == " ".join(name.splitlines())
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_a_setting_begins_no_line(end: str) -> None:
+    for tail in ("| x", "## Forged", ""):
+        found = sections_of("x", {"endpoints": {f"e{end}": {"model": f"m{end}{tail}"}}, "seed": 7})
+        (run,) = [section for section in found if section.heading == "What was run"]
+        (block,) = run.blocks
+        assert block.items is not None and len(block.items) == 2
+        assert [item.splitlines() for item in block.items] == [[item] for item in block.items]

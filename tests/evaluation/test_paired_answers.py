@@ -20,15 +20,17 @@ def sweep(
     seed: int = 0,
     tau_m2t: float = 0.9,
     num_forwards: int | None = 4,
+    **fields: float,
 ) -> Path:
     rows = [
         {
             "model": model,
+            "method": "MBD",
             "task": "gsm-mini",
             "seed": seed,
             "problem_id": problem,
             "correct": correct,
-            "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4}),
+            "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4, **fields}),
             "num_tokens": 12,
             "num_forwards": num_forwards,
         }
@@ -48,9 +50,11 @@ def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
     ]
     first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
     pairs = pair_answers(first, second)
-    assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (4, 2, 1)
+    assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (3, 2, 1)
     assert pairs.p_value == 1.0
-    assert pairs.accuracy.mean == 25.0 and pairs.accuracy.low < 0 < pairs.accuracy.high
+    assert pairs.accuracy.interval is not None
+    low, high = pairs.accuracy.interval
+    assert pairs.accuracy.mean == 25.0 and low < 0 < high
 
 
 def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
@@ -63,14 +67,18 @@ def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
     first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
     pairs = pair_answers(first, second)
     assert (pairs.num_problems, pairs.num_decoded) == (3, 2)
-    assert pairs.nfe == Difference(mean=-2.0, low=-2.0, high=-2.0)
-    assert pairs.tpf == Difference(mean=1.0, low=1.0, high=1.0)
+    assert pairs.nfe == Difference(mean=-2.0, interval=(-2.0, -2.0))
+    assert pairs.tpf == Difference(mean=1.0, interval=(1.0, 1.0))
 
 
 def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     folders = [sweep(tmp_path / "x", "x", {"a": True}), sweep(tmp_path / "y", "y", {"b": True})]
     with pytest.raises(ValueError, match=r"no samples of z on gsm-mini at tau_m2t=0\.9, buffer_size=4"):
         load_answers(folders, model="z", **SETTING)
+    folders.append(sweep(tmp_path / "semi", "x", {"a": True}, tau_semi=0.5))
+    with pytest.raises(ValueError, match=r"2 configurations of x on gsm-mini .*MBD .*\"tau_semi\": 0\.5"):
+        load_answers(folders, model="x", **SETTING)
+    del folders[-1]
     with pytest.raises(ValueError, match="hold different problems"):
         pair_answers(*(load_answers(folders, model=model, **SETTING) for model in ("x", "y")))
 
@@ -96,6 +104,6 @@ def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: p
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["2 problems; only x right: 1, only y: 0", "sign test, two-sided: p = 1.000"]
     assert printed[2] == "accuracy: +50.00 [+0.00, +100.00] points"
-    assert printed[3] == "TPF: +0.000 [+0.000, +0.000], over the 2 problems that both decoded"
+    assert printed[3] == "TPF: +0.000 [+0.000, +0.000], over the 2 answers that both decoded"
     assert main([*command, "z"]) == 2
     assert capsys.readouterr().err.startswith("paired_test: no samples of z on gsm-mini")

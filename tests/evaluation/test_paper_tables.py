@@ -141,3 +141,27 @@ def test_fields_are_compared_with_their_parts() -> None:
     assert has_fields({"a": 1, "b": {"c": (1, 2)}}, {"b": {"c": [1, 2]}})
     assert has_fields({"soft": {"stop": 0.9}}, {"soft": {}}) and not has_fields({"soft": None}, {"soft": {}})
     assert not has_fields({"t2t": {"tau": 0.5}}, {"t2t": None}) and has_fields({}, {"t2t": None})
+
+
+D2F = METHODS["d2f"]
+LLADA = METHODS["llada"]["canvas"]
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "row"),
+    [
+        ("D2F-Dream", D2F, "D2F, Table 4: tau_act = 0.95, D2F"),
+        ("D2F-Dream", {**D2F, "tau_m2t": 0.3}, ""),
+        ("D2F-Dream", {**D2F, "tau_add": 0.7}, ""),
+        ("D2F-Dream", {**D2F, "buffer_size": 1}, ""),
+        ("LLaDA-8B-Instruct", {"canvas": LLADA}, "BlockBatch, Table 1: Vanilla"),
+        ("LLaDA-8B-Instruct", {"canvas": {**LLADA, "score": "random"}}, ""),
+        ("LLaDA-8B-Instruct", {"canvas": {**LLADA, "steps": 64}}, ""),
+        ("LLaDA-8B-Instruct", {"canvas": {**LLADA, "cfg_scale": 1.5}}, ""),
+        ("LLaDA-8B-Instruct", {"canvas": {**LLADA, "score_temperature": 0.5}}, ""),
+        ("Dream-v0-Base-7B", {"canvas": {**METHODS["dream-entropy"]["canvas"], "steps": 64}}, ""),
+    ],
+)
+def test_what_the_paper_says_of_a_row_elsewhere_counts_too(model: str, fields: Mapping[str, Any], row: str) -> None:
+    found = beside(sweep(model, fields, right=50, tasks=("gsm8k" if row or "D2F" not in model else "mbpp",)))
+    assert {name.rpartition(":")[0] for name in found if "Table 3" not in name} == ({row} if row else set())

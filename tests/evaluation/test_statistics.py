@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from mbd_core.evaluation.statistics import mean_and_interval, mean_and_stderr, sign_test, wilson_interval
+from mbd_core.evaluation.statistics import (
+    mean_and_interval,
+    mean_and_stderr,
+    sign_test,
+    wilson_interval,
+    wins_and_losses,
+)
 
 
 def test_sign_test_is_the_binomial_tail() -> None:
@@ -34,9 +40,19 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
 
 def test_a_bootstrapped_mean_has_the_normal_interval_of_many_values() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
-    mean, low, high = mean_and_interval(values)
+    names = [f"p{number}" for number in range(1000)]
+    mean, interval = mean_and_interval(values, names)
+    assert interval is not None
+    low, high = interval
     assert mean == pytest.approx(values.mean())
     half = 1.96 * values.std() / 1000**0.5
     assert low == pytest.approx(mean - half, abs=half / 5) and high == pytest.approx(mean + half, abs=half / 5)
-    assert mean_and_interval(np.array([2.0])) == (2.0, 2.0, 2.0)
-    assert mean_and_interval(values) == (mean, low, high), "the draws follow from the seed"
+    assert mean_and_interval(np.array([2.0, 4.0]), ["p", "p"]) == (3.0, None), "one problem tells nothing of others"
+    assert mean_and_interval(values, names) == (mean, interval), "the draws follow from the seed"
+
+
+def test_copies_of_answers_make_no_interval_narrower() -> None:
+    values, names = np.array([1.0, 0.0, 0.0, -1.0, 1.0]), list("abcde")
+    assert mean_and_interval(np.tile(values, 5), names * 5) == mean_and_interval(values, names)
+    assert wins_and_losses(zip(names * 5, np.tile(values, 5), strict=True)) == (2, 1)
+    assert wins_and_losses([("a", 1.0), ("a", -1.0), ("b", 1.0), ("b", 0.0)]) == (1, 0)

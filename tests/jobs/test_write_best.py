@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jobs.eval_sweep import main as eval_main
 from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, decoding_config
-from mbd_core.evaluation.best_folder import FILE, KEY, author_defaults
+from mbd_core.evaluation.best_folder import FILE, KEY, author_defaults, edit_notes
 from mbd_core.evaluation.model_digest import model_digest
 from mbd_core.evaluation.sweep_folder import SweepFolder
 from mbd_core.evaluation.sweep_parts import cut
@@ -88,6 +88,24 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
     assert "t2t" not in last and author_defaults(last) == before
 
 
+def test_decoding_that_was_edited_after_a_choice_is_what_is_swept_and_kept(folder: Path, tmp_path: Path) -> None:
+    options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1, methods=["multi"])
+    sweep = write_sweep(tmp_path / "sweep", folder, [BEST, WORSE])
+    arguments = [sweep, "--write-best", "accuracy", "--folder", str(folder)]
+    assert report_sweep.main(arguments) == 0
+    chosen = json.loads((folder / FILE).read_text())
+    assert edit_notes({"m": folder}) == []
+    (folder / FILE).write_text(json.dumps({**chosen, "tau_m2t": 0.8}))
+    ((variant,),) = plan_sweep(options).variants.values()
+    assert json.loads(variant.config) == json.loads(json.dumps(asdict(replace(BEST, tau_m2t=0.8))))
+    (note,) = edit_notes({"m": folder})
+    assert note.startswith("m: the decoding fields") and "the sweep goes on from what the file has now" in note
+    assert report_sweep.main(arguments) == 0
+    assert author_defaults(json.loads((folder / FILE).read_text()))["tau_m2t"] == 0.8
+    older = {**chosen, KEY: {name: value for name, value in chosen[KEY].items() if name != "written"}, "tau_m2t": 0.8}
+    assert author_defaults(older) == author_defaults(chosen), "a choice without a record of what it wrote"
+
+
 def test_a_canvas_model_decodes_as_chosen_and_is_swept_as_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model_dir: Path
 ) -> None:
@@ -139,6 +157,10 @@ def test_what_cannot_be_chosen_or_written_is_one_sentence_and_changes_nothing(
     )
     refused(unfinished, *by, "--folder", folder, sentence="needs a finished sweep, and 8 of 12 samples are there")
     refused(sweep, *by, "--folder", tmp_path / "none", sentence="unknown model")
+    twin = shutil.copytree(folder, tmp_path / "twin")
+    refused(
+        sweep, *by, "--folder", folder, "--folder", twin, sentence=f"{folder} and --folder {twin} hold equal files"
+    )
 
     def denied(**_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
