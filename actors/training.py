@@ -107,7 +107,7 @@ def train_worker(config: dict[str, Any]) -> int:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
         say(start_line(recipe, device=workers.device, num_workers=workers.size))
-    checkpoints = Checkpoints(run.folder.location, workers, recipe=run.recipe.name, options=run.folder.options)
+    checkpoints = Checkpoints(run.folder.location, workers, recipe=run.recipe, options=run.folder.options)
     trainer, tokenizer, curve = start(fetched(recipe), workers, run.sharding, checkpoints)
     resumed_after = trainer.step_number
     if workers.is_first and resumed_after:

@@ -1,7 +1,7 @@
 """A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from mbd_core.checkpoint.shipped import model_folder, named_model
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData, named_data
 from mbd_core.multitf.sharding import ShardingChoice
-from mbd_core.multitf.training_recipe import TrainingRecipe
+from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
 
 RECORD = "run.json"
 
@@ -102,12 +102,17 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
         if run.folder.exists():
             raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
         return
-    recorded, wanted = _read_record(run), _as_recorded(run.recipe)
+    recorded, wanted = _read_record(run), as_recorded(run.recipe)
     if recorded is None:
         raise ValueError(f"--resume: there is no run in {run.folder}")
+    if "attention" not in recorded["train"]:
+        raise ValueError(
+            f"--resume: the run in {run.folder} was begun by an older version, whose checkpoints (trainer.pt) are not "
+            "read; choose another --run-name"
+        )
     if wanted["train"]["precision"] == "auto":
         wanted["train"]["precision"] = recorded["train"]["precision"]
-    if recorded != wanted:
+    if not same_run(recorded, wanted):
         raise ValueError(f"--resume: the run in {run.folder} was started with other settings, see {RECORD} there")
 
 
@@ -128,7 +133,7 @@ def recorded_precision(run: TrainingRun) -> Precision:
 
 def record_recipe(run: TrainingRun, recipe: TrainingRecipe) -> None:
     """Write the recipe as it runs into the run's record; its precision is `auto` until the workers have started."""
-    run.folder.write_text(RECORD, json.dumps(_as_recorded(recipe), indent=2, allow_nan=False) + "\n")
+    run.folder.write_text(RECORD, json.dumps(as_recorded(recipe), indent=2, allow_nan=False) + "\n")
 
 
 def _read_record(run: TrainingRun) -> dict[str, Any] | None:
@@ -138,10 +143,3 @@ def _read_record(run: TrainingRun) -> dict[str, Any] | None:
     recipe = json.loads(text)
     assert isinstance(recipe, dict)
     return recipe
-
-
-def _as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
-    """The recipe as JSON gives it back."""
-    recorded = json.loads(json.dumps(asdict(recipe), default=str))
-    assert isinstance(recorded, dict)
-    return recorded

@@ -25,6 +25,7 @@ from mbd_core.multitf import precision as precisions
 from mbd_core.multitf.fit import check_fit, planned_lines
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import ShardingChoice
+from mbd_core.multitf.training_attention import AttentionChoice
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, with_fitted_noise, with_options, with_precision
 
 RUNS = "~/mbd-runs"
@@ -99,6 +100,14 @@ Again = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Attention = Annotated[
+    AttentionChoice | None,
+    typer.Option(
+        help="A block mask (flex, on GPUs), or a dense one; auto: flex on a GPU.",
+        show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
 Lora = Annotated[
     int | None,
     typer.Option(
@@ -152,6 +161,7 @@ def run(
     sharding: Sharded = "auto",
     micro_batch: MicroBatch = None,
     activation_checkpointing: Again = None,
+    attention: Attention = None,
     lora: Lora = None,
     plan: Plan = False,
     max_failures: MaxFailures = 3,
@@ -173,9 +183,8 @@ def run(
         chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
-    chosen = with_options(
-        chosen, micro_batch=micro_batch, activation_checkpointing=activation_checkpointing, lora=lora
-    )
+    chosen = with_options(chosen, micro_batch=micro_batch, lora=lora, attention=attention)
+    chosen = with_options(chosen, activation_checkpointing=activation_checkpointing)
     if plan:
         print_plan(chosen, sharding, num_workers=workers, device=device)
         return

@@ -13,6 +13,7 @@ model folder of a checkpoint.
 """
 
 import json
+import pickle
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ import fsspec
 import torch.distributed.checkpoint as dcp
 from torch import distributed
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,10 +35,15 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mbd_core.checkpoint.dcp import in_one_process
 from mbd_core.multitf.trainer import Trainer
+from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
 from mbd_core.multitf.workers import Workers
 
-MARKER = "checkpoint.json"
+MARKER, OLD = "checkpoint.json", "trainer.pt"
 NAME = re.compile(r"step_(\d{6,})")
+DAMAGE = (
+    OSError, EOFError, AssertionError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError, CheckpointException
+)  # fmt: skip
+"""What reading a checkpoint raises whose files are cut or missing."""
 Curve = list[dict[str, float]]
 
 
@@ -45,7 +52,7 @@ class CheckpointRecord:
     """What a checkpoint says of itself; the curve has a point for each update."""
 
     step: int
-    recipe: str
+    recipe: dict[str, Any]
     precision: str
     curve: Curve
 
@@ -57,9 +64,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, location: str, workers: Workers, *, recipe: str, keep: int = 2, options: Mapping[str, Any] | None = None
+        self,
+        location: str,
+        workers: Workers,
+        *,
+        recipe: TrainingRecipe,
+        keep: int = 2,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.location, self.workers, self.recipe, self.keep = location.rstrip("/"), workers, recipe, keep
+        self.location, self.workers, self.keep = location.rstrip("/"), workers, keep
+        self.recipe = as_recorded(recipe)
         self._options = dict(options or {})
         self._group = distributed.new_group(backend="gloo") if workers.size > 1 else None
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
@@ -68,25 +82,34 @@ class Checkpoints:
     def newest(self) -> CheckpointRecord | None:
         """The newest checkpoint that was written to its end, as the first worker sees it; `None` if there is none.
 
-        Raises `ValueError` if it is another recipe's.
+        Raises `ValueError`, on every worker, if it is another recipe's, is damaged, or an older version's.
         """
-        found = [self._read_newest() if self.workers.is_first else None]
+        found: list[CheckpointRecord | ValueError | None] = [None]
+        if self.workers.is_first:
+            try:
+                found = [self._read_newest()]
+            except ValueError as error:
+                found = [error]
         if self._group is not None:
             distributed.broadcast_object_list(found, src=0, group=self._group)
-        record = found[0]
-        if record is not None and record.recipe != self.recipe:
-            raise ValueError(
-                f"{self.location} holds checkpoints of a run of {record.recipe}, not of {self.recipe}; give another "
-                "folder"
-            )
-        return record
+        if isinstance(found[0], ValueError):
+            raise found[0]
+        return found[0]
 
     def load(self, trainer: Trainer, record: CheckpointRecord) -> None:
-        """Fill the trainer's weights and optimizer states from that checkpoint, and go on after its step."""
-        state = _state(trainer)
+        """Fill the trainer's weights and optimizer states from that checkpoint, and go on after its step.
+
+        Raises `ValueError` if its files cannot be read.
+        """
+        state, file = _state(trainer), ".metadata"
         reader = FsspecReader(self._folder(record.step), **self._options)
-        with in_one_process() if self._group is None else nullcontext():
-            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        try:
+            reader.read_metadata()
+            file = "a file *.distcp"
+            with in_one_process() if self._group is None else nullcontext():
+                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except DAMAGE as error:
+            raise self._damaged(record.step, file) from error
         set_model_state_dict(trainer.model, state["model"])
         set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
         trainer.step_number = record.step
@@ -109,6 +132,11 @@ class Checkpoints:
         writing = dcp.async_save(_state(trainer), storage_writer=writer, process_group=self._group)
         self._writing = record, cast("Future[Any]", writing)
 
+    def poll(self) -> None:
+        """Mark the checkpoint that is being written if all its parts are there by now; nobody waits."""
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
+
     def wait(self) -> None:
         """Return when the checkpoint that is being written is whole."""
         if self._writing is not None:
@@ -118,14 +146,14 @@ class Checkpoints:
                 self._finish(record)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove what is older than the newest `keep`."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as beside:
             json.dump(vars(record), beside)
         self._system.mv(f"{file}.partial", file)
         kept = self._whole()[: self.keep]
         for step in self._steps():
-            if step not in kept and step < record.step:
+            if step not in kept and step < record.step and self._is_ours(step):
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
 
     def _folder(self, step: int) -> str:
@@ -142,12 +170,55 @@ class Checkpoints:
         """The steps of the checkpoints that were written to their end, the newest first."""
         return [step for step in self._steps() if self._system.exists(f"{self._path}/{_name(step)}/{MARKER}")]
 
+    def _is_ours(self, step: int) -> bool:
+        """Whether the folder holds what a checkpoint is made of, to its end or not."""
+        paths = self._system.ls(f"{self._path}/{_name(step)}", detail=False)
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+        return any(name in (MARKER, ".metadata") or name.endswith(".distcp") for name in names)
+
     def _read_newest(self) -> CheckpointRecord | None:
+        """The newest whole checkpoint's record; `ValueError` if the run cannot go on from it."""
+        for step in self._steps():
+            if self._system.exists(f"{self._path}/{_name(step)}/{OLD}"):
+                raise ValueError(
+                    f"{self._folder(step)} is a checkpoint of an older version ({OLD}), which is not read; give "
+                    "another folder"
+                )
         steps = self._whole()
         if not steps:
             return None
-        with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
-            return CheckpointRecord(**json.load(file))
+        try:
+            with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
+                record = CheckpointRecord(**json.load(file))
+            name, same = (
+                record.recipe["name"],
+                same_run(_of_any_precision(record.recipe), _of_any_precision(self.recipe)),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._damaged(steps[0], MARKER) from error
+        if name != self.recipe["name"]:
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run of {name}, not of {self.recipe['name']}; give another "
+                "folder"
+            )
+        if not same:
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run with other settings, see {MARKER} in {_name(steps[0])} "
+                "there; give those, or another folder"
+            )
+        return record
+
+    def _damaged(self, step: int, file: str) -> ValueError:
+        before = next((_name(s) for s in self._whole() if s < step), "the beginning")
+        return ValueError(
+            f"the checkpoint {self._folder(step)} cannot be read: {file} there is missing or damaged; remove that "
+            f"folder to go on from {before}"
+        )
+
+
+def _of_any_precision(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without its precision: a run keeps the one it began in, whatever is asked."""
+    return {**recipe, "train": {**recipe["train"], "precision": "auto"}}
 
 
 def _name(step: int) -> str:

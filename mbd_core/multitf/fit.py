@@ -14,6 +14,8 @@ from mbd_core.multitf.precision import Precision, computes_bfloat16
 from mbd_core.multitf.prepared_data import PreparedData, read_record
 from mbd_core.multitf.sharding import Sharding, ShardingChoice
 from mbd_core.multitf.trained_adapter import check_peft
+from mbd_core.multitf.trainer import check_sharded
+from mbd_core.multitf.training_attention import TrainingAttention
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 CPU = torch.device("cpu")
@@ -119,14 +121,23 @@ def memory_setting(
     )
 
 
+def check_choices(recipe: TrainingRecipe, choice: ShardingChoice, *, num_workers: int, device: str) -> None:
+    """Raise `ValueError` for a recipe that cannot be trained on these workers in the way that was chosen."""
+    if num_workers > 1 and choice == "sharded":
+        check_sharded(recipe.train)
+    if device == "CPU":
+        TrainingAttention(recipe.train.attention, CPU)
+
+
 def check_room(
     recipe: TrainingRecipe, choice: ShardingChoice, available: int, *, num_workers: int, device: str
 ) -> tuple[Sharding, list[str]]:
     """How the weights lie on the workers, and the memory plan as lines.
 
     With `auto` they are replicated if that fits into what is `available` to each worker, in bytes, else sharded.
-    Raises `ValueError`, one sentence, if it does not fit.
+    Raises `ValueError`, one sentence, if it does not fit, or cannot be trained so.
     """
+    check_choices(recipe, choice, num_workers=num_workers, device=device)
     allowed: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
     if num_workers == 1 or recipe.train.lora is not None:
         allowed = allowed[:1]
@@ -145,7 +156,11 @@ def check_room(
 
 
 def planned_lines(recipe: TrainingRecipe, choice: ShardingChoice, *, num_workers: int, device: str) -> list[str]:
-    """The memory plan of each way in which the weights may lie on the workers, wherever they are."""
+    """The memory plan of each way in which the weights may lie on the workers, wherever they are.
+
+    Raises `ValueError` for a recipe that cannot be trained so.
+    """
+    check_choices(recipe, choice, num_workers=num_workers, device=device)
     lines, one_way = [], num_workers == 1 or recipe.train.lora is not None
     ways: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
     for sharding in ways[:1] if one_way else ways:

@@ -54,13 +54,15 @@ def multitf_loss(
     divisor: Tensor | float | None = None,
     *,
     attention: TrainingAttention = DENSE,
+    rolls_out: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weighted CE over `divisor`, by default the number of samples, and the accuracy on the labels.
 
     A scalar with gradient. The LM head runs on labelled positions only, in pieces where their logits are large; a
-    batch without any label gives a zero loss.
+    batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the batch has
+    positions for it; workers with parts of one model must all have one or none, since each forward gathers weights.
     """
-    if bool(batch.rollout.any()):
+    if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
     hidden, labels, weights = _labelled(batch, _hidden(model, batch, attention))
 

@@ -12,7 +12,7 @@ and copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
     activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
                  and one layer's tensors twice, kept and computed anew with their gradients
     logits       of as many labels as go through the head at once
-    mask         a dense mask's: a byte a pair of tokens
+    mask         a dense mask's: for each pair of tokens a byte, and the number that all layers add to its score
 """
 
 import random
@@ -108,7 +108,7 @@ def plan_memory(setting: Setting) -> MemoryPlan:
         gathered=_gathered(model, setting),
         activations=setting.samples_at_once * _activations(setting, tokens),
         logits=_logits(setting, setting.samples_at_once * labels),
-        mask=setting.samples_at_once * tokens**2 if setting.dense else 0,
+        mask=setting.samples_at_once * tokens**2 * (1 + _width(setting)) if setting.dense else 0,
     )
 
 
@@ -128,8 +128,12 @@ def _own(parameter: nn.Parameter, parts: int) -> int:
     return parameter.numel() // rows * -(-rows // parts)
 
 
+def _width(setting: Setting) -> int:
+    return NARROW if setting.precision == "bfloat16" else WIDE
+
+
 def _gathered(model: Decoder, setting: Setting) -> int:
-    width = NARROW if setting.precision == "bfloat16" else WIDE
+    width = _width(setting)
     everything = sum(p.numel() for p in model.parameters())
     if not setting.is_sharded:
         return NARROW * everything if setting.precision == "bfloat16" else 0
@@ -152,7 +156,7 @@ def _logits(setting: Setting, labels: int) -> int:
     """Logits, in float32, their log-probabilities and the gradients of both."""
     vocab = setting.config.vocab_size
     at_once = min(labels, max(1, LOGIT_BYTES // (WIDE * vocab)))
-    return at_once * vocab * (2 * (NARROW if setting.precision == "bfloat16" else WIDE) + 3 * WIDE)
+    return at_once * vocab * (2 * _width(setting) + 3 * WIDE)
 
 
 def plan_lines(setting: Setting, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:

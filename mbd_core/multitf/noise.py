@@ -155,18 +155,25 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
 Rounding = Literal["floor", "ceil", "bernoulli"]
 
 
-def num_masked(ratio: float, num_maskable: int, rounding: Rounding) -> int:
+SLACK = 1e-4
+"""How near to a whole number of positions a measured ratio's product counts as it: such ratios are rounded."""
+
+
+def num_masked(ratio: float, num_maskable: int, rounding: Rounding, *, slack: float = 0.0) -> int:
     """Positions to mask of `num_maskable` at `ratio`: `floor` as Alg. 1 line 13, or `ceil`.
 
     With `floor` and `t_eff < 1` no block is ever fully masked, although decoding starts every block so; `ceil` makes
-    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (docs/findings.md).
+    the count uniform on 1..num_maskable for a uniform ratio. Small blocks need it (docs/findings.md). A product within
+    `slack` of a whole number counts as that number.
     """
     exact = ratio * num_maskable
-    return min(num_maskable, math.floor(exact) if rounding == "floor" else math.ceil(exact))
+    return min(num_maskable, math.floor(exact + slack) if rounding == "floor" else math.ceil(exact - slack))
 
 
-def choose_masked(maskable: range, ratio: float, rounding: Rounding, rng: random.Random) -> list[int]:
+def choose_masked(
+    maskable: range, ratio: float, rounding: Rounding, rng: random.Random, *, slack: float = 0.0
+) -> list[int]:
     """The positions of a block to mask: `num_masked` of them, or each by itself with probability `ratio`."""
     if rounding == "bernoulli":
         return [i for i in maskable if rng.random() < ratio]
-    return rng.sample(maskable, num_masked(ratio, len(maskable), rounding))
+    return rng.sample(maskable, num_masked(ratio, len(maskable), rounding, slack=slack))

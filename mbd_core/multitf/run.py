@@ -29,6 +29,7 @@ from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import Sharding, ShardingChoice
+from mbd_core.multitf.training_attention import AttentionChoice
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import (
     TrainingRecipe,
@@ -58,6 +59,10 @@ Again = Annotated[
         help="Compute layers again in the backward pass, instead of as the recipe says.",
     ),
 ]
+Attention = Annotated[
+    AttentionChoice | None,
+    typer.Option(help="A block mask (flex, on a GPU) or a dense one, instead of the recipe's; auto: flex on a GPU."),
+]
 Lora = Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")]
 Plan = Annotated[int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")]
 
@@ -83,6 +88,7 @@ def run(
     sharding: Sharded = "auto",
     micro_batch: MicroBatch = None,
     activation_checkpointing: Again = None,
+    attention: Attention = None,
     lora: Lora = None,
     plan: Plan = None,
     out: Annotated[
@@ -105,9 +111,8 @@ def run(
         chosen = with_fitted_noise(chosen, fitted_noise)
     if steps is not None:
         chosen = shortened(chosen, steps)
-    chosen = with_options(
-        chosen, micro_batch=micro_batch, activation_checkpointing=activation_checkpointing, lora=lora
-    )
+    chosen = with_options(chosen, micro_batch=micro_batch, lora=lora, attention=attention)
+    chosen = with_options(chosen, activation_checkpointing=activation_checkpointing)
     if plan is not None:
         check_fit(chosen)
         print("\n".join(planned_lines(chosen, sharding, num_workers=plan, device="GPU")))
@@ -159,7 +164,7 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
     """Train to the recipe's last step, and write the model."""
     checkpoints = None
     if target.checkpoints is not None:
-        checkpoints = Checkpoints(target.checkpoints, workers, recipe=recipe.name)
+        checkpoints = Checkpoints(target.checkpoints, workers, recipe=recipe)
         record = checkpoints.newest()
         if record is not None and recipe.train.precision != record.precision:
             recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")

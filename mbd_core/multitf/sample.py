@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mbd_core.multitf.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.layout import GroupLayout, layout_set
-from mbd_core.multitf.noise import SCHEDULES, choose_masked
+from mbd_core.multitf.noise import SCHEDULES, SLACK, choose_masked
 from mbd_core.multitf.states import StateConfig
 
 EPSILON = 1e-6
@@ -100,11 +100,12 @@ def corrupt(
     ratios = [t for group in layout.sizes for t in schedule(group, config.bounds, rng)]
     tokens = list(example.tokens[start:])
     masked = [False] * len(tokens)
+    slack = SLACK if config.schedule == "fitted" else 0.0
     for block, ratio in enumerate(ratios):
         low = max(start + block * size, example.prompt_length) - start
         maskable = range(low, min((block + 1) * size, len(tokens)))
         if maskable:
-            for i in choose_masked(maskable, ratio, config.rounding, rng):
+            for i in choose_masked(maskable, ratio, config.rounding, rng, slack=slack):
                 tokens[i] = mask_token_id
                 masked[i] = True
     return NoisyStream(tokens, masked, [t for t in ratios for _ in range(size)][: len(tokens)])

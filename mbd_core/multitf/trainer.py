@@ -107,16 +107,21 @@ class Objective(nn.Module):
     """The model with its loss as one module, which a data-parallel wrapper can hook."""
 
     def __init__(
-        self, model: Decoder, distillation: Distillation | None = None, attention: TrainingAttention = DENSE
+        self,
+        model: Decoder,
+        distillation: Distillation | None = None,
+        attention: TrainingAttention = DENSE,
+        *,
+        rolls_out: bool | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.attention = attention
+        self.attention, self.rolls_out = attention, rolls_out
         self.distillation = distillation
 
     def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
         if self.distillation is None:
-            return multitf_loss(self.model, batch, divisor, attention=self.attention)
+            return multitf_loss(self.model, batch, divisor, attention=self.attention, rolls_out=self.rolls_out)
         teacher, attention = partial(without_adapter, self.model), self.attention
         return distillation_loss(
             self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor, attention=attention
@@ -154,7 +159,8 @@ class Trainer:
         if config.activation_checkpointing:
             checkpoint_layers(model)
         attention = TrainingAttention(config.attention, self.device)
-        self.objective: nn.Module = Objective(model, config.distillation, attention)
+        rolls_out = states.self_denoising != "none"
+        self.objective: nn.Module = Objective(model, config.distillation, attention, rolls_out=rolls_out)
         self.examples, self.states, self.config = examples, states, config
         self.lengths = sample_lengths(examples)
         self.rank, self.world_size, self.mean = rank, world_size, mean

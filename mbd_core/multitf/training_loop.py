@@ -64,6 +64,8 @@ def train(
     while trainer.step_number < steps:
         curve.append(asdict(workers.mean_metrics(trainer.step())))
         after_step()
+        if checkpoints is not None:
+            checkpoints.poll()
         if checkpoints is not None and (trainer.step_number % every == 0 or trainer.step_number == steps):
             before_checkpoint()
             checkpoints.save(trainer, curve)

@@ -1,6 +1,7 @@
 """A training run as a value: what is trained, on what, how, and what a command changes in it."""
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
-from mbd_core.multitf.training_attention import TrainingAttention
+from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +64,24 @@ def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingReci
 
 
 def with_options(
-    recipe: TrainingRecipe, *, micro_batch: int | None, activation_checkpointing: bool | None, lora: int | None
+    recipe: TrainingRecipe,
+    *,
+    micro_batch: int | None = None,
+    activation_checkpointing: bool | None = None,
+    lora: int | None = None,
+    attention: AttentionChoice | None = None,
 ) -> TrainingRecipe:
-    """The recipe with what a command says of its memory; `None` leaves the recipe's own. `lora` is an adapter's rank.
+    """The recipe with what a command says of how it computes; `None` leaves the recipe's own.
 
-    Raises `ValueError` for a rank below 1.
+    `lora` is an adapter's rank; raises `ValueError` for one below 1.
     """
     changes: dict[str, Any] = {}
     if micro_batch is not None:
         changes["micro_batch"] = micro_batch
     if activation_checkpointing is not None:
         changes["activation_checkpointing"] = activation_checkpointing
+    if attention is not None:
+        changes["attention"] = attention
     if lora is not None:
         changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
     return replace(recipe, train=replace(recipe.train, **changes))
@@ -86,6 +94,27 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
     """
     bounds = replace(recipe.states.bounds, fitted=read_noise(path))
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
+
+
+WITHOUT_EFFECT = ("micro_batch", "activation_checkpointing", "attention")
+"""How updates are computed, which leaves them as they are up to the order of sums: a resumed run may change it."""
+
+
+def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
+    """The recipe as JSON gives it back."""
+    recorded = json.loads(json.dumps(asdict(recipe), default=str))
+    assert isinstance(recorded, dict)
+    return recorded
+
+
+def same_run(recorded: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether two recipes, as they were recorded, are of one run: alike in all but `WITHOUT_EFFECT`."""
+    first, second = ({**recipe, "train": _with_effect(recipe["train"])} for recipe in (recorded, wanted))
+    return first == second
+
+
+def _with_effect(train: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in train.items() if name not in WITHOUT_EFFECT}
 
 
 def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:

@@ -12,10 +12,11 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.chat_encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data import TinyData
-from mbd_core.multitf.fit import check_fit, check_model
+from mbd_core.multitf.fit import check_fit, check_model, check_room, planned_lines
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.prepared_data import named_data, write_record, write_samples
 from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened
 
@@ -110,3 +111,20 @@ def test_data_that_changed_since_are_refused(
     data = named_data(data_folder(tmp_path / "data", tokenizer))
     with pytest.raises(ValueError, match="has changed since it was named"):
         check_fit(replace(tiny_recipe, data=replace(data, digest="other")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "sentence"),
+    [
+        ({"lora": LoraSettings(rank=2)}, "GPU", "leave --sharding at replicated"),
+        ({"attention": "flex"}, "CPU", "attention=flex trains on a GPU alone"),
+    ],
+)
+def test_what_cannot_be_trained_so_is_refused_before_a_plan(
+    tiny_recipe: TrainingRecipe, changes: dict, device: str, sentence: str
+) -> None:
+    recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, **changes))
+    with pytest.raises(ValueError, match=sentence):
+        check_room(recipe, "sharded", 10**12, num_workers=2, device=device)
+    with pytest.raises(ValueError, match=sentence):
+        planned_lines(recipe, "sharded", num_workers=2, device=device)

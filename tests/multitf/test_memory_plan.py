@@ -12,11 +12,13 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.activation_memory import kept_bytes
 from mbd_core.multitf.example import Example
+from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.memory_plan import Setting, check_memory, plan_lines, plan_memory, sequence_tokens
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.ops.attention_dense import DenseAttention
 
 PLAIN = TrainConfig(steps=1, batch_size=4, lr=1e-3, precision="float32", optimizer="adamw")
 
@@ -42,7 +44,7 @@ def test_a_size_that_is_counted_by_hand() -> None:
     plan = plan_memory(setting(FAMILIES["sdar"], dense=True))
     assert (plan.num_parameters, plan.num_trained) == (count, count)
     assert (plan.weights, plan.gradients, plan.optimizer, plan.gathered) == (4 * count, 4 * count, 8 * count, 0)
-    assert plan.mask == 4 * (2 * 16) ** 2
+    assert plan.mask == 4 * (2 * 16) ** 2 * (1 + 4)
     assert plan_memory(setting(FAMILIES["sdar"])).mask == 0
     muon = plan_memory(setting(FAMILIES["sdar"], replace(PLAIN, optimizer="muon")))
     matrices = 2 * (layer - 2 * 16 - 2 * 8)
@@ -111,6 +113,23 @@ def test_what_a_layer_keeps_is_counted_without_computing_it() -> None:
     assert counted.inputs == config.num_layers * 128 * config.hidden_size * 4
     twice = kept_bytes(config, tokens=256, dtype=torch.float32)
     assert twice.layer == pytest.approx(2 * counted.layer, rel=0.01)
+
+
+def test_all_layers_keep_one_dense_mask() -> None:
+    """The pairs of tokens that the backward pass holds are those of the plan: one bool mask, one in float32."""
+    model, tokens, kept = random_model(FAMILIES["sdar"]), 96, {}
+    stream = torch.zeros(1, tokens, dtype=torch.long)
+    block = torch.arange(tokens)[None] // 4
+    attention = DenseAttention(dual_stream_mask(stream, block, block + 1)[:, None])
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (tokens, tokens):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(torch.full((1, tokens), 2), torch.arange(tokens)[None], attention)
+    assert model.config.num_layers > 1 and [t.nbytes for t in kept.values()] == [4 * tokens**2]
 
 
 @pytest.mark.parametrize(("changes", "room", "remedy"), [

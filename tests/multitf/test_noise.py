@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mbd_core.multitf.example import Example
 from mbd_core.multitf.fitted_noise import fit_noise
-from mbd_core.multitf.noise import SCHEDULES, NoiseBounds, choose_masked
+from mbd_core.multitf.layout import GroupLayout
+from mbd_core.multitf.noise import SCHEDULES, SLACK, NoiseBounds, choose_masked, num_masked
+from mbd_core.multitf.sample import corrupt
+from mbd_core.multitf.states import StateConfig
 
 RANGES = ((0.1, 0.2), (0.8, 0.9))
 
@@ -52,3 +56,20 @@ def test_bernoulli_masks_each_position_by_itself() -> None:
 def test_bounds_that_mean_nothing_are_refused(fields: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         NoiseBounds(**fields)
+
+
+def test_a_measured_ratio_masks_as_many_positions_as_were_measured() -> None:
+    for size in range(1, 65):
+        for masked in range(size + 1):
+            ratio = round(masked / size, 6)
+            assert [num_masked(ratio, size, how, slack=SLACK) for how in ("floor", "ceil")] == [masked] * 2
+    assert (num_masked(0.333333, 3, "floor"), num_masked(0.666667, 3, "ceil")) == (0, 3)
+
+
+def test_fitted_noise_has_slack_and_no_other_schedule() -> None:
+    example, layout = Example(tuple(range(2, 8)), 0), GroupLayout((2,))
+    fitted = fit_noise([(0.333333, 0.666667)], source="a test")
+    for rounding in ("floor", "ceil"):
+        config = StateConfig(block_size=3, schedule="fitted", bounds=NoiseBounds(fitted=fitted), rounding=rounding)
+        drawn = corrupt(example, layout, start=0, config=config, mask_token_id=1, rng=random.Random(0))
+        assert [sum(drawn.masked[:3]), sum(drawn.masked[3:])] == [1, 2]

@@ -84,6 +84,60 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert run.main(["--recipe", "tiny-bd", "--checkpoints", "run"]) == 2
     assert f"holds checkpoints of a run of {recipe}, not of tiny-bd" in capsys.readouterr().err
+    for other in (["--steps", "9"], ["--lora", "2"]):
+        assert run.main([*options, *other, "--out", "other"]) == 2
+        assert f"holds checkpoints of a run with other settings, see {MARKER}" in capsys.readouterr().err
+    assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--out", "other"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "kept", "named"),
+    [
+        (MARKER, "{", MARKER),
+        (MARKER, '{"a": 1}', MARKER),
+        (MARKER, "[]", MARKER),
+        (".metadata", "x", ".metadata"),
+        (".metadata", None, ".metadata"),
+        ("__0_0.distcp", "x", "*.distcp"),
+        ("__0_0.distcp", None, "*.distcp"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_what_to_do(
+    file: str, kept: str | None, named: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--recipe", recipe, "--steps", "2", "--checkpoints", "run", "--every", "1", "--overwrite"]
+    assert run.main(options) == 0
+    damaged = Path("run/step_000002")
+    if kept is None:
+        (damaged / file).unlink()
+    else:
+        (damaged / file).write_text(kept)
+    assert run.main(options) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "the checkpoint run/step_000002 cannot be read: " in error and f"{named} there is missing or" in error
+    assert error.endswith("remove that folder to go on from step_000001")
+    for path in damaged.iterdir():
+        path.unlink()
+    damaged.rmdir()
+    assert run.main(options) == 0
+
+
+def test_folders_that_are_no_checkpoints_stay(recipe: str) -> None:
+    mine = Path("run/step_000000/notes.txt")
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert run.main(["--recipe", recipe, "--steps", "4", "--checkpoints", "run", "--every", "1"]) == 0
+    assert sorted(path.name for path in Path("run").glob("step_*")) == ["step_000000", "step_000003", "step_000004"]
+    assert mine.read_text() == "mine"
+
+
+def test_checkpoints_of_an_older_version_are_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    old = Path("run/step_000100/trainer.pt")
+    old.parent.mkdir(parents=True)
+    old.write_text("old")
+    assert run.main(["--recipe", recipe, "--checkpoints", "run"]) == 2
+    assert "run/step_000100 is a checkpoint of an older version (trainer.pt)" in capsys.readouterr().err
+    assert old.read_text() == "old"
 
 
 def test_a_plan_is_printed_and_nothing_begins(

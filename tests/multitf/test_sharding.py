@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES, random_model
-from training_pair import STEPS, losses, recipe_on, trained
+from training_pair import STEPS, half_denoised, losses, recipe_on, trained
 
 from cluster.local import free_ports
 from mbd_core.checkpoint.loading import load_model
@@ -79,6 +79,7 @@ def alone(out: Path) -> dict[str, list[float]]:
     recipes = {name: recipe_on(out / "model", optimizer=name) for name in ("adamw", "muon")}
     found = {name: losses(trained(recipe, ALONE, "replicated")) for name, recipe in recipes.items()}
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), ALONE, "replicated"))
+    found["half"] = losses(trained(half_denoised(out / "model"), ALONE, "replicated"))
     trained(recipes["muon"], ALONE, "replicated", str(out / "one"))
     for step in (6, STEPS):
         (out / "one" / f"step_{step:06d}" / MARKER).unlink()
@@ -117,7 +118,17 @@ def test_each_worker_holds_what_the_plan_says(together: dict[str, Any]) -> None:
 
 
 def test_sharded_weights_are_gathered_in_bfloat16(together: dict[str, Any]) -> None:
-    assert together["bfloat16"] == pytest.approx(together["muon-sharded"][:2], rel=0.02)
+    wide = together["muon-sharded"][:2]
+    assert together["bfloat16"] == pytest.approx(wide, rel=0.02)
+    assert together["bfloat16"] != wide, "float32 weights give these losses, bit for bit"
+
+
+def test_a_worker_without_a_roll_out_waits_for_nobody(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
+    assert together["half"] == pytest.approx(alone["half"], rel=CLOSE["adamw"])
+
+
+def test_a_checkpoint_is_whole_as_soon_as_it_is_written(together: dict[str, Any]) -> None:
+    assert together["marked"] == [False] * 4 + [True] * 2
 
 
 def test_a_worker_without_a_label_holds_up_nobody(together: dict[str, Any]) -> None:

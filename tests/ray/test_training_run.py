@@ -57,6 +57,25 @@ def test_a_resumed_run_keeps_the_precision_it_began_in(tiny_recipe: TrainingReci
         begin(new_run(with_precision(tiny_recipe, "bfloat16"), tmp_path), resume=True)
 
 
+def test_a_resumed_run_may_compute_its_updates_in_another_way(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    begin(new_run(tiny_recipe, tmp_path), resume=False)
+    for changes in ({"micro_batch": 1}, {"activation_checkpointing": True}, {"attention": "dense"}):
+        recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, **changes))
+        begin(new_run(recipe, tmp_path), resume=True)
+    with pytest.raises(ValueError, match="other settings"):
+        begin(new_run(replace(tiny_recipe, train=replace(tiny_recipe.train, lr=0.5)), tmp_path), resume=True)
+
+
+def test_a_run_of_an_older_version_is_not_resumed(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
+    run = new_run(tiny_recipe, tmp_path)
+    begin(run, resume=False)
+    recorded = json.loads(run.folder.read_text(RECORD) or "")
+    del recorded["train"]["attention"], recorded["states"]["bounds"]["fitted"]
+    run.folder.write_text(RECORD, json.dumps(recorded))
+    with pytest.raises(ValueError, match=r"begun by an older version, whose checkpoints \(trainer\.pt\) are not read"):
+        begin(run, resume=True)
+
+
 def test_a_target_that_is_there_is_refused_before_the_run_claims_its_folder(
     tiny_recipe: TrainingRecipe, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.multitf.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.checkpoints import MARKER, Checkpoints, Curve
 from mbd_core.multitf.curve_file import CurveFile
 from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.example import IGNORE
@@ -32,14 +32,21 @@ STEPS = 8
 
 def recipe_on(base: Path, *, steps: int = STEPS, **train: Any) -> TrainingRecipe:
     """Random tiny models on generated data, a few samples a step."""
-    settings = {"lr": 2e-3, "warmup": 1, "precision": "float32", "micro_batch": 2, "activation_checkpointing": True}
+    settings = {
+        "batch_size": 8,
+        "lr": 2e-3,
+        "warmup": 1,
+        "precision": "float32",
+        "micro_batch": 2,
+        "activation_checkpointing": True,
+    }
     return replace(
         RECIPES["tiny-mbd"],
         name="pair",
         base=str(base),
         data=TinyData(per_task=24),
         states=StateConfig(block_size=4, max_group=2, num_layouts=2, span="response", rounding="ceil"),
-        train=TrainConfig(steps=steps, batch_size=8, **(settings | train)),
+        train=TrainConfig(steps=steps, **(settings | train)),
         max_length=400,
     )
 
@@ -50,7 +57,7 @@ def losses(curve: Curve) -> list[float]:
 
 def trained(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: str | None = None) -> Curve:
     """The curve of a whole run, with a checkpoint after every third step in `folder`."""
-    checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe.name, keep=9)
+    checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe, keep=9)
     trainer, _, curve = start(recipe, workers, sharding, checkpoints)
     train(trainer, workers, curve, checkpoints=checkpoints, every=3)
     return curve
@@ -71,6 +78,8 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), workers, "sharded"))
     found["bfloat16"] = losses(trained(recipe_on(base, steps=2, precision="bfloat16"), workers, "sharded"))
     found["without-label"] = without_label(workers, base)
+    found["marked"] = marked_while_training(workers, base, out / "marked")
+    found["half"] = losses(trained(half_denoised(base), workers, "sharded"))
     write_sharded(workers, base, out)
     return found
 
@@ -88,6 +97,27 @@ def held(workers: Workers, base: Path) -> list[int]:
     states = [own_part(t) for o in trainer.optimizers for s in o.state.values() for t in s.values() if t.ndim]
     weights = [own_part(p) for p in trainer.model.parameters()]
     return [plan.weights, sum(t.nbytes for t in weights), plan.optimizer, sum(t.nbytes for t in states)]
+
+
+def half_denoised(base: Path) -> TrainingRecipe:
+    """Steps in which by chance one worker has positions to roll out and the other has none."""
+    states = StateConfig(block_size=4, labels="answer", self_denoising="half", rounding="ceil")
+    return replace(recipe_on(base, steps=6, batch_size=2, optimizer="adamw"), states=states)
+
+
+def marked_while_training(workers: Workers, base: Path, folder: Path) -> list[bool]:
+    """After each step, whether the checkpoint of the third one is whole; all its parts are there after the fourth."""
+    recipe, seen = recipe_on(base, steps=6), []
+    checkpoints = Checkpoints(str(folder), workers, recipe=recipe)
+    trainer, _, curve = start(recipe, workers, "replicated", checkpoints)
+
+    def look() -> None:
+        if checkpoints._writing is not None:
+            checkpoints._writing[1].exception()  # returns when they are written
+        seen.append((folder / "step_000003" / MARKER).exists())
+
+    train(trainer, workers, curve, checkpoints=checkpoints, every=3, after_step=look)
+    return seen
 
 
 def without_label(workers: Workers, base: Path) -> list[float]:
@@ -122,7 +152,7 @@ def write_sharded(workers: Workers, base: Path, out: Path) -> None:
 def slow(workers: Workers, out: Path) -> dict[str, Any]:
     """A run that leaves time to be killed; it goes on from what a killed one left."""
     recipe = recipe_on(out / "model", steps=24)
-    checkpoints = Checkpoints(str(out / "slow"), workers, recipe=recipe.name)
+    checkpoints = Checkpoints(str(out / "slow"), workers, recipe=recipe)
     trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
     first = trainer.step_number
     file = CurveFile(str(out / "slow"), curve) if workers.is_first else None

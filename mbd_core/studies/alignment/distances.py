@@ -46,12 +46,12 @@ class SizeDistance:
 class Distances:
     """A schedule's states against a model's.
 
-    delta_r      total variation of the running-set sizes
+    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's, which is of the sets themselves
     slots_tv     total variation of each slot's mask ratios in `NUM_BINS` bins, over all sizes; rare slots are left out
     slots_w1     Wasserstein-1 of each slot's mask ratios, over all sizes
     by_size      the vectors of mask ratios, for every size that both sides have often enough
     mean_w1      mean of their lower bounds, as often as inference has each size
-    delta_t      the largest of them (lower and upper bound): what Eq. A.5 needs
+    delta_t      the largest of them (lower and upper bound); Eq. A.5's also has the sizes that are left out here
     left_out     share of the inference states whose size has no distance
     """
 
