@@ -36,9 +36,13 @@ class EndpointAddress:
         """`NAME=URL[#MODEL]`; `ValueError` says what is wrong."""
         name, equals, address = text.partition("=")
         url, _, model = address.strip().partition("#")
-        parts = urlsplit(url)
-        if not (equals and NAME.fullmatch(name.strip()) and parts.scheme in ("http", "https") and parts.hostname):
-            shown = text if "@" not in text else name
+        try:
+            parts = urlsplit(url)
+            is_place = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_place = False
+        if not (equals and NAME.fullmatch(name.strip()) and is_place and not re.search(r"\s", url)):
+            shown = next((part for part in (text, name) if not re.search("[@?]", part)), "...")
             raise ValueError(
                 f"--endpoint {shown} must be NAME=http://HOST:PORT/v1, with #MODEL where it serves several"
             )
@@ -91,11 +95,13 @@ def read_keys(options: Sequence[str], names: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"--endpoint-key must be NAME=VARIABLE, with a NAME of --endpoint: {', '.join(known)}")
         if name in keys:
             raise ValueError(f"--endpoint-key gives endpoint '{name}' two keys; give one")
-        if not os.environ.get(variable):
+        if not (key := os.environ.get(variable, "").strip()):
             raise ValueError(
                 f"--endpoint-key {name}=... must name an environment variable that is set and holds the key, not be it"
             )
-        keys[name] = os.environ[variable]
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"--endpoint-key {name}: the key in {variable} has characters that no HTTP header holds")
+        keys[name] = key
     return keys
 
 
@@ -107,9 +113,12 @@ def client_of(url: str, key: str | None, *, retries: int = RETRIES) -> "openai.O
     except ImportError:
         raise ValueError("--endpoint needs the package openai (pip install 'mbd-cluster[endpoint]')") from None
     unset: dict[str, Any] = {"OpenAI-Organization": openai.omit, "OpenAI-Project": openai.omit}
-    return openai.OpenAI(
-        base_url=url, api_key=key or "none", default_headers=unset, max_retries=retries, timeout=SECONDS
-    )
+    try:
+        return openai.OpenAI(
+            base_url=url, api_key=key or "none", default_headers=unset, max_retries=retries, timeout=SECONDS
+        )
+    except Exception as error:  # of whichever HTTP client it has
+        raise ValueError(f"--endpoint {url} is no URL that can be asked: {error}") from None
 
 
 def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
@@ -126,17 +135,17 @@ def find_endpoint(address: EndpointAddress, key: str | None) -> Endpoint:
             )
         if served and model not in served:
             raise ValueError(f"{place} serves no '{model}'; it serves {', '.join(served)}")
-        answer = _ask_a_token(client, model)
+        answer = ask_a_token(client, model)
         found = Endpoint(name=address.name, url=address.url, model=model, positions=positions.get(model))
         return _ours(client, found) if MARK in (answer.model_extra or {}) else found
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
         given = "refuses the key that --endpoint-key names" if key else "wants a key: --endpoint-key NAME=VARIABLE"
         raise ValueError(f"{place} {given} ({error.status_code})") from None
     except openai.APIStatusError as error:
-        raise ValueError(f"{place} answers {error.status_code}: {said(error)}; check URL and model") from None
+        raise ValueError(f"{place} answers {error.status_code}: {said(error, key)}; check URL and model") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"{place} cannot be reached: {error.__cause__ or error}; check host and port") from None
-    except (openai.OpenAIError, json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise ValueError(f"{place} cannot be reached: {said(error, key)}; check host and port") from None
+    except (openai.OpenAIError, json.JSONDecodeError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{place} does not answer as an OpenAI endpoint does ({type(error).__name__})") from None
     finally:
         client.close()
@@ -152,16 +161,18 @@ def try_decoding(endpoint: Endpoint, key: str | None, configs: Sequence[Mapping[
         for config in configs:
             fields = {name: value for name, value in config.items() if value is not None}
             if fields and "canvas" not in fields:
-                _ask_a_token(client, endpoint.model, extra_body={"decoding": fields})
+                ask_a_token(client, endpoint.model, extra_body={"decoding": fields})
     except openai.APIStatusError as error:
-        raise ValueError(f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}: {said(error)}") from None
+        refused = f"endpoint '{endpoint.name}' refuses decoding {json.dumps(fields)}"
+        raise ValueError(f"{refused}: {said(error, key)}") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {error.__cause__ or error}") from None
+        raise ValueError(f"endpoint '{endpoint.name}' cannot be reached: {said(error, key)}") from None
     finally:
         client.close()
 
 
-def _ask_a_token(client: "openai.OpenAI", model: str, **more: Any) -> "ChatCompletion":
+def ask_a_token(client: "openai.OpenAI", model: str, **more: Any) -> "ChatCompletion":
+    """The answer to the smallest request that an endpoint's engine must compute."""
     return client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "1"}], max_tokens=1, **more
     )
@@ -183,7 +194,12 @@ def _ours(client: "openai.OpenAI", found: Endpoint) -> Endpoint:
     """What an endpoint of this project says of the model beside OpenAI's routes, which lie under `/v1`."""
     root = found.url.removesuffix("/v1")
     health = client.get(f"{root}/health", cast_to=object)
-    (state,) = (model["replicas"][0] for model in health["models"] if model["name"] == found.model)  # type: ignore[index]
+    state = _engine_state(health["models"], found.model)  # type: ignore[index]
+    if state is None:
+        raise ValueError(
+            f"endpoint '{found.name}' at {found.url} names no running replica of '{found.model}' at {root}/health; "
+            "repeat the command when it does"
+        )
     counted = client.post(f"{root}/tokenize", body={"model": found.model, "prompt": "1"}, cast_to=object)
     return Endpoint(
         name=found.name,
@@ -195,8 +211,22 @@ def _ours(client: "openai.OpenAI", found: Endpoint) -> Endpoint:
     )
 
 
-def said(error: "openai.APIStatusError") -> str:
-    """What an endpoint says of an error, on one line."""
-    body = error.body if isinstance(error.body, Mapping) else {}
-    text = body.get("message") or error.message
-    return " ".join(str(text).split())[:300]
+def _engine_state(models: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+    """What the first replica that answers says of the engine of a model or of an adapter's base, if one does."""
+    return next(
+        (
+            state
+            for model in models
+            for state in model["replicas"]
+            if "defaults" in state and (model["name"] == name or name in state.get("adapters", {}))
+        ),
+        None,
+    )
+
+
+def said(error: Exception, key: str | None) -> str:
+    """What is said of an error, on one line. An endpoint may repeat a request's headers: its key is left out."""
+    body = getattr(error, "body", None)
+    text = str((isinstance(body, Mapping) and body.get("message")) or error.__cause__ or error)
+    text = text.replace(key, "***") if key else text
+    return " ".join(text.encode("utf-8", "replace").decode().split())[:300]

@@ -6,21 +6,25 @@ kept, so that the sweep goes on there later.
 """
 
 import json
+import threading
+from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
 from mbd_core.evaluation.answer_ends import before_stop
-from mbd_core.evaluation.endpoint import MARK, Endpoint, client_of, said
+from mbd_core.evaluation.endpoint import MARK, Endpoint, ask_a_token, client_of, said
 from mbd_core.evaluation.sample_tables import COUNTS, DECODED_COLUMNS
 
 if TYPE_CHECKING:
     import openai
 
+TOKEN_SECONDS = 60.0  # for one token, where another request failed
 MOST_STOPS = 4  # that OpenAI's interface takes; all of them end the text
 SHUT = (401, 403, 404, 405, 429, 502, 503)  # what every request would get now, after all that the client tried
+ODD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)  # of an answer's content
 
 
 class EndpointLost(RuntimeError):
@@ -32,19 +36,27 @@ class EndpointStage:
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: Mapping[str, str], *, concurrency: int) -> None:
         self._endpoints = dict(endpoints)
+        self._keys = dict(keys)
         self._clients = {name: client_of(one.url, keys.get(name)) for name, one in endpoints.items()}
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="endpoint")
+        self._concurrency = concurrency
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """The table (`PLANNED_COLUMNS`) with texts, seconds and what counts there are (`DECODED_COLUMNS`)."""
+        """The table (`PLANNED_COLUMNS`) with texts, seconds and what counts there are (`DECODED_COLUMNS`).
+
+        With an exception the requests that have not begun are dropped, and those under way are not waited for, not
+        even when the process ends: an answer may take minutes.
+        """
         rows = table.to_pylist()
-        asked = [self._pool.submit(self._ask, row) for row in rows]
+        waiting, ended = deque(rows), SimpleQueue[BaseException | None]()
+        for _ in range(min(self._concurrency, len(rows))):
+            threading.Thread(target=self._ask_waiting, args=(waiting, ended), name="endpoint", daemon=True).start()
         try:
-            for row, answer in zip(rows, asked, strict=True):
-                row.update(answer.result())
+            for _ in rows:
+                error = ended.get()
+                if error is not None:
+                    raise error
         finally:
-            for answer in asked:
-                answer.cancel()
+            waiting.clear()
         return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
 
     def __enter__(self) -> Self:
@@ -54,29 +66,46 @@ class EndpointStage:
         self.close()
 
     def close(self) -> None:
-        """Close all connections, when the requests under way have ended."""
-        self._pool.shutdown(cancel_futures=True)
+        """Close all connections."""
         for client in self._clients.values():
             client.close()
+
+    def _ask_waiting(self, waiting: deque[dict[str, Any]], ended: SimpleQueue[BaseException | None]) -> None:
+        """Ask row after row while some wait; each adds its columns to itself, and `None` or its error to `ended`."""
+        while True:
+            try:
+                row = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                row.update(self._ask(row))
+                ended.put(None)
+            except BaseException as error:
+                ended.put(error)
 
     def _ask(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The decoded columns of a row."""
         import openai
 
         endpoint, client = self._endpoints[row["model"]], self._clients[row["model"]]
+        key = self._keys.get(row["model"])
         try:
             raw = _request(client, endpoint, row)
-            return _columns(raw.parse(), raw.elapsed.total_seconds(), json.loads(row["stop"]))
+            columns = _columns(raw.parse(), raw.elapsed.total_seconds(), json.loads(row["stop"]))
+            pa.Table.from_pylist([{**row, **columns}], schema=DECODED_COLUMNS)  # raises for what no column can hold
+            return columns
         except openai.APIStatusError as error:
-            if error.status_code in SHUT:
-                raise _lost(endpoint, f"answers {error.status_code}: {said(error)}") from None
-            return {"error": f"the endpoint answers {error.status_code}: {said(error)}"}
+            what = f"answers {error.status_code}: {said(error, key)}"
+            if error.status_code in SHUT or (error.status_code >= 500 and not _answers(client, endpoint)):
+                raise _lost(endpoint, what) from None
+            return {"error": f"the endpoint {what}"}
         except openai.APIConnectionError as error:
-            if not _answers(client):
-                raise _lost(endpoint, f"cannot be reached any more: {error.__cause__ or error}") from None
-            return {"error": f"the endpoint fails this request: {error.__cause__ or error}"}
-        except (openai.OpenAIError, json.JSONDecodeError, AttributeError, IndexError, TypeError) as error:
-            return {"error": f"the endpoint's answer has not OpenAI's form ({type(error).__name__}: {error})"}
+            if not _answers(client, endpoint):
+                raise _lost(endpoint, f"cannot be reached any more: {said(error, key)}") from None
+            return {"error": f"the endpoint fails this request: {said(error, key)}"}
+        except (openai.OpenAIError, *ODD) as error:
+            what = f"{type(error).__name__}: {said(error, key)}"
+            return {"error": f"the endpoint's answer has not OpenAI's form ({what})"}
 
 
 def _request(client: "openai.OpenAI", endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
@@ -96,21 +125,29 @@ def _columns(answer: Any, seconds: float, stop: list[str]) -> dict[str, Any]:
     """What an answer says: its text, its tokens if it counts them, and the forwards if the endpoint is ours."""
     choice, usage = answer.choices[0], answer.usage
     text = choice.text if answer.object == "text_completion" else choice.message.content
-    columns = {"num_prompt_tokens": usage and usage.prompt_tokens, "num_tokens": usage and usage.completion_tokens}
+    if not isinstance(text, str | None):
+        raise TypeError(f"its text is a {type(text).__name__}")
+    columns = {
+        "num_prompt_tokens": getattr(usage, "prompt_tokens", None),
+        "num_tokens": getattr(usage, "completion_tokens", None),
+    }
     counts = (answer.model_extra or {}).get(MARK) or {}
     columns |= {name: counts[name] for name in COUNTS if name in counts}
-    ended = before_stop(text or "", stop)
-    return {**columns, "text": ended, "finish_reason": choice.finish_reason, "seconds": seconds}
+    known = {name: count if type(count) is int and 0 <= count < 2**63 else None for name, count in columns.items()}
+    ended = before_stop((text or "").encode("utf-8", "replace").decode(), stop)
+    return {**known, "text": ended, "finish_reason": choice.finish_reason, "seconds": seconds}
 
 
-def _answers(client: "openai.OpenAI") -> bool:
-    """Whether the endpoint says anything at all."""
+def _answers(client: "openai.OpenAI", endpoint: Endpoint) -> bool:
+    """Whether the endpoint's engine still computes anything: its other routes may answer without it."""
     import openai
 
     try:
-        client.with_options(max_retries=1, timeout=20.0).models.list()
+        ask_a_token(client.with_options(max_retries=1, timeout=TOKEN_SECONDS), endpoint.model)
     except openai.APIConnectionError:
         return False
+    except openai.APIStatusError as error:
+        return error.status_code < 500 and error.status_code not in SHUT
     except openai.OpenAIError:
         return True
     return True

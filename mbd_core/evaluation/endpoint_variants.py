@@ -29,11 +29,11 @@ def endpoint_variants(endpoint: Endpoint, grid: Grid, names: Sequence[str], meth
     return found
 
 
-def check_default_alone(endpoint: Endpoint, asked: Sequence[str]) -> None:
-    """Raise `ValueError` if methods or a grid are asked for and nothing but an endpoint without any is there."""
-    if set(asked) != {ENDPOINT_DEFAULT}:
+def check_default_alone(endpoints: Sequence[Endpoint], asked: Sequence[str]) -> None:
+    """Raise `ValueError` if methods or a grid are asked for and nothing but endpoints without any is there."""
+    if set(asked) - {ENDPOINT_DEFAULT} and not any(endpoint.is_ours for endpoint in endpoints):
         raise ValueError(
-            f"endpoint '{endpoint.name}' takes no decoding fields, so its only method is {ENDPOINT_DEFAULT}; "
+            f"endpoint '{endpoints[0].name}' takes no decoding fields, so its only method is {ENDPOINT_DEFAULT}; "
             "leave out --methods, --method and --grid"
         )
 

@@ -145,11 +145,11 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         (one.decoding.buffer_size for one in itertools.chain.from_iterable(variants.values()) if one.decoding),
         default=options.engine.buffer_size,
     )
+    if not models:
+        check_default_alone(options.endpoints, [*(options.methods or ()), *options.definitions, *grid])
     for endpoint in options.endpoints:
         if endpoint.name in variants:
             raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
-        if not endpoint.is_ours and not models and (options.methods or options.definitions or grid):
-            check_default_alone(endpoint, [*(options.methods or ()), *options.definitions, *grid])
         variants[endpoint.name] = endpoint_variants(endpoint, grid, method_names, methods)
         notes += endpoint_notes(endpoint, asked)
     return Sweep(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,14 @@ def load_samples(folders: Sequence[Path]) -> Samples:
             found.append((plan, row["sample"], key, graded_sample(row)))
     for _, _, key, sample in sorted(found, key=lambda one: one[:2]):
         samples[key].append(sample)
-    return {key: graded for key, graded in samples.items() if graded}
+    return {key: _counted(graded) for key, graded in samples.items() if graded}
+
+
+def _counted(graded: list[GradedSample]) -> list[GradedSample]:
+    """A configuration's samples: an error of an endpoint that says forwards with others makes it no bare one."""
+    if all(sample.is_bare for sample in graded):
+        return graded
+    return [replace(sample, is_bare=False) for sample in graded]
 
 
 def graded_sample(row: dict[str, Any]) -> GradedSample:

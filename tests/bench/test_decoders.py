@@ -28,8 +28,8 @@ def methods_of(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def test_a_row_has_times_and_rates_of_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = benchmark_rows(tmp_path, "--models", "sdar,llada", "--methods", "SingleBD,Alg. 5,dual cache,BlockBatch")
-    assert {r["model"] for r in rows} == {"sdar (random)", "llada (random)"}
+    rows = benchmark_rows(tmp_path, "--models", "sdar,dream", "--methods", "SingleBD,Alg. 5,dual cache,BlockBatch")
+    assert {r["model"] for r in rows} == {"sdar (random)", "dream (random)"}
     assert methods_of(rows) == {"SingleBD", "MultiBD", "Fast-dLLM", "BlockBatch"}
     for row in rows:
         assert row["nfe"] > 0 and row["tokens"] > 0

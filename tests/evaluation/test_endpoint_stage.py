@@ -2,7 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from threading import Event
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -32,11 +34,18 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_room.client_of, "__kwdefaults__", {"retries": 2})
 
 
-def rows_of(server: ScriptedEndpoint, prompts: list[str], *, concurrency: int = 2, **columns: Any) -> list[Any]:
+def rows_of(
+    server: ScriptedEndpoint,
+    prompts: list[str],
+    *,
+    concurrency: int = 2,
+    keys: Mapping[str, str] = MappingProxyType({}),
+    **columns: Any,
+) -> list[Any]:
     table = planned_samples(["x"], prompts=prompts)
     plain = [{**row, "config": "{}", "method": ENDPOINT_DEFAULT, **columns} for row in table.to_pylist()]
     endpoint = Endpoint(name="x", url=server.url, model="m")
-    with EndpointStage({"x": endpoint}, {}, concurrency=concurrency) as stage:
+    with EndpointStage({"x": endpoint}, keys, concurrency=concurrency) as stage:
         decoded = stage(pa.Table.from_pylist(plain, schema=table.schema))
     assert decoded.schema == DECODED_COLUMNS
     return list(decoded.to_pylist())
@@ -106,6 +115,67 @@ def test_what_fails_for_good_is_a_row_and_the_others_go_on(server: ScriptedEndpo
     assert summarize([graded_sample(graded)]).tpf is None, "not 0, though there is no answer at all"
 
 
+def test_an_odd_answer_costs_no_other_row(server: ScriptedEndpoint) -> None:
+    usage = {"prompt_tokens": 7, "completion_tokens": 2**70, "total_tokens": 10}
+    odd: dict[str, Answer] = {
+        "surrogate": (200, {}, completion("four \ud83d")),
+        "parts": (200, {}, completion([{"type": "text", "text": "4"}])),  # type: ignore[arg-type]
+        "huge": (200, {}, completion() | {"usage": usage}),
+        "half": (200, {}, completion() | {"usage": usage | {"completion_tokens": 5.5}}),
+        "no counts": (200, {}, completion() | {"usage": {}}),
+        "reason": (200, {}, completion() | {"choices": [completion()["choices"][0] | {"finish_reason": ["\ud83d"]}]}),
+        "refused": (400, {}, {"error": {"message": "not \ud83d"}}),
+    }
+    server.script = lambda body: odd.get(body["messages"][-1]["content"], (200, {}, completion()))
+    rows = dict(zip((*odd, "good"), rows_of(server, [*odd, "good"]), strict=True))
+    assert rows["good"]["text"] == ANSWER and rows["surrogate"]["text"] == "four ?"
+    assert rows["parts"]["error"] == "the endpoint's answer has not OpenAI's form (TypeError: its text is a list)"
+    assert rows["reason"]["error"].startswith("the endpoint's answer has not OpenAI's form")
+    assert rows["refused"]["error"] == "the endpoint answers 400: not ?"
+    for name in ("huge", "half", "no counts"):
+        assert (rows[name]["num_tokens"], rows[name]["text"], rows[name]["error"]) == (None, ANSWER, None)
+    assert rows["huge"]["num_prompt_tokens"] == 7
+
+
+@pytest.mark.parametrize("status", [500, 504])
+def test_an_endpoint_whose_engine_is_dead_is_no_row(server: ScriptedEndpoint, status: int) -> None:
+    server.script = lambda body: (status, {"Retry-After": "0.01"}, {"error": {"message": "EngineDeadError"}})
+    server.is_dead = True
+    with pytest.raises(EndpointLost, match=f"answers {status}: EngineDeadError; what was computed is kept"):
+        rows_of(server, ["1?"])
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_key_that_an_endpoint_repeats_is_not_said(server: ScriptedEndpoint, status: int) -> None:
+    server.script = lambda body: (status, {}, {"error": {"message": "no request with Bearer sk-secret"}})
+    if status == 400:
+        (row,) = rows_of(server, ["1?"], keys={"x": "sk-secret"})
+        assert row["error"] == "the endpoint answers 400: no request with Bearer ***"
+        return
+    with pytest.raises(EndpointLost, match=r"answers 401: no request with Bearer \*\*\*; "):
+        rows_of(server, ["1?"], keys={"x": "sk-secret"})
+
+
+def test_requests_under_way_are_not_waited_for_when_the_endpoint_is_lost(server: ScriptedEndpoint) -> None:
+    begun, released, ended = Event(), Event(), []
+
+    def script(body: dict[str, Any]) -> Answer:
+        question = body["messages"][-1]["content"]
+        if question == "slow":
+            begun.set()
+            released.wait(20)
+        else:
+            begun.wait(20)
+        ended.append(question)
+        return (0, {}, {}) if question == "slow" else (403, {}, {"error": {"message": "no more"}})
+
+    server.script = script
+    with pytest.raises(EndpointLost):
+        rows_of(server, ["slow", "shut"])
+    assert ended == ["shut"]
+    released.set()
+
+
 def test_requests_under_way_are_bounded(server: ScriptedEndpoint) -> None:
     def slow(body: dict[str, Any]) -> Answer:
         time.sleep(0.05)
@@ -137,6 +207,11 @@ def test_an_endpoint_that_is_gone_or_shut_keeps_nothing_of_its_table(server: Scr
         ("m=ftp://h/v1", "must be NAME=http://HOST:PORT/v1"),
         ("a b=http://h/v1", "must be NAME=http://HOST:PORT/v1"),
         ("m=http://:8000/v1", "must be NAME=http://HOST:PORT/v1"),
+        ("m=http://h:abc/v1", "m=http://h:abc/v1 must be NAME=http://HOST:PORT/v1"),
+        ("m=http://h:99999/v1", "must be NAME=http://HOST:PORT/v1"),
+        ("m=http://[::1/v1", "must be NAME=http://HOST:PORT/v1"),
+        ("my m=https://h/v1?api_key=secret", "--endpoint my m must be NAME=http://HOST:PORT/v1"),
+        ("https://me:secret@h/v1?a=1", "--endpoint ... must be NAME=http://HOST:PORT/v1"),
         ("m=http://me:secret@h/v1", "name the environment variable that holds its key: --endpoint-key m=VARIABLE"),
         ("m=http://h/v1?key=secret", "name the environment variable that holds its key"),
     ],
@@ -148,13 +223,15 @@ def test_an_address_that_is_none_is_refused_and_no_secret_said(text: str, senten
 
 
 def test_a_key_is_a_variable_s_and_no_error_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY", "sk-1")
+    monkeypatch.setenv("KEY", "sk-1\n")
+    monkeypatch.setenv("LINES", "sk-secret\nb")
     assert read_keys(["m=KEY"], ["m", "n"]) == {"m": "sk-1"}
     for options, sentence in (
         (["m=sk-secret"], "must name an environment variable that is set"),
         (["sk-secret"], "must be NAME=VARIABLE"),
         (["other=KEY"], "with a NAME of --endpoint: m, n"),
         (["m=KEY", "m=KEY"], "two keys"),
+        (["m=LINES"], "the key in LINES has characters that no HTTP header holds"),
     ):
         with pytest.raises(ValueError, match=sentence) as refused:
             read_keys(options, ["m", "n"])
@@ -184,3 +261,24 @@ def test_what_does_not_answer_is_one_sentence(server: ScriptedEndpoint) -> None:
         pass
     with pytest.raises(ValueError, match=r"cannot be reached: .*check host and port"):
         found(url=gone.url)
+    with pytest.raises(ValueError, match="is no URL that can be asked"):
+        found(url="http://\u2603..h/v1")
+
+
+def test_an_adapter_of_our_endpoint_has_its_base_s_engine(server: ScriptedEndpoint) -> None:
+    starting = {"ready": False, "error": "RayActorError"}
+    ready = {"ready": True, "defaults": {"block_size": 16, "tau": None}, "engine": {"buffer_size": 4}}
+    server.models = ("m", "n", "tuned")
+    base = {"name": "m", "replicas": [starting, {**ready, "adapters": {"tuned": "/a"}}]}
+    server.health = [{"name": "n", "replicas": [starting]}, base]
+
+    def found(model: str) -> Endpoint:
+        return find_endpoint(EndpointAddress(name="x", url=server.url, model=model), None)
+
+    for model in ("m", "tuned"):
+        ours = found(model)
+        assert (ours.model, ours.positions, ours.slots, ours.defaults) == (model, 256, 4, {"block_size": 16})
+    for replicas in ([starting], []):
+        server.health = [{"name": "n", "replicas": replicas}, base]
+        with pytest.raises(ValueError, match=r"names no running replica of 'n' at http.*/health; repeat"):
+            found("n")

@@ -10,7 +10,10 @@ import pytest
 
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel
+from mbd_core.evaluation.endpoint import ENDPOINT_DEFAULT, Endpoint
 from mbd_core.evaluation.grade_stage import grade_table
+from mbd_core.evaluation.rates import summarize
+from mbd_core.evaluation.sample_tables import DECODED_COLUMNS
 from mbd_core.evaluation.sweep_folder import SweepFolder, read_samples
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
@@ -38,6 +41,34 @@ def decode_stage(folder: Path) -> DecodeStage:
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
     return DecodeStage(load)
+
+
+def test_a_grid_is_for_our_endpoint_beside_one_that_takes_none() -> None:
+    bare = Endpoint(name="bare", url="http://h/v1", model="m")
+    ours = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4}, slots=4)
+    asked = {**OPTIONS, "models": [], "methods": ["multi"], "grid": "tau_m2t=0.7,0.9"}
+    sweep = plan_sweep(SweepOptions(**asked, endpoints=[ours, bare]))
+    assert [len(sweep.variants[name]) for name in ("ours", "bare")] == [2, 1]
+    with pytest.raises(ValueError, match="endpoint 'bare' takes no decoding fields"):
+        plan_sweep(SweepOptions(**asked, endpoints=[bare]))
+
+
+@pytest.mark.parametrize("forwards", [4, None])
+def test_an_error_of_an_endpoint_that_says_forwards_hides_no_tpf(tmp_path: Path, forwards: int | None) -> None:
+    endpoint = Endpoint(name="ours", url="http://h/v1", model="m", defaults={"block_size": 4})
+    asked = {**OPTIONS, "models": [], "methods": [ENDPOINT_DEFAULT], "endpoints": [endpoint]}
+    sweep = plan_sweep(SweepOptions(**asked))
+    rows = list(sweep.rows())
+    parts = cut(rows, rows_per_part=len(rows))
+    record = record_of(sweep, rows, parts, shard=Shard(), timing=TIMING)
+    answer = {"text": "4", "num_tokens": 8, "num_forwards": forwards}
+    decoded = [{**row, **(answer if number else {"error": "a 500"})} for number, row in enumerate(rows)]
+    table = grade_table(pa.Table.from_pylist(decoded, schema=DECODED_COLUMNS))
+    with SweepFolder.claim(tmp_path / "out", record) as folder:
+        collect_samples([(0, table)], folder, parts)
+    (samples,) = load_samples([tmp_path / "out"]).values()
+    summary = summarize(samples)
+    assert (summary.n, summary.errors, summary.tpf) == (3, 1, None if forwards is None else 2)
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,11 @@ from host_cluster import (
     host_cluster,
     wait_for,
 )
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 
-from actors.training_run import LOSSES
 from mbd_core.evaluation.sweep_folder import REPORT, read_samples
+from mbd_core.multitf.checkpoints import MARKER
+from mbd_core.multitf.curve_file import LOSSES
 
 # Hosts have a CPU each, so that two processes that ask for one lie on two hosts.
 TRAINERS, STEPS = 2, 8
@@ -79,9 +79,11 @@ class Training:
         return wait_for(started, "the training processes")
 
     def wait_for_step(self, step: int) -> None:
-        """Until the checkpoint of that step is recorded."""
-        record = self.folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
-        wait_for(lambda: record.exists() and f"step_{step:06d}" in record.read_text(), f"step {step}")
+        """Until the checkpoint of that step, or of a later one, is whole."""
+        wait_for(lambda: any(written >= step for written in self.whole_checkpoints()), f"step {step}")
+
+    def whole_checkpoints(self) -> list[int]:
+        return [int(marker.parent.name.removeprefix("step_")) for marker in self.folder.glob(f"step_*/{MARKER}")]
 
     def finish(self) -> str:
         """The log of the job, which succeeds."""

@@ -21,10 +21,13 @@ def completion(
 
 class ScriptedEndpoint:
     """`script` gives the answer to a body; a request for one token, which asks whether it is there, is no part of
-    `bodies`. With a `key` it refuses every other one."""
+    `bodies`. With a `key` it refuses every other one. `is_dead`: its engine computes not even a token.
+    `health`: it is of this project, and says this of its models."""
 
     def __init__(self, *, models: tuple[str, ...] = ("m",), key: str | None = None) -> None:
         self.models, self.key = models, key
+        self.is_dead = False
+        self.health: list[dict[str, Any]] | None = None
         self.bodies: list[dict[str, Any]] = []
         self.script: Callable[[dict[str, Any]], Answer] = lambda body: (200, {}, completion())
         self.most_at_once = self._at_once = 0
@@ -58,10 +61,14 @@ class ScriptedEndpoint:
                     "data": [{"id": m, "object": "model", "created": 1, "owned_by": "x"} for m in self.models],
                 },
             )
+        if self.health is not None and path in ("/health", "/tokenize"):
+            return 200, {}, {"models": self.health, "max_model_len": 256}
         if body is None or path not in ("/v1/chat/completions", "/v1/completions"):
             return 404, {}, {"error": {"message": f"no route {path}"}}
         if body["max_tokens"] == 1:
-            return 200, {}, completion()
+            if self.is_dead:
+                return 500, {"Retry-After": "0.01"}, {"error": {"message": "no engine"}}
+            return 200, {}, completion() if self.health is None else completion(mbd={"num_forwards": 1})
         with self._lock:
             self.bodies.append({**body, "path": path})
             self._at_once += 1
