@@ -182,9 +182,7 @@ class DiffusionServer:
         order = SleepOrder.model_validate(options)
         if level != 1:
             raise ValueError(f"level={level} is not supported: weights wait in the host's memory (level 1)")
-        if order.requests == "abort":
-            await self.service.abort_all()
-        await self.service.sleep(seconds=order.seconds)
+        await self.service.sleep(seconds=order.seconds, abort=order.requests == "abort")
 
     async def wakeup(self, **options: Any) -> None:
         if options:

@@ -1,6 +1,7 @@
 """A bystander's latency while a crowd attacks, as a ratio to its quiet one."""
 
 import asyncio
+import os
 import sys
 from typing import Annotated
 
@@ -42,6 +43,8 @@ def run(
 
     python jobs/bench_bystander.py --url http://127.0.0.1:8000 --attacks prompts,stops --characters 100000
 
+    The key of OPENAI_API_KEY, if there is one, is sent.
+
     A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
     clients by their field `user`, of which a server whose clients take turns knows.
     """
@@ -75,7 +78,7 @@ async def _measure(
     max_tokens: int,
     seconds: float,
 ) -> Bystander:
-    async with open_session(seconds=seconds) as session:
+    async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
         served = await served_models(session, url)
         if model is None and not served:
             raise RuntimeError(f"{url} serves no model")

@@ -39,7 +39,8 @@ def _many_choices(name: str, characters: int) -> tuple[str, dict[str, Any]]:
 
 def _scores(name: str, characters: int) -> tuple[str, dict[str, Any]]:
     """A forward for each of the prompt's tokens."""
-    return f"{name} {TEXT * 2}", {"max_tokens": 1, "echo": True, "logprobs": 1, "stream": False}
+    text = (TEXT * (characters // len(TEXT) + 1))[:characters]
+    return f"{name} {text}", {"max_tokens": 1, "echo": True, "logprobs": 1, "stream": False}
 
 
 def _many_tools(name: str, characters: int) -> tuple[str, dict[str, Any]]:

@@ -259,9 +259,13 @@ class Guide(GuideState):
         return forced
 
     def _closed(self, trail: list[tuple[int, float]], marks: list[int]) -> list[tuple[int, float]]:
-        """As many of the choices as leave a closing; if none does, or there is none, the closing's next token."""
+        """As many of the choices as leave a closing; if none does, or there is none, the closing's next token.
+
+        A closing is looked for once, behind all choices; behind fewer of them only what is known counts."""
+        search = True
         while len(marks) > 1 and not self._matcher.is_error():
-            closing = self._closing_after([token for token, _ in trail])
+            closing = self._closing_after([token for token, _ in trail], search=search)
+            search = False
             if closing is not None:
                 self._closing = closing
                 return trail
@@ -277,9 +281,9 @@ class Guide(GuideState):
             tokens += self._forced_by_closing()
         return [(token, 1.0) for token in tokens]
 
-    def _closing_after(self, tokens: list[int]) -> list[int] | None:
-        """A closing after these tokens that fits into the budget: the rest of the known one, a part of it, or one that
-        is looked for."""
+    def _closing_after(self, tokens: list[int], *, search: bool) -> list[int] | None:
+        """A closing after these tokens that fits into the budget: the rest of the known one, a part of it, or, under
+        `search`, one that is looked for."""
         left, known = self._left - len(tokens), self._closing
         if tokens[-1] == self._closings.eos_token_id:
             return [] if left >= 0 else None
@@ -288,6 +292,8 @@ class Guide(GuideState):
         for start in range(len(known) - 1, max(-1, len(known) - NUM_TRIED), -1):
             if len(known) - start <= left and self._accepts(known[start:]):
                 return known[start:]
+        if not search:
+            return None
         return self._closings.find(
             self._matcher, min(left, MAX_SEARCH), literals=self._literals, thorough=MAX_THOROUGH
         )

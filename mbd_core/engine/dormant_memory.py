@@ -33,17 +33,23 @@ class DormantMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the memory again; raises torch's error where there is not enough of it, and may be called again."""
-        while self._kept:
-            whole, copy = self._kept[-1]
-            whole.untyped_storage().resize_(copy.numel())
-            whole.copy_(copy)
-            self._kept.pop()
-        while self._empty:
-            whole, size = self._empty[-1]
-            whole.untyped_storage().resize_(size)
-            whole.zero_()
-            self._empty.pop()
+        """Take the memory again; raises torch's error where there is not enough of it. None is held then, and it may
+        be called again."""
+        try:
+            for whole, copy in self._kept:
+                whole.untyped_storage().resize_(copy.numel())
+                whole.copy_(copy)
+            for whole, size in self._empty:
+                whole.untyped_storage().resize_(size)
+                whole.zero_()
+        except BaseException:
+            taken = [whole for whole, _ in (*self._kept, *self._empty)]
+            for whole in taken:
+                whole.untyped_storage().resize_(0)
+            if any(whole.is_cuda for whole in taken):
+                torch.cuda.empty_cache()
+            raise
+        self._kept, self._empty = [], []
         self.num_bytes = 0
 
 

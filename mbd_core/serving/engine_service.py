@@ -106,8 +106,9 @@ class EngineService:
         """End every request that runs or waits; how many."""
         return await self.engine.abort_all()
 
-    async def sleep(self, *, seconds: float) -> int:
-        """Take no more requests, let those that run end, and give the engine's memory back; how many bytes.
+    async def sleep(self, *, seconds: float, abort: bool = False) -> int:
+        """Take no more requests, let those that run end (or end them: `abort`), and give the engine's memory back; how
+        many bytes.
 
         Raises `ValueError`, and goes on serving, where they have not ended after `seconds`, and where the engine
         cannot sleep.
@@ -121,6 +122,8 @@ class EngineService:
                 return 0
             self.engine.closed = True
             try:
+                if abort:
+                    await self.engine.abort_all()
                 end = asyncio.get_running_loop().time() + seconds
                 while (freed := await self.engine.call(try_to)) is None:
                     if asyncio.get_running_loop().time() > end:

@@ -39,6 +39,26 @@ def test_views_and_shared_tensors_come_again_as_they_were() -> None:
     assert kept.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
 
 
+def test_a_wake_up_without_enough_memory_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, kept, last = torch.ones(5), torch.arange(8.0), torch.ones(3)
+    dormant = DormantMemory(lost=(lost, last), kept=(kept,))
+    given, zero = dormant.num_bytes, torch.Tensor.zero_
+
+    def no_room(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == last.nbytes:
+            raise torch.OutOfMemoryError("no room")
+        return zero(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", no_room)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            dormant.restore()
+        assert not any(t.untyped_storage().nbytes() for t in (lost, kept, last)) and dormant.num_bytes == given
+    monkeypatch.undo()
+    dormant.restore()
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5, 6, 7] and lost.tolist() == [0.0] * 5 and last.tolist() == [0.0] * 3
+
+
 def test_weights_that_waited_on_the_host_decode_as_before(engine: Engine) -> None:
     """What happens on a GPU: the fused forward's joint weights are views of the same memory."""
     before = engine.generate([asked(n) for n in range(4)])

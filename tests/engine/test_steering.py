@@ -19,6 +19,7 @@ from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused
+from mbd_core.decoding.guide import Closings
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.admission import RequestRefused
@@ -150,6 +151,29 @@ def test_regular_expressions_and_grammars_hold(loaded: LoadedModel, syntax: Any,
     for output in loaded.engine.generate(requests):
         assert re.fullmatch(pattern, text_of(loaded, output))
         assert output.finish_reason == "stop" and len(output.tokens) < 40
+
+
+def test_a_closing_that_is_not_found_is_looked_for_once_a_step(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, found = "(([a-w]{1,40};){300}xy|zend)", list[bool]()
+    engine = loaded.engine
+    engine.add(asked(0, Grammar(syntax="regex", text=text), "quota", max_tokens=300))
+    find = Closings.find
+
+    def counted(*args: Any, **options: Any) -> list[int] | None:
+        closing = find(*args, **options)
+        found.append(closing is not None)
+        return closing
+
+    monkeypatch.setattr(Closings, "find", counted)
+    outputs, most = list[Output](), 0
+    while engine.has_work:
+        found.clear()
+        outputs += [s.output for s in engine.step() if s.output is not None]
+        most = max(most, len(found))
+    assert most == 1
+    assert re.fullmatch(text, text_of(loaded, outputs[0]))
 
 
 def test_what_is_forced_costs_no_forward_but_its_store(loaded: LoadedModel) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from manifests import (
+    BASE_SERVE_FILE,
     CRDS,
     OVERLAYS,
     ROOT,
@@ -150,10 +151,18 @@ def test_the_service_serves_the_file_byte_for_byte(overlay: str) -> None:
 
 def test_each_place_serves_a_file_of_its_own() -> None:
     assert [serve_file(overlay).relative_to(ROOT / "k8s") for overlay in SERVING] == [
-        Path("base/serve.yaml"),
+        Path("overlays/cpu-kind/serve.yaml"),
         Path("overlays/gpu/serve.yaml"),
         Path("overlays/gpu/serve.yaml"),
     ]
+
+
+def test_serve_deploy_takes_what_the_pods_get_but_for_the_keys_of_their_secret() -> None:
+    """The keys' file is in pods alone, and tests/k8s/test_serve_deploy.py deploys the base's config as it is."""
+    pods, anywhere = (yaml.safe_load(path.read_text()) for path in (serve_file("cpu-kind"), BASE_SERVE_FILE))
+    (application,) = pods["applications"]
+    assert application["args"].pop("api_keys").startswith("/secrets/")
+    assert pods == anywhere
 
 
 @pytest.mark.parametrize("overlay", SERVING)

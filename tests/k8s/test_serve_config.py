@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from manifests import ROOT, NodeGroup, node_groups, overlay_names, render, serve_file
+from manifests import BASE_SERVE_FILE, ROOT, NodeGroup, node_groups, overlay_names, render, serve_file
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
@@ -17,7 +17,7 @@ from actors.serving_args import ServingArgs
 from cluster.topology import ClusterTooSmall, Topology, check_room
 
 SERVING = ("cpu-kind", "gpu", "gpu-incremental")
-FILES = sorted({serve_file(overlay) for overlay in SERVING})
+FILES = sorted({BASE_SERVE_FILE, *(serve_file(overlay) for overlay in SERVING)})
 JOBS = [name for name in overlay_names() if name.endswith(("/train", "/sweep"))]
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)

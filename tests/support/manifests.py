@@ -15,6 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays"
+BASE_SERVE_FILE = ROOT / "k8s" / "base" / "serve.yaml"
 CRDS = ROOT.parent / "shared" / "kuberay-crds"
 REPLACEMENTS_SINCE = (4, 2)  # of kustomize
 
@@ -128,7 +129,7 @@ def serve_file(overlay: str) -> Path:
         folder = (OVERLAYS / overlay / resource).resolve()
         if folder.is_relative_to(OVERLAYS) and folder.is_dir():
             return serve_file(str(folder.relative_to(OVERLAYS)))
-    return ROOT / "k8s" / "base" / "serve.yaml"
+    return BASE_SERVE_FILE
 
 
 def pinned_versions() -> dict[str, str]:
