@@ -111,4 +111,5 @@ def graded_sample(row: dict[str, Any]) -> GradedSample:
         strict_correct=row["strict_correct"],
         flexible_correct=row["flexible_correct"],
         is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
+        seed=row["seed"],
     )
