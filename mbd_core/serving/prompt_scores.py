@@ -1,5 +1,6 @@
 """The log-probabilities of a prompt's own tokens: `echo` with `logprobs`, by which harnesses compare answers."""
 
+import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,10 +86,9 @@ class ScoredAnswer(Answer):
         if any(output.finish_reason == "abort" for output in ordered):
             message = "the request was aborted before all of its prompt was scored; ask again"
             raise ApiError(503, message, code="aborted", headers={"Retry-After": "1"})
-        choices = [
-            self._scored(request, output, echo)
-            for request, output, echo in zip(self._stream.requests, ordered, self._echoes, strict=True)
-        ]
+        asked = zip(self._stream.requests, ordered, self._echoes, strict=True)
+        # Entries for thousands of tokens take longer than a loop that serves others may stand still.
+        choices = [await asyncio.to_thread(self._scored, *each) for each in asked]
         counts = [
             replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._asked.max_tokens or 0) for o in ordered
         ]
