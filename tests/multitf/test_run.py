@@ -157,7 +157,7 @@ def test_a_training_that_does_not_fit_is_refused(
     monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe]) == 2
     assert (
-        "multitf.run: training takes 0.2 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
+        "multitf.run: training takes 0.3 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
         in capsys.readouterr().err
     )
 
