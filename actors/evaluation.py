@@ -2,22 +2,24 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import ray
 import ray.data
+from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
+from actors.graded_parts import grade_part, pack, unpack
 from cluster.storage import fetch_model
 from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
 from mbd_core.evaluation.endpoint_stage import EndpointLost, EndpointStage
-from mbd_core.evaluation.grade_stage import grade_table
+from mbd_core.evaluation.engine_deaths import NOTHING, Attempts, DeathWatch, DividedParts
 from mbd_core.evaluation.sweep_parts import Part
 from mbd_core.evaluation.sweep_plan import Sweep
 from mbd_core.serving.load import load_engine
@@ -26,47 +28,40 @@ from mbd_core.serving.load import load_engine
 class DecodeActor:
     """`DecodeStage` in an actor: `models` maps the names in the rows to what `fetch_model` takes.
 
-    It is called with a packed part, so that Ray Data neither joins parts nor splits one.
+    It is called with a packed part, so that Ray Data neither joins parts nor splits one. Ray starts it anew when its
+    process dies, and repeats the call: `attempts`, an actor of `Attempts`, says when not to try again.
     """
 
-    def __init__(self, models: Mapping[str, str], engine: EngineConfig, *, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        engine: EngineConfig,
+        *,
+        tensor_parallel: int = 1,
+        attempts: "ActorHandle[Attempts] | None" = None,
+    ) -> None:
         def load(name: str) -> DecodingModel:
             loaded = load_engine(model_folder(fetch_model(models[name])), engine, tensor_parallel=tensor_parallel)
             loaded.prepare()
             return DecodingModel(loaded.engine, loaded.tokenizer)
 
-        self._stage = DecodeStage(load)
+        self._stage, self._attempts = DecodeStage(load), attempts
 
     def __call__(self, packed: pa.Table) -> pa.Table:
+        """The decoded part, or none of its rows if a process died of it too often."""
+        assert self._attempts is not None
         number, planned = unpack(packed)
-        return pack(number, self.decode(planned))
+        if not ray.get(self._attempts.begin.remote(number)):
+            return pack(number, NOTHING)
+        decoded = self.decode(planned)
+        ray.get(self._attempts.end.remote(number))
+        return pack(number, decoded)
 
     def decode(self, table: pa.Table) -> pa.Table:
         return self._stage(table)
 
     def close(self) -> None:
         self._stage.close()
-
-
-def grade_part(packed: pa.Table) -> pa.Table:
-    """`grade_table` on a packed part."""
-    number, decoded = unpack(packed)
-    return pack(number, grade_table(decoded))
-
-
-def pack(number: int, table: pa.Table) -> pa.Table:
-    """A part in one row: its number, and its table in Arrow's format for streams."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    columns = {"part": pa.array([number]), "table": pa.array([sink.getvalue().to_pybytes()], pa.large_binary())}
-    return pa.table(columns)
-
-
-def unpack(packed: pa.Table) -> tuple[int, pa.Table]:
-    """The number and the table of a packed part."""
-    (row,) = packed.to_pylist()
-    return row["part"], pa.ipc.open_stream(row["table"]).read_all()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +88,60 @@ def plan_pool(sweep: Sweep, *, num_engines: int) -> EnginePool:
 
 
 def run_parts(
-    parts: Sequence[Part], sweep: Sweep, pool: EnginePool, *, urls: Mapping[str, str] | None = None
+    parts: Sequence[Part],
+    sweep: Sweep,
+    pool: EnginePool,
+    *,
+    urls: Mapping[str, str] | None = None,
+    decoding: Collection[str] = (),
 ) -> Iterator[tuple[int, pa.Table]]:
     """Decode and grade parts on the connected cluster; their numbers and graded samples as they come, in no
     particular order.
 
     `urls` maps the folders of models that were fetched to where they come from: each node fetches them for itself.
-    Raises `ModelRefused` if an actor cannot load a model, which only its machine can find out.
+    `decoding` are the models that are known to decode. Raises `ModelRefused` if an actor cannot load a model, which
+    only its machine can find out, and `ModelDies`.
     """
     if not parts:
         return
+    models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
+    by_number, aside, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
+    try:
+        for number, graded in _decode_and_grade([(part.number, part.table()) for part in parts], models, pool):
+            part = by_number[number]
+            if len(graded):
+                watch.decoded(part.model)
+                yield number, graded
+            else:
+                watch.lost(part.model, f"part {number}")
+                aside.append(part)
+        divided = DividedParts(sorted(aside, key=lambda part: part.number), DeathWatch(watch.decoding))
+        for sample, graded in _decode_and_grade(divided.samples(), models, pool):
+            yield from divided.add(sample, graded)
+        divided.check_end()
+    except RayTaskError as error:
+        refusal = model_refused(error)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _decode_and_grade(
+    tables: Sequence[tuple[int, pa.Table]], models: Mapping[str, str], pool: EnginePool
+) -> Iterator[tuple[int, pa.Table]]:
+    """Numbered tables, decoded and graded as they come; one of which processes died too often has no rows."""
+    if not tables:
+        return
     ray.data.DataContext.get_current().enable_progress_bars = False  # `collect_samples` shows one for the whole sweep
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
     engines = pool.topology
+    attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+    arguments = {"models": models, "engine": pool.engine, "tensor_parallel": engines.ranks, "attempts": attempts}
     graded = (
-        ray.data.from_arrow([pack(part.number, part.table()) for part in parts])
+        ray.data.from_arrow([pack(number, table) for number, table in tables])
         .map_batches(
             DecodeActor,
-            fn_constructor_kwargs={"models": models, "engine": pool.engine, "tensor_parallel": engines.ranks},
+            fn_constructor_kwargs=arguments,
             batch_size=1,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=engines.processes),
@@ -120,27 +150,25 @@ def run_parts(
         )
         .map_batches(grade_part, batch_size=1, batch_format="pyarrow", num_cpus=1)
     )
-    try:
-        for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
-            yield unpack(packed)
-    except RayTaskError as error:
-        refusal = model_refused(error)
-        if refusal is None:
-            raise
-        raise refusal from error
+    for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
+        yield unpack(packed)
 
 
 def compute_parts(
     parts: Sequence[Part],
+    missing: Collection[int],
     sweep: Sweep,
     pool: EnginePool,
     *,
     stage: EndpointStage,
     urls: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """The graded samples of parts with their numbers: `run_parts` for models, then `ask_parts` for endpoints."""
-    yield from run_parts([part for part in parts if part.model in sweep.models], sweep, pool, urls=urls)
-    yield from ask_parts([part for part in parts if part.model in sweep.endpoints], stage)
+    """The graded samples of the parts whose numbers are missing: `run_parts` for models, then `ask_parts` for
+    endpoints. A model decodes if a part of it is there."""
+    absent = [part for part in parts if part.number in missing]
+    decoding = {part.model for part in parts if part.number not in missing}
+    yield from run_parts([p for p in absent if p.model in sweep.models], sweep, pool, urls=urls, decoding=decoding)
+    yield from ask_parts([p for p in absent if p.model in sweep.endpoints], stage)
 
 
 def ask_parts(parts: Sequence[Part], stage: EndpointStage) -> Iterator[tuple[int, pa.Table]]:

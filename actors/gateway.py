@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,7 +134,11 @@ class Gateway:
         }
         self._keys = None if args.api_keys is None else ApiKeys(args.api_keys)
         self.server = OpenAIServer(
-            {}, request_seconds=args.request_seconds, client_requests=args.client_requests, log=log
+            {},
+            request_seconds=args.request_seconds,
+            client_requests=args.client_requests,
+            body_prompts=args.body_prompts,
+            log=log,
         )
         self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
@@ -183,12 +188,12 @@ class Gateway:
 
     async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a row of Ray Data, a chat request."""
-        async for answer in answer_row(lambda body: self.server.chat(body, key=ROWS_KEY), row):
+        async for answer in answer_row(lambda body: self.server.chat(body, key=ROWS_KEY, limited=False), row):
             yield answer
 
     async def answer_completion(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer to a row of Ray Data, a completion request."""
-        async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY), row):
+        async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY, limited=False), row):
             yield answer
 
     @api.get("/health")
@@ -223,7 +228,7 @@ class Gateway:
 
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
-        return JSONResponse(openapi_document())
+        return JSONResponse(openapi_document(body_prompts=self._args.body_prompts))
 
     @api.get("/")
     async def playground(self) -> Response:
@@ -257,13 +262,13 @@ class Gateway:
 
     @api.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
-        key, body = self._client(request), await read_body(request, self._args.body_bytes)
-        return await respond(lambda: self.server.complete(body, key=key))
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.complete(read, key=key))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
-        key, body = self._client(request), await read_body(request, self._args.body_bytes)
-        return await respond(lambda: self.server.chat(body, key=key))
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.chat(read, key=key))
 
     @api.post("/tokenize")
     async def tokenize(self, request: Request) -> Response:

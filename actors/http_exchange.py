@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from actors.logs import logged
@@ -19,11 +20,13 @@ KEY_LENGTH = 16
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events; however the response ends, the engine drops what is unfinished."""
+    """An answer as server-sent events, those of a step in one piece; however the response ends, the engine drops what
+    is unfinished."""
 
     def __init__(self, answer: Answer) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(answer.events(logged), media_type="text/event-stream", headers=headers)
+        groups = ("".join(group) async for group in answer.event_groups(logged) if group)
+        super().__init__(groups, media_type="text/event-stream", headers=headers)
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +87,7 @@ def client_key(request: Request) -> str:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body; `ApiError` for one of more than `most` bytes, and for one that does not come."""
+    """The body; `ApiError` for one of more than `most` bytes, and for one that does not come whole."""
     declared = request.headers.get("content-length", "")
     if len(declared) > len(str(most)) or (declared.isdecimal() and int(declared) > most):
         raise _too_large(most)
@@ -95,6 +98,8 @@ async def read_body(request: Request, most: int) -> bytes:
                 body += part
                 if len(body) > most:
                     raise _too_large(most)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its body was complete", code="invalid_json") from None
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
     return bytes(body)

@@ -13,6 +13,7 @@ from cluster.topology import Topology
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
 from mbd_core.serving.open_requests import DRAIN_SECONDS
+from mbd_core.serving.openai_requests import MAX_PROMPTS, MOST_PROMPTS
 
 REQUEST_SECONDS = 600.0
 RETRY_SECONDS = 120.0
@@ -172,9 +173,11 @@ class ServingArgs(Fields):
     retry_seconds    how long a request looks for another replica after its own has died
     drain_seconds    how long requests under way may go on when their process is to end
     body_bytes       the largest body of a request; a larger one is refused before it is read
+    body_prompts     the most prompts that one body may have
     api_keys         a file of clients' names and keys, on every machine with a gateway; it is read again when it
                      changes. `null`: everybody is served
-    client_requests  requests that each client may have under way at a gateway; `null`: any number. It needs `api_keys`
+    client_requests  choices that each client may have under way at a gateway, n for each prompt of a body; `null`: any
+                     number. It needs `api_keys`
     """
 
     models: Annotated[list[ModelArgs], Field(min_length=1)]
@@ -184,6 +187,7 @@ class ServingArgs(Fields):
     retry_seconds: Seconds = RETRY_SECONDS
     drain_seconds: Seconds = DRAIN_SECONDS
     body_bytes: Annotated[int, Field(ge=1024)] = BODY_BYTES
+    body_prompts: Annotated[int, Field(ge=1, le=MOST_PROMPTS)] = MAX_PROMPTS
     api_keys: Path | None = None
     client_requests: Count | None = None
 

@@ -1,6 +1,6 @@
 """Timed runs on the cluster: one engine in an actor, and nothing of ours beside it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -32,8 +32,8 @@ class TimingActor:
 
         self._stage = TimedStage(load, concurrency=concurrency)
 
-    def time(self, case: TimedCase) -> pa.Table:
-        return self._stage(case)
+    def time(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
+        return self._stage(case, left_out=left_out)
 
     def close(self) -> None:
         self._stage.close()
@@ -45,9 +45,13 @@ def time_cases(
     pool: EnginePool,
     *,
     concurrency: int,
+    left_out: Collection[int] = (),
     urls: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Time one case after the other; their numbers and timed requests. Raises `ModelRefused` as `run_parts` does."""
+    """Time one case after the other, without the samples `left_out`; their numbers and timed requests.
+
+    Raises `ModelRefused` as `run_parts` does.
+    """
     if not cases:
         return
     models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
@@ -59,7 +63,7 @@ def time_cases(
     )
     try:
         for case in cases:
-            yield case.number, ray.get(actor.time.remote(case))
+            yield case.number, ray.get(actor.time.remote(case, left_out=left_out))
         ray.get(actor.close.remote())
     except RayTaskError as error:
         refusal = model_refused(error)

@@ -14,18 +14,21 @@ import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.training_run import TrainingRun, fetched, record_recipe, recorded_precision
 from cluster.storage import Folder
-from cluster.topology import Topology, plan_topology
+from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
-from mbd_core.multitf.curve_file import LOSSES, CurveFile
+from mbd_core.multitf.curve_file import LOSSES
 from mbd_core.multitf.export import export, join_export
 from mbd_core.multitf.fit import check_room
 from mbd_core.multitf.precision import Precision
+from mbd_core.multitf.run_log import RunLog
+from mbd_core.multitf.training_flops import device_peak
 from mbd_core.multitf.training_loop import start, train
-from mbd_core.multitf.training_recipe import start_line, with_precision
+from mbd_core.multitf.training_recipe import TrainingRecipe, start_line, with_precision
 from mbd_core.multitf.workers import Workers
 from mbd_core.ops.host_memory import free_host_memory
 
@@ -52,8 +55,10 @@ def plan_run(run: TrainingRun) -> TrainingRun:
     Raises `ClusterTooSmall` as `plan_workers` does, and `ValueError` for a training that takes more memory.
     """
     workers = plan_workers(run)
-    asked = ray.remote(device_memory).options(num_cpus=1, num_gpus=workers.num_gpus)
-    available = ray.get(asked.remote(workers.processes))
+    if workers.num_gpus:
+        available = ray.get(ray.remote(gpu_memory).options(num_cpus=1, num_gpus=workers.num_gpus).remote())
+    else:
+        available = workers.share(nodes_memory())
     device = "GPU" if workers.num_gpus else "CPU"
     sharding, lines = check_room(
         fetched(run.recipe), run.sharding, available, num_workers=workers.processes, device=device
@@ -62,11 +67,21 @@ def plan_run(run: TrainingRun) -> TrainingRun:
     return replace(run, sharding=sharding)
 
 
-def device_memory(num_workers: int) -> int:
-    """Bytes of a worker's device: its GPU's, or its share of a host's free memory if all workers are on one."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    return free_host_memory() // num_workers
+def gpu_memory() -> int:
+    """Bytes of the GPU that this task was given."""
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def nodes_memory() -> list[tuple[Resources, int]]:
+    """The resources of each node of the cluster that has CPUs, and the bytes that are free in its memory."""
+    ask = ray.remote(free_host_memory)
+    asked = [
+        (node["Resources"], NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0)
+    ]
+    free = ray.get([ask.options(num_cpus=0, scheduling_strategy=there).remote() for _, there in asked])
+    return [(resources, available) for (resources, _), available in zip(asked, free, strict=True)]
 
 
 def fit(run: TrainingRun) -> TrainingResult:
@@ -112,17 +127,19 @@ def train_worker(config: dict[str, Any]) -> int:
     resumed_after = trainer.step_number
     if workers.is_first and resumed_after:
         say(f"resumed after step {resumed_after}")
-    log = Log(run, curve) if workers.is_first else None
+    log = Log(run, recipe, curve, workers) if workers.is_first else None
     train(
         trainer,
         workers,
         curve,
         checkpoints=checkpoints,
         every=run.checkpoint_every,
+        before_step=log.begin if log else nothing,
         after_step=log.add if log else nothing,
         before_checkpoint=log.flush if log else nothing,
     )
-    if workers.is_first:
+    if log is not None:
+        log.close()
         # Where no step was left to do, an earlier start of this run may have written the model already.
         overwrite = run.overwrite or resumed_after == recipe.train.steps
         with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
@@ -149,19 +166,29 @@ def nothing() -> None:
 class Log:
     """What the first worker writes and prints as updates are done."""
 
-    def __init__(self, run: TrainingRun, curve: Curve) -> None:
+    def __init__(self, run: TrainingRun, recipe: TrainingRecipe, curve: Curve, workers: Workers) -> None:
         self.curve = curve
-        self.file = CurveFile(run.folder.location, curve, options=run.folder.options)
-        self.progress = Progress(run.recipe.train.steps)
+        self.log = RunLog(
+            run.folder.location,
+            curve,
+            recipe,
+            peak=device_peak(workers.device, recipe.train.precision),
+            num_workers=workers.size,
+            targets=run.log_targets,
+            options=run.folder.options,
+        )
+        say(self.log.describe())
+        self.begin, self.close = self.log.begin, self.log.close
+        self.progress = Progress(recipe.train.steps)
 
     def add(self) -> None:
         """Log the update that was just done."""
-        self.file.append()
+        self.log.add()
         self.progress.show(self.curve, last=len(self.curve) == self.progress.steps)
 
     def flush(self) -> None:
         """Bring remote storage up to date, before a checkpoint says that these updates are done."""
-        self.file.flush()
+        self.log.flush()
 
 
 def say(line: str) -> None:

@@ -13,6 +13,7 @@ from mbd_core.checkpoint.shipped import model_folder, named_model
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData, named_data
 from mbd_core.multitf.sharding import ShardingChoice
+from mbd_core.multitf.trainer import check_workers
 from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
 
 RECORD = "run.json"
@@ -25,7 +26,8 @@ class TrainingRun:
     Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
     `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
     the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
-    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them.
+    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
+    where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
     """
 
     recipe: TrainingRecipe
@@ -38,15 +40,18 @@ class TrainingRun:
     sharding: ShardingChoice = "replicated"
     checkpoint_every: int = 100
     max_failures: int = 3
+    log_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        batch_size = self.recipe.train.batch_size
+        batch_size, group = self.recipe.train.batch_size, self.recipe.train.tensor_parallel
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
             raise ValueError(
                 f"num_workers={self.num_workers} and checkpoint_every={self.checkpoint_every} must be at least 1, "
                 f"max_failures={self.max_failures} at least 0"
             )
-        if batch_size % self.num_workers:
+        if group > 1:
+            check_workers(self.recipe.train, self.num_workers)
+        elif batch_size % self.num_workers:
             raise ValueError(
                 f"batch_size={batch_size} of recipe {self.recipe.name} does not divide over {self.num_workers} workers"
             )

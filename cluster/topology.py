@@ -60,6 +60,15 @@ class Topology:
         """How many such processes the nodes have room for, however many are asked for."""
         return sum(_times(self.bundle, node) for node in nodes)
 
+    def share(self, nodes: Iterable[tuple[Resources, int]]) -> int:
+        """How much each process can have of what its node has, where that is least.
+
+        `nodes` are their resources, and the amount of what the processes of one node share, as bytes of memory. A node
+        may get as many processes as it has room for.
+        """
+        counted = ((min(self.processes, _times(self.bundle, node)), amount) for node, amount in nodes)
+        return min(amount // count for count, amount in counted if count)
+
     def check(self, nodes: Sequence[Resources], *, spare_cpus: int = 0) -> None:
         """Raise `ClusterTooSmall` if not all processes find room, or if fewer than `spare_cpus` CPUs are left then."""
         check_room([self], nodes, spare_cpus=spare_cpus)

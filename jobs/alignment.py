@@ -23,7 +23,8 @@ from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.studies.alignment.alignment_report import write_alignment
 from mbd_core.studies.alignment.compared_schedules import DEFAULT_SCHEDULES, StudyConfig, compare_models
-from mbd_core.studies.alignment.recorded_traces import TASKS, Asked, check_models, read_models, record_models
+from mbd_core.studies.alignment.recorded_traces import Asked, check_models, read_models, record_models
+from mbd_core.tasks.generated import GENERATED_TASKS
 
 KIND = "alignment report"
 SCHEDULES = ",".join(DEFAULT_SCHEDULES)
@@ -59,7 +60,8 @@ Recipe = Annotated[
     ),
 ]
 Task = Annotated[
-    str | None, typer.Option(help=f"What is asked: {' or '.join(TASKS)} (default: gsm-mini)", rich_help_panel=DATA)
+    str | None,
+    typer.Option(help=f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", rich_help_panel=DATA),
 ]
 Limit = Annotated[
     int | None, typer.Option(help="Problems, half of them for `fitted` (default: 64)", min=2, rich_help_panel=DATA)

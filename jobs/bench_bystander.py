@@ -3,6 +3,8 @@
 import asyncio
 import os
 import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -14,6 +16,7 @@ from jobs.load.bystander import Bystander, measure_bystander
 from jobs.load.stream_client import Target, open_session, served_models
 
 LOAD = "Load"  # a panel of --help
+KEY = "OPENAI_API_KEY"
 SHORT = "Tom has 12 pens and buys 9 pens. How many pens does Tom have now?"
 
 
@@ -38,6 +41,12 @@ def run(
     request_seconds: Annotated[
         float, typer.Option(help="Time limit of a request.", min=0.1, rich_help_panel=LOAD)
     ] = 600.0,
+    crowd_key: Annotated[
+        str,
+        typer.Option(
+            metavar="VARIABLE", help="The environment variable that holds the crowd's API key.", rich_help_panel=LOAD
+        ),
+    ] = KEY,
 ) -> None:
     """Measure how long short requests take in quiet and beside a crowd's, in turns, and print the ratio.
 
@@ -46,16 +55,17 @@ def run(
     The key of OPENAI_API_KEY, if there is one, is sent.
 
     A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
-    clients by their field `user`, of which a server whose clients take turns knows.
+    clients: on a server without keys by their field `user`, on one with keys where --crowd-key names another one.
     """
     chosen = names(attacks, "--attacks")
     if unknown := [name for name in chosen if name not in ATTACKS]:
         raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(ATTACKS)}")
+    if crowd_key != KEY and not os.environ.get(crowd_key):
+        raise ValueError(f"--crowd-key {crowd_key}: this environment variable holds nothing; put a key there")
+    url = url.rstrip("/")
     for name in chosen:
-        found = asyncio.run(
-            _measure(url.rstrip("/"), model, name, characters, crowd, requests, max_tokens, request_seconds)
-        )
-        _print(name, found)
+        load = partial(measure_bystander, attack=name, characters=characters, requests=requests, crowd=crowd)
+        _print(name, asyncio.run(_measure(load, url, model, max_tokens, request_seconds, crowd_key)))
 
 
 def _print(attack: str, found: Bystander) -> None:
@@ -69,16 +79,18 @@ def _print(attack: str, found: Bystander) -> None:
 
 
 async def _measure(
+    load: Callable[..., Awaitable[Bystander]],
     url: str,
     model: str | None,
-    attack: str,
-    characters: int,
-    crowd: int,
-    requests: int,
     max_tokens: int,
     seconds: float,
+    crowd_key: str,
 ) -> Bystander:
-    async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
+    keys = [os.environ.get(name) for name in (KEY, crowd_key)]
+    async with (
+        open_session(seconds=seconds, api_key=keys[0]) as session,
+        open_session(seconds=seconds, api_key=keys[1]) as crowd_session,
+    ):
         served = await served_models(session, url)
         if model is None and not served:
             raise RuntimeError(f"{url} serves no model")
@@ -90,9 +102,7 @@ async def _measure(
             max_tokens=max_tokens,
             extra={"user": "bystander"},
         )
-        return await measure_bystander(
-            session, target, prompt=SHORT, attack=attack, characters=characters, requests=requests, crowd=crowd
-        )
+        return await load(session, target, crowd_session=crowd_session, prompt=SHORT)
 
 
 main = command(run)

@@ -102,7 +102,14 @@ ExtraBody = Annotated[
         rich_help_panel=DECODING,
     ),
 ]
-BufferSize = Annotated[int, typer.Option(help="Slots a sequence.", min=1, rich_help_panel=ENGINE)]
+BufferSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Slots a sequence (default: as many as the model decodes with, at least 4).",
+        min=1,
+        rich_help_panel=ENGINE,
+    ),
+]
 Replicas = Annotated[
     str, typer.Option(metavar="N,...", help="Replicas; an endpoint of ours for each number.", rich_help_panel=CLUSTER)
 ]

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from cluster.storage import Folder
-from jobs.command_line import DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
+from jobs.command_line import CLUSTER, DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
 from jobs.eval_sweep import cut_sweep, run_on_cluster
 from mbd_core.bench.tables import markdown
 from mbd_core.checkpoint.chat import decode_text
@@ -28,8 +28,9 @@ from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.timed_cases import Timing
 from mbd_core.serving.load import load_engine
 
-TRIAL = 4  # problems by which the length of the run is found
+TRIAL = 32  # problems by which the length of the run is found
 MOST = 1.10  # what the ratio is to stay below on a run of 5 minutes
+LEAST = 1.7  # what two engines are to be worth, where there are cores for them
 COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
 
 Texts = Mapping[int, str]
@@ -37,8 +38,11 @@ Texts = Mapping[int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepCost:
-    """Seconds of the two runs. Those of the sweep have the start of its workers, grading, writing and the report in
-    them; `ray_start` is apart."""
+    """Seconds of the runs. Those of a sweep have the start of its workers, grading, writing and the report in them;
+    `ray_start` is apart.
+
+    several  of the same sweep with `num_actors` engines, `None` if there is none
+    """
 
     num_samples: int
     num_differing: int
@@ -46,6 +50,8 @@ class SweepCost:
     decode: float
     ray_start: float
     sweep: float
+    num_actors: int = 1
+    several: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -63,11 +69,16 @@ class SweepCost:
             {"what": "start of Ray", "seconds": self.ray_start},
             {"what": "sweep: workers, load, decode, grade, write, report", "seconds": self.sweep},
         ]
+        gain = ""
+        if self.several is not None:
+            rows.append({"what": f"the same sweep with {self.num_actors} engines", "seconds": self.several})
+            gain = f"\n{self.num_actors} engines / 1: {self.sweep / self.several:.2f}"
+            gain += f" times as fast; to be at least {LEAST:.2f} with 2, where there are cores for them"
         return (
             f"{self.num_samples} samples, of which {self.num_differing} have another text in the sweep\n\n"
             f"{markdown(rows, COLUMNS)}\n\n"
             f"sweep / direct: {self.ratio:.3f} (with the start of Ray {self.ratio_with_start:.3f}); to stay at most "
-            f"{MOST:.2f} on a run of 5 minutes"
+            f"{MOST:.2f} on a run of 5 minutes{gain}"
         )
 
 
@@ -87,16 +98,20 @@ def run(
         typer.Option(help="Problems a task.", show_default="by --seconds", min=1, rich_help_panel=DATA),
     ] = None,
     max_rows: MaxRows = EngineConfig.max_rows,
+    actors: Annotated[
+        int, typer.Option(help="Run the sweep again with so many engines; 1: not.", min=1, rich_help_panel=CLUSTER)
+    ] = 1,
     threads: Annotated[
         int, typer.Option(help="Torch's threads of the direct run; a sweep's engine has one.", rich_help_panel=ENGINE)
     ] = 1,
 ) -> None:
     """Decode one plan by the engine in this process, all samples at once, and by a sweep with one engine on Ray.
 
-    python jobs/bench_sweep.py --seconds 300
+    python jobs/bench_sweep.py --tasks gsm-mini --seconds 300 --actors 2
 
     The direct run only decodes; the sweep also grades, writes every part, and reports. The engine's time to load is in
     both, the start of Ray apart. Nothing is timed by itself (--timed 0), and nothing else should run beside it.
+    Programs are graded by processes of their own: where no core is left for them, they take the engine's time.
     """
     torch.set_num_threads(threads)
     options = SweepOptions(
@@ -113,20 +128,27 @@ def run(
         loaded.prepare()
         load = time.perf_counter() - began
         directly = partial(decode_all, DecodingModel(loaded.engine, loaded.tokenizer))
-        trial, _ = directly(list(plan_sweep(replace(options, limit=TRIAL)).rows()))  # warms up, too
+        tried = list(plan_sweep(replace(options, limit=min(TRIAL, limit or TRIAL))).rows())
+        directly(tried)  # warms up
         if limit is None:
+            trial, _ = directly(tried)
             sweep = plan_sweep(replace(options, limit=problems_in(seconds, trial=trial)))
         decode, texts = directly(list(sweep.rows()))
+    print(compared(sweep, texts, load=load, decode=decode, num_actors=actors).text)
+
+
+def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
+    """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
     ray_start, swept, found = run_sweep(sweep)
-    print(
-        SweepCost(
-            num_samples=len(texts),
-            num_differing=differing(texts, found),
-            load=load,
-            decode=decode,
-            ray_start=ray_start,
-            sweep=swept,
-        ).text
+    return SweepCost(
+        num_samples=len(texts),
+        num_differing=differing(texts, found),
+        load=load,
+        decode=decode,
+        ray_start=ray_start,
+        sweep=swept,
+        num_actors=num_actors,
+        several=run_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
     )
 
 
@@ -145,14 +167,14 @@ def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple
     return time.perf_counter() - began, texts
 
 
-def run_sweep(sweep: Sweep) -> tuple[float, float, Texts]:
+def run_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
     """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
     import ray
 
     from cluster.local import connect
 
     began = time.perf_counter()
-    is_ours = connect(worker_logs=False)
+    is_ours = connect(num_cpus=max(4, num_actors + 2), worker_logs=False)
     started = time.perf_counter()
     try:
         with (
@@ -161,7 +183,7 @@ def run_sweep(sweep: Sweep) -> tuple[float, float, Texts]:
             Folder.at(Path(place) / "sweep").mirrored(KIND, FILES) as mirror,
         ):
             work = cut_sweep(sweep, shard=Shard(), timing=Timing(problems=0))
-            run_on_cluster(work, mirror, stage=stage, urls={}, num_actors=1, overwrite=False)
+            run_on_cluster(work, mirror, stage=stage, urls={}, num_actors=num_actors, overwrite=False)
             ended = time.perf_counter()
             texts = {row["sample"]: row["text"] for row in read_samples(mirror.path)}
     finally:

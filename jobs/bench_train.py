@@ -2,6 +2,8 @@
 
 import sys
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -12,11 +14,14 @@ from jobs.command_line import DATA, ENGINE, MODEL, OUTPUT, JsonFile, OwnThreads,
 from mbd_core.bench.step_rows import device_name, usable_device
 from mbd_core.bench.tables import markdown
 from mbd_core.bench.training_cost import count_row
+from mbd_core.bench.training_padding import COLUMNS as PADDING
+from mbd_core.bench.training_padding import padding_row
 from mbd_core.bench.training_speed import COLUMNS, measure_row
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shapes import SHAPES
-from mbd_core.multitf.recipes import TINY_MODEL
+from mbd_core.multitf.prepared_data import PreparedExamples
+from mbd_core.multitf.tiny_recipes import TINY_MODEL
 from mbd_core.multitf.training_attention import TrainingAttention
 
 MODELS = {"tiny": TINY_MODEL, **SHAPES}
@@ -48,6 +53,24 @@ Layouts = Annotated[
 ]
 Length = Annotated[str, typer.Option(metavar="N,...", help="Tokens of a sample.", rich_help_panel=DATA)]
 Count = Annotated[bool, typer.Option("--count", help="Count operations instead of measuring.", rich_help_panel=OUTPUT)]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Count the padding of batches of this prepared data, with --pack and without, instead of measuring.",
+        rich_help_panel=DATA,
+    ),
+]
+Pack = Annotated[
+    str, typer.Option(metavar="N,...", help="With --data: tokens of samples that are packed.", rich_help_panel=DATA)
+]
+Batch = Annotated[int, typer.Option(help="With --data: samples of a step.", min=1, rich_help_panel=DATA)]
+AtOnce = Annotated[
+    str,
+    typer.Option(
+        "--micro-batch", metavar="N,...", help="With --data: sequences computed at once.", rich_help_panel=DATA
+    ),
+]
 Repeats = Annotated[int, typer.Option(help="Timed steps of each, in turn.", min=1, rich_help_panel=ENGINE)]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one)", rich_help_panel=ENGINE)
@@ -61,6 +84,10 @@ def run(
     layouts: Layouts = "2:0,2:2,4:2,4:3",
     length: Length = "128",
     count: Count = False,
+    data: Data = None,
+    pack: Pack = "2048",
+    batch: Batch = 32,
+    micro_batch: AtOnce = "1,4",
     repeats: Repeats = 3,
     device: Device = None,
     threads: OwnThreads = None,
@@ -70,7 +97,7 @@ def run(
 
     Measured is forward and backward of one sample, both ways in turn, in float32; on a CPU in seconds of the
     processor. --count counts the forward's operations instead, also of models that fit on no machine here: those of
-    dense attention, and of FlexAttention's blocks.
+    dense attention, and of FlexAttention's blocks. --data counts the padding of batches, in the shapes' blocks.
     """
     if json is not None:
         check_new_file(json)
@@ -89,7 +116,10 @@ def run(
         torch.set_num_threads(threads)
     cases = [(n, g, tokens) for tokens in lengths for g, n in pairs]
     rows: list[dict[str, Any]] = []
-    if not count:
+    if data is not None:
+        rows = padding_rows(shapes, data, numbers(micro_batch, "--micro-batch"), numbers(pack, "--pack"), batch)
+        shapes = []
+    elif not count:
         place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         attention = TrainingAttention("auto", place)
         print(f"{device_name(place)}, {torch.get_num_threads()} threads, {attention.describe()}; {repeats} steps each")
@@ -106,6 +136,21 @@ def run(
         rows += [{"model": name, **row} for row in found]
     if json is not None:
         write_json(json, {"settings": {"command": command_text(context)}, "rows": rows})
+
+
+def padding_rows(
+    shapes: list[str], data: Path, at_once: list[int], packs: list[int], batch_size: int
+) -> list[dict[str, Any]]:
+    """The padding of prepared data in the blocks of each shape, which is printed too."""
+    rows, sizes = [], list(product(at_once, packs))
+    for name in shapes:
+        config = MODELS[name]
+        lengths = PreparedExamples(data, block_size=config.block_size, max_length=config.max_positions).lengths
+        found = [padding_row(lengths, batch_size=batch_size, micro_batch=n, pack=tokens) for n, tokens in sizes]
+        print(f"\n{name}: {len(lengths)} samples in blocks of {config.block_size}, {batch_size} a step\n")
+        print(markdown(found, PADDING))
+        rows += [{"model": name, **row} for row in found]
+    return rows
 
 
 def random_model(name: str, device: torch.device) -> Decoder:

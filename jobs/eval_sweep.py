@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,9 +32,18 @@ from mbd_core.evaluation.best_folder import edit_notes
 from mbd_core.evaluation.best_point import By
 from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.endpoint_stage import EndpointStage
+from mbd_core.evaluation.engine_deaths import dead_samples
 from mbd_core.evaluation.evaluation_recipes import OWN
 from mbd_core.evaluation.sweep_choice import best_points, check_choice
-from mbd_core.evaluation.sweep_folder import FAILURE, FILES, KIND, REPORT, SweepFolder, check_sweep_folder
+from mbd_core.evaluation.sweep_folder import (
+    FAILURE,
+    FILES,
+    KIND,
+    REPORT,
+    SweepFolder,
+    check_sweep_folder,
+    is_computed,
+)
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut, part_size
 from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.sweep_record import SweepRecord, record_of, timed_rows
@@ -45,6 +54,9 @@ from mbd_core.evaluation.tasks import TASKS
 from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.tasks.split import Split
 
+if TYPE_CHECKING:
+    from actors.evaluation import EnginePool
+
 LIST = "NAME,..."
 
 Tasks = Annotated[str, typer.Option(metavar=LIST, help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)]
@@ -53,7 +65,7 @@ MethodNames = Annotated[
     typer.Option(
         "--methods",
         metavar=LIST,
-        help="Methods to run.",
+        help="Methods to run, among them the rows of Table 4, as table-4/LLaDA2-Mini/math/multi.",
         show_default="single, multi, those of --method",
         rich_help_panel=DECODING,
     ),
@@ -107,7 +119,8 @@ TimedProblems = Annotated[
     int,
     typer.Option(
         "--timed",
-        help="Problems a task on which each configuration is timed by itself, after the sweep; 0: none.",
+        help="Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of "
+        "latency takes 100 timed requests, and is a dash below.",
         min=0,
         rich_help_panel=DATA,
     ),
@@ -209,9 +222,12 @@ def run_work(
         if not record.parts:
             print_notes([f"shard {record.shard} has none of the sweep's parts, and so no report of its own"])
             return
-        text = run_on_cluster(
-            work, mirror, stage=stage, urls=subjects.urls, num_actors=num_actors, overwrite=overwrite
-        )
+        if is_computed(mirror.path, record, overwrite=overwrite):
+            text = report_computed(mirror, record, overwrite=overwrite)
+        else:
+            text = run_on_cluster(
+                work, mirror, stage=stage, urls=subjects.urls, num_actors=num_actors, overwrite=overwrite
+            )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
     print(f"{text}\nThe report is in {out}: {WRITTEN}")
     for point in best:
@@ -243,6 +259,14 @@ def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
     return Work(sweep, record, parts, timed_cases(timed_rows(sweep, rows), timing))
 
 
+def report_computed(mirror: Mirror, record: SweepRecord, *, overwrite: bool) -> str:
+    """Write the report of a sweep of which all is there, without a cluster; the report as Markdown."""
+    with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
+        print(f"eval_sweep: {len(record.parts)} of {len(record.parts)} parts are there", file=sys.stderr)
+        folder.remove(FAILURE)  # of an earlier run
+        return write_summary(folder).text
+
+
 def run_on_cluster(
     work: Work, mirror: Mirror, *, stage: EndpointStage, urls: Mapping[str, str], num_actors: int, overwrite: bool
 ) -> str:
@@ -255,7 +279,6 @@ def run_on_cluster(
     import ray
 
     from actors.evaluation import compute_parts, plan_pool
-    from actors.timing import time_cases
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
 
@@ -263,40 +286,55 @@ def run_on_cluster(
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
     try:
         pool = plan_pool(sweep, num_engines=num_actors)
-        settings = sweep_settings(sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus)
+        on_gpu = pool.topology.num_gpus > 0
+        settings = sweep_settings(
+            sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, on_gpu=on_gpu
+        )
         record = replace(work.record, settings=settings)
         with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
             folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
             folder.remove(FAILURE)  # of an earlier run
-            missing = [work.parts[number] for number in folder.missing()]
+            own, missing = [work.parts[number] for number in record.parts], set(folder.missing())
             if len(missing) < len(record.parts):
                 there = f"{len(record.parts) - len(missing)} of {len(record.parts)} parts are there"
                 print(f"eval_sweep: {there}", file=sys.stderr)
             refused = None
             try:
-                own = [work.parts[number] for number in record.parts]
-                collect_samples(compute_parts(missing, sweep, pool, stage=stage, urls=urls), folder, own)
-                write_summary(folder)  # it is there whatever becomes of the times
-                left = set(folder.missing_cases())
-                cases = [case for case in work.cases if case.number in left]
-                timed = time_cases(cases, sweep, pool, concurrency=record.timing.concurrency, urls=urls)
-                try:
-                    collect_times(timed, folder, cases)
-                except ModelRefused as error:
-                    refused = error
+                graded = compute_parts(own, missing, sweep, pool, stage=stage, urls=urls)
+                collect_samples(graded, folder, own, num_engines=num_actors)
+                summary = write_summary(folder)  # it is there whatever becomes of the times
+                if folder.missing_cases():
+                    refused = time_missing(work, folder, pool, urls=urls)
+                    summary = write_summary(folder)
             except CLUSTER_FAILURES as error:
                 folder.write_files({FAILURE: failure_text(error).encode()})
                 raise RuntimeError(
                     f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
                     f"traceback in {FAILURE}; the same command computes the rest"
                 ) from error
-            text = write_summary(folder).text
             if refused is not None:
                 raise RuntimeError(f"not all could be timed: {refused}; the report is in {mirror.target}")
-            return text
+            return summary.text
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def time_missing(
+    work: Work, folder: SweepFolder, pool: "EnginePool", *, urls: Mapping[str, str]
+) -> ModelRefused | None:
+    """Time the cases that are missing, without what killed an engine; the refusal of a model that cannot be loaded."""
+    from actors.timing import time_cases
+
+    left, dead = set(folder.missing_cases()), dead_samples(folder.path)
+    cases = [case for case in work.cases if case.number in left]
+    concurrency = work.record.timing.concurrency
+    try:
+        timed = time_cases(cases, work.sweep, pool, concurrency=concurrency, left_out=dead, urls=urls)
+        collect_times(timed, folder, cases)
+    except ModelRefused as error:
+        return error
+    return None
 
 
 main = command(run)

@@ -1,27 +1,41 @@
 #!/usr/bin/env python3
 """Make training samples of your conversations: `python jobs/prepare_data.py chats.jsonl --model DIR --out data`.
 
-Reads JSON lines, Parquet and Hugging Face datasets on disk, here or at URLs; needs no Ray. The folder is what
-`jobs/train_multitf.py --data` takes. Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr.
+Reads JSON lines, Parquet and Hugging Face datasets on disk, here or at URLs; needs no Ray without --workers. With
+`--answers-from MODEL` that model answers the rows. The folder is what `jobs/train_multitf.py --data` takes. Exit
+codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import typer
+from transformers import PreTrainedTokenizerBase
 
 from cluster.storage import Folder, fetch_model
-from jobs.command_line import DATA, OUTPUT, ModelName, Overwrite, command
+from jobs.command_line import CLUSTER, DATA, DECODING, OUTPUT, ModelName, Overwrite, command, json_object
 from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.decoding_config import decoding_config
+from mbd_core.decoding.methods import METHODS, MULTI, merge_fields
+from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.decode_stage import DecodingModel
+from mbd_core.evaluation.model_answers import ANSWERS_KIND, PART, Answering, DecodeParts, ModelAnswers, PartDecoder
+from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.multitf.conversation_rows import Columns, find_files, read_rows
-from mbd_core.multitf.data_preparation import Preparation, prepare_data
+from mbd_core.multitf.data_preparation import Encode, Preparation, check_prompts, prepare_data
 from mbd_core.multitf.overlap import Benchmark
 from mbd_core.multitf.prepared_data import DATA_KIND
+from mbd_core.serving.load import load_engine
 
 Sources = Annotated[
     list[str],
@@ -75,6 +89,80 @@ Against = Annotated[
 DropOverlap = Annotated[
     bool, typer.Option("--drop-overlap", help="Leave out the rows that --against reports.", rich_help_panel=DATA)
 ]
+AnswersFrom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Let this model answer the rows: a shipped model's name, a model folder, or its URL.",
+        rich_help_panel=DECODING,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"How it decodes: one of {', '.join(METHODS)}.",
+        show_default="as its folder recommends",
+        rich_help_panel=DECODING,
+    ),
+]
+Decoding = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help='Fields of the method, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of an answer, at most.", show_default="1024", rich_help_panel=DECODING),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 takes the likeliest token, more draws.", show_default="0", rich_help_panel=DECODING),
+]
+AnswerSeed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Of drawn answers.", show_default="0", rich_help_panel=DECODING),
+]
+KeepUnfinished = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-unfinished",
+        help="Keep answers that did not end within --max-tokens, as they are.",
+        rich_help_panel=DECODING,
+    ),
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(min=1, max=PART, help="Answers decoded at once.", show_default="16", rich_help_panel=DECODING),
+]
+Actors = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or "
+        "on one of its own.",
+        show_default="one in this process, without Ray",
+        rich_help_panel=CLUSTER,
+    ),
+]
+AnswersFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--answers",
+        metavar="DIR",
+        help="Where answers are kept as they come; the same command goes on from them.",
+        show_default="OUT.answers",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes.",
+        show_default="in this process, without Ray",
+        rich_help_panel=CLUSTER,
+    ),
+]
 Out = Annotated[str, typer.Option(metavar="DIR|URL", help="Folder to write.", rich_help_panel=OUTPUT)]
 
 
@@ -91,35 +179,164 @@ def run(
     limit: Limit = None,
     against: Against = None,
     drop_overlap: DropOverlap = False,
+    answers_from: AnswersFrom = None,
+    method: Method = None,
+    decoding: Decoding = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: AnswerSeed = None,
+    keep_unfinished: KeepUnfinished = None,
+    max_rows: MaxRows = None,
+    answers: AnswersFolder = None,
+    actors: Actors = None,
+    workers: Workers = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks."""
+    """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks.
+
+    With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
+    """
     target = Folder.at(out)
     target.check_target(DATA_KIND, overwrite=overwrite)
     if drop_overlap and not against:
         raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
-    columns = (
-        None
-        if (messages, prompt, response) == (None, None, None)
-        else Columns(chat=messages, prompt=prompt, response=response)
-    )
+    options = {
+        "method": method, "decoding": decoding, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+        "keep_unfinished": keep_unfinished, "max_rows": max_rows, "answers": answers, "actors": actors,
+    }  # fmt: skip
+    answerer = find_answerer(answers_from, target, options)
     files = [file for source in sources for file in find_files(source, split=split)]
+    chosen = (messages, prompt, response) != (None, None, None)
     preparation = Preparation(
         files=files,
         model=read_folder(model_folder(fetch_model(model))),
         max_length=max_length,
-        columns=columns,
+        columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer) if chosen else None,
         benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against or ()],
         drop_overlap=drop_overlap,
         limit=limit,
     )
+    with cluster_of(workers, actors):
+        write(preparation, target, answerer, overwrite=overwrite, encode=encoder_of(workers, model), num_actors=actors)
+
+
+@contextmanager
+def cluster_of(workers: int | None, actors: int | None) -> Iterator[None]:
+    """A connection to a cluster, if one is needed. Ray takes seconds to import."""
+    if workers is None and actors is None:
+        yield
+        return
+    import ray
+
+    from cluster.failures import CLUSTER_FAILURES, reason
+    from cluster.local import connect
+
+    is_ours = connect(num_cpus=(workers or 0) + (actors or 0) + 1, worker_logs=False)
+    try:
+        yield
+    except CLUSTER_FAILURES as error:
+        raise RuntimeError(f"it failed on the cluster: {reason(error)}; the same command begins it again") from error
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def encoder_of(workers: int | None, model: str) -> Encode | None:
+    """Who tokenises: `None` for this process, or tasks on the cluster."""
+    if workers is None:
+        return None
+    from actors.data_encoding import encode_on_cluster
+
+    return encode_on_cluster(model, num_workers=workers)
+
+
+def write(
+    preparation: Preparation,
+    target: Folder,
+    answerer: "Answerer | None",
+    *,
+    overwrite: bool,
+    encode: Encode | None,
+    num_actors: int | None,
+) -> None:
+    """Write the folder, and print what became of the rows."""
     with target.staged(DATA_KIND, overwrite=overwrite) as folder:
-        counts = prepare_data(preparation, folder, overwrite=overwrite)
+        if answerer is None:
+            counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
+        else:
+            num_rows = check_prompts(preparation, answerer.tokenizer)
+            with answerer.begin(num_rows, num_actors=num_actors) as answers:
+                answered = replace(preparation, answers=answers)
+                counts = prepare_data(answered, folder, overwrite=overwrite, encode=encode)
     print(counts)
     for benchmark in preparation.benchmarks:
         found = benchmark.report()
         print(f"{benchmark.name}: {found['rows']} rows repeat {found['problems']} of its problems")
-    print(f"wrote {target}")
+    print(f"wrote {target}" + (f"; the answers are kept in {answerer.folder}" if answerer is not None else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answerer:
+    """A model that will answer, as it was named, and its tokenizer; how, by engines of which size, and where answers
+    are kept."""
+
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    answering: Answering
+    engine: EngineConfig
+    folder: Path
+
+    @contextmanager
+    def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
+        """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
+        first answer is missing."""
+        decode: DecodeParts
+        if num_actors is not None:
+            from actors.answering import AnswerPool
+
+            decode, at_once = AnswerPool(self.model, self.answering, self.engine, num_actors=num_actors), 4
+        else:
+            decode, at_once, num_actors = PartDecoder(self.answering, self._load), 1, 1
+        rows = PART * at_once * num_actors
+        answers = ModelAnswers(self.answering, decode, self.folder, rows_at_once=rows, num_rows=num_rows)
+        with closing(answers), closing(decode):
+            yield answers
+
+    def _load(self) -> DecodingModel:
+        loaded = load_engine(model_folder(fetch_model(self.model)), self.engine)
+        return DecodingModel(loaded.engine, loaded.tokenizer)
+
+
+def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) -> Answerer | None:
+    """Who answers, if a model is named, checked before anything is decoded; `ValueError` for what cannot be."""
+    if model is None:
+        for name, value in options.items():
+            if value is not None:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} has no meaning without --answers-from: nothing is decoded")
+        return None
+    kept = Folder.at(options["answers"] or f"{target}.answers")
+    if kept.is_remote:
+        raise ValueError(f"{kept} is a URL: name a folder here that keeps the answers as they come with --answers")
+    folder = kept.path
+    if folder_kind(folder) != ANSWERS_KIND:
+        check_target_folder(folder, ANSWERS_KIND, in_place=True)
+    name = options["method"] or MULTI
+    if name not in METHODS:
+        raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
+    fields = merge_fields(METHODS[name], json_object(options["decoding"] or "{}", "--decoding"))
+    found = read_folder(model_folder(fetch_model(model)))
+    answering = Answering(
+        model=model,
+        digest=model_digest(found.path),
+        decoding=decoding_config(found.defaults, fields, block_size=found.config.block_size),
+        sampling=Sampling(temperature=options["temperature"] or 0.0, seed=options["seed"] or 0),
+        max_tokens=options["max_tokens"] or 1024,
+        keep_unfinished=bool(options["keep_unfinished"]),
+        max_rows=options["max_rows"] or Answering.max_rows,
+    )
+    engine = EngineConfig(max_rows=answering.max_rows, buffer_size=answering.decoding.buffer_size)
+    return Answerer(model=model, tokenizer=found.tokenizer, answering=answering, engine=engine, folder=folder)
 
 
 main = command(run)

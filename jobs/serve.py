@@ -20,14 +20,23 @@ from jobs.command_line import (
     Threads,
     command,
 )
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
 from mbd_core.serving.api_keys import read_keys
 from mbd_core.serving.open_requests import DRAIN_SECONDS
+from mbd_core.serving.openai_requests import MAX_PROMPTS, MOST_PROMPTS
 
 MODEL_DEFAULTS = ModelArgs(model="")
-LIMITS = ("gateways", "request_seconds", "retry_seconds", "drain_seconds", "client_requests", "body_bytes")
+LIMITS = (
+    "gateways",
+    "request_seconds",
+    "retry_seconds",
+    "drain_seconds",
+    "client_requests",
+    "body_bytes",
+    "body_prompts",
+)
 
 Name = Annotated[
     str | None, typer.Option(help="What clients call it (default: the folder's name).", rich_help_panel=MODEL)
@@ -74,7 +83,7 @@ ApiKeys = Annotated[
 ClientRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests that the client of a key of --api-keys may have under way at each gateway.",
+        help="Choices, n for each prompt, that the client of a key of --api-keys may have under way at each gateway.",
         min=1,
         rich_help_panel=CLUSTER,
     ),
@@ -82,8 +91,17 @@ ClientRequests = Annotated[
 BodyBytes = Annotated[
     int, typer.Option(help="The largest body of a request; more is 413.", min=1024, rich_help_panel=CLUSTER)
 ]
+BodyPrompts = Annotated[
+    int, typer.Option(help="The most prompts of one body.", min=1, max=MOST_PROMPTS, rich_help_panel=CLUSTER)
+]
 BufferSize = Annotated[
-    int, typer.Option(help="Slots a sequence, the most that a request may ask for.", min=1, rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(
+        help="Slots a sequence, the most that a request may ask for (default: as many as the model decodes with, at "
+        f"least {LEAST_SLOTS}).",
+        min=1,
+        rich_help_panel=ENGINE,
+    ),
 ]
 BlockBudget = Annotated[
     int | None,
@@ -140,6 +158,7 @@ def run(
     api_keys: ApiKeys = None,
     client_requests: ClientRequests = None,
     body_bytes: BodyBytes = BODY_BYTES,
+    body_prompts: BodyPrompts = MAX_PROMPTS,
     tensor_parallel: TensorParallel = 1,
     max_rows: MaxRows = EngineConfig.max_rows,
     buffer_size: BufferSize = EngineConfig.buffer_size,
@@ -182,7 +201,7 @@ def run(
         trace=None if trace is None else str(trace),
         fp8=fp8,
     )
-    limits = (gateways, request_seconds, retry_seconds, drain_seconds, client_requests, body_bytes)
+    limits = (gateways, request_seconds, retry_seconds, drain_seconds, client_requests, body_bytes, body_prompts)
     serve_model(args, host, port, api_keys, dict(zip(LIMITS, limits, strict=True)))
 
 

@@ -23,10 +23,12 @@ from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
 from mbd_core.multitf.fit import check_fit, planned_lines
+from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import ShardingChoice
+from mbd_core.multitf.tensor_parallel import ExpertsCut
 from mbd_core.multitf.training_attention import AttentionChoice
-from mbd_core.multitf.training_recipe import TrainingRecipe, shortened, with_fitted_noise, with_options, with_precision
+from mbd_core.multitf.training_recipe import TrainingRecipe, with_options, with_precision
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -86,8 +88,18 @@ MicroBatch = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Samples a worker computes at once.",
+        help="Samples, or with --pack training sequences, a worker computes at once.",
         show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
+Pack = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Short samples share training sequences, up to N tokens of samples in each.",
+        show_default="the recipe's: none share one",
         rich_help_panel=MODEL,
     ),
 ]
@@ -108,6 +120,15 @@ Attention = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the layers (torch.compile); the first steps take minutes then.",
+        show_default="the recipe's",
+        rich_help_panel=MODEL,
+    ),
+]
 Lora = Annotated[
     int | None,
     typer.Option(
@@ -116,6 +137,24 @@ Lora = Annotated[
         help="Train an adapter of this rank, merged into the model that is written.",
         show_default="the recipe's",
         rich_help_panel=MODEL,
+    ),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Workers that share their samples and every layer, each with its part of it.",
+        show_default="1",
+        rich_help_panel=CLUSTER,
+    ),
+]
+CutExperts = Annotated[
+    ExpertsCut | None,
+    typer.Option(
+        help="How tensor-parallel workers share experts: whole ones, or a part of each one's width.",
+        show_default="expert",
+        rich_help_panel=CLUSTER,
     ),
 ]
 Plan = Annotated[
@@ -140,6 +179,15 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of th
 CheckpointEvery = Annotated[
     int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.", rich_help_panel=OUTPUT)
 ]
+LogTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help=f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none.",
+        show_default="tensorboard, if it is installed",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Out = Annotated[
     str | None,
     typer.Option(
@@ -160,31 +208,34 @@ def run(
     device: ComputeOn = None,
     sharding: Sharded = "auto",
     micro_batch: MicroBatch = None,
-    activation_checkpointing: Again = None,
+    pack: Pack = None,
+    again: Again = None,
     attention: Attention = None,
+    compile: Compiled = None,
     lora: Lora = None,
+    tensor_parallel: TensorParallel = None,
+    cut_experts: CutExperts = None,
     plan: Plan = False,
     max_failures: MaxFailures = 3,
     storage: Storage = RUNS,
     run_name: RunName = None,
     resume: Resume = False,
     checkpoint_every: CheckpointEvery = 100,
+    log_to: LogTo = None,
     out: Out = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
     chosen = with_precision(recipe_named(recipe), precision)
-    start = base or chosen.base
-    if start is not None:
+    if start := base or chosen.base:
         chosen = replace(chosen, base=checked_base(start))
     if data is not None:
         chosen = replace(chosen, data=checked_data(data))
-    if fitted_noise is not None:
-        chosen = with_fitted_noise(chosen, fitted_noise)
-    if steps is not None:
-        chosen = shortened(chosen, steps)
-    chosen = with_options(chosen, micro_batch=micro_batch, lora=lora, attention=attention)
-    chosen = with_options(chosen, activation_checkpointing=activation_checkpointing)
+    chosen = with_options(
+        chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
+        activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
+        cut_experts=cut_experts,
+    )  # fmt: skip
     if plan:
         print_plan(chosen, sharding, num_workers=workers, device=device)
         return
@@ -200,6 +251,7 @@ def run(
         sharding=sharding,
         checkpoint_every=checkpoint_every,
         max_failures=max_failures,
+        log_targets=chosen_targets(log_to),
     )
     check_run(training, resume=resume)
     check_fit(fetched(chosen))

@@ -12,6 +12,11 @@ TEXT = "the pens of Tom are 12 and "
 MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as many as OpenAI's routes take
 
 
+def _plain(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """No attack: what as many clients do to each other by asking."""
+    return f"{name} {TEXT}", {"max_tokens": 64}
+
+
 def _long_prompt(name: str, characters: int) -> tuple[str, dict[str, Any]]:
     return f"{name} {(TEXT * (characters // len(TEXT) + 1))[:characters]}", {"max_tokens": 1}
 
@@ -53,6 +58,7 @@ def _many_tools(name: str, characters: int) -> tuple[str, dict[str, Any]]:
 
 
 ATTACKS: Mapping[str, Attack] = {
+    "plain": _plain,
     "prompts": _long_prompt,
     "stops": _long_stops,
     "longer-stops": _longer_stops,

@@ -35,13 +35,15 @@ async def measure_bystander(
     session: aiohttp.ClientSession,
     target: Target,
     *,
+    crowd_session: aiohttp.ClientSession,
     prompt: str,
     attack: str,
     characters: int,
     requests: int,
     crowd: int,
 ) -> Bystander:
-    """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns.
+    """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns. The crowd's
+    session has its own key.
 
     Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
     """
@@ -52,7 +54,8 @@ async def measure_bystander(
         count = requests // TURNS + (turn < requests % TURNS)
         quiet += await _short(session, target, prompt, count)
         senders = [
-            asyncio.create_task(_send(session, target, attack, characters, f"{turn}x{i}", ended)) for i in range(crowd)
+            asyncio.create_task(_send(crowd_session, target, attack, characters, f"{turn}x{i}", ended))
+            for i in range(crowd)
         ]
         try:
             await asyncio.sleep(0)

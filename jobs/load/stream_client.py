@@ -12,6 +12,7 @@ from mbd_core.bench.load_records import Arrival, RequestRecord, shared_out
 
 Route = Literal["chat/completions", "completions"]
 LINE_BYTES = 2**24  # the longest event that is read
+TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
@@ -58,13 +59,16 @@ async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: 
     """Send one streamed request and record it. Raises `NoUsage`; every other failure is in the record."""
     times: list[float] = []
     weights: list[int] = []
-    exact, total, error = True, None, None
+    exact, total, error, last = True, None, None, 0.0
     try:
         async for chunk, at in stream_chunks(session, target, target.body(prompt, stream=True)):
             text, num_logprobs = _content(chunk)
             if text or num_logprobs:
-                times.append(at)
-                weights.append(num_logprobs or len(text))
+                if not times or at - last > TOGETHER_SECONDS:
+                    times.append(at)
+                    weights.append(0)
+                last = at
+                weights[-1] += num_logprobs or len(text)
                 exact = exact and num_logprobs > 0
             usage = chunk.get("usage")
             total = usage["completion_tokens"] if usage else total

@@ -30,14 +30,14 @@ def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
     """
     counts: list[Tensor] = []
 
-    def count(num_experts: int, module: nn.Module, arguments: tuple[Tensor, ...], out: Tensor) -> None:
-        touched_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=out.device)
-        touched_E[arguments[1].flatten()] = 1  # the last one is of tokens that go to no expert
+    def count(num_experts: int, module: nn.Module, arguments: object, chosen: tuple[Tensor, Tensor]) -> None:
+        ids_TK, _ = chosen
+        touched_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+        touched_E[ids_TK.flatten()] = 1  # the last one is of tokens that go to no expert
         counts.append(touched_E[:num_experts].sum())
 
     hooks = [
-        layer.experts.register_forward_hook(partial(count, layer.gate.config.num_experts))
-        for layer in moe_layers(model)
+        layer.gate.register_forward_hook(partial(count, layer.gate.config.num_experts)) for layer in moe_layers(model)
     ]
     try:
         yield lambda: float(torch.stack(counts).float().mean()) if counts else None
@@ -63,10 +63,13 @@ class UniformRouter(nn.Module):
         share = self.config.routed_scaling / self.config.experts_per_token
         self.register_buffer("weights_TK", torch.full(ids_TK.shape, share, device=device))
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K) and their float32 weights (T, K)."""
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Expert ids (T, K) and their float32 weights (T, K); tokens that are not `live_T` go to no expert."""
         tokens = len(x_TD)
-        return self.get_buffer("ids_TK")[:tokens], self.get_buffer("weights_TK")[:tokens]
+        ids_TK = self.get_buffer("ids_TK")[:tokens]
+        if live_T is not None:
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.config.num_experts)
+        return ids_TK, self.get_buffer("weights_TK")[:tokens]
 
 
 def route_uniformly(model: Decoder, *, num_tokens: int, seed: int = 0) -> Decoder:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mbd_core.bench import gpu_checks
-from mbd_core.bench.call_timing import best_seconds
+from mbd_core.bench import gpu_checks, kernel_checks
 from mbd_core.bench.expert_use import moe_layers, route_uniformly
 from mbd_core.bench.roofline import Machine, measure_bandwidth, measure_machine
 from mbd_core.bench.step_rows import StepBenchmark, device_name
@@ -32,6 +31,7 @@ from mbd_core.models.quantize import Parts
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import resolve
+from mbd_core.ops.call_timing import best_seconds
 
 Row = dict[str, Any]
 
@@ -97,8 +97,9 @@ def _version(package: str) -> str | None:
 
 
 def kernels(day: Day) -> list[Row]:
-    """Every kernel beside its definition, at real sizes."""
-    return gpu_checks.kernel_rows(day.device, small=not day.on_gpu)
+    """Every kernel beside its definition, at real sizes; the forms that consist of kernels."""
+    rows = gpu_checks.kernel_rows(day.device, small=not day.on_gpu)
+    return [*rows, *kernel_checks.kernel_form_rows(day.device)]
 
 
 def graphs(day: Day) -> list[Row]:
@@ -219,7 +220,7 @@ def _tile_seconds(day: Day, x: Any, weights: Any, chosen: Any, tiles: experts_tr
     """Seconds of a call, `None` where these tiles do not fit into the chip's shared memory."""
 
     def run() -> object:
-        return experts_triton.fused_experts(x, *weights, *chosen, tiles=tiles)
+        return experts_triton.expert_parts(x, *weights, *chosen, tiles=tiles)
 
     try:
         return best_seconds(run, day.device, 3, calls=20)

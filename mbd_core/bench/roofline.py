@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mbd_core.bench.call_timing import best_seconds
+from mbd_core.models.flops import head_flops, matrix_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.ops.call_timing import best_seconds
+from mbd_core.ops.matmul_speed import measure_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +74,29 @@ def step_cost(
     d, c = config.hidden_size, config.head_dim
     attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
     dense = 3 * d * config.intermediate_size
-    weight_bytes, per_token_flops = 0.0, 0.0
+    weight_bytes = 0.0
     for layer in range(config.num_layers):
         weight_bytes += attention * matrix_bytes
-        per_token_flops += 2 * attention
         moe = config.moe if config.is_sparse(layer) else None
         if moe is None:
             weight_bytes += dense * matrix_bytes
-            per_token_flops += 2 * dense
             continue
         expert = 3 * d * moe.intermediate_size
         router, shared = d * moe.num_experts, 3 * d * moe.shared_size
         even = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
         touched = even if touched_experts is None else touched_experts
         weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
-        per_token_flops += 2 * (router + shared + moe.experts_per_token * expert)
     head = config.vocab_size * d
     weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
 
     # Slot i of a sequence attends to the prefix and slots 0..i.
     num_scores = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
-    attention_flops = 4.0 * config.num_layers * config.num_heads * c * num_scores
+    attention_flops = pair_flops(config) * num_scores
     kv_token = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
     return StepCost(
         weight_bytes=weight_bytes,
         kv_bytes=kv_token * (rows * prefix + 2 * tokens),
-        flops=tokens * per_token_flops + attention_flops + 2.0 * logit_tokens * head,
+        flops=tokens * matrix_flops(config) + attention_flops + logit_tokens * head_flops(config),
     )
 
 
@@ -117,15 +116,6 @@ def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None, rep
     copy = 2 * num_bytes / best_seconds(lambda: a.copy_(b), device, repeats)
     triad = 3 * num_bytes / best_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), device, repeats)
     return max(copy, triad)
-
-
-def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 5) -> float:
-    """Floating-point operations a second of a square matrix product, by default 8192 wide on CUDA, 1024 elsewhere."""
-    if size is None:
-        size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2.0 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), device, repeats)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:

@@ -190,7 +190,7 @@ class _StepParts:
     def time_parts(self, plan: StepPlan, *, wait: bool) -> None:
         """Time the forward, its layout and the recorder for `plan`, the last step that ran."""
         batch = self._batch
-        self._sizes.append((len(batch.input_ids_T), len(batch.logits_at_A)))
+        self._sizes.append((len(batch.input_ids_T), batch.num_logits))
         self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=wait))
         self.seconds["layout"].append(_seconds(lambda: self._runner.bind(batch), wait=wait))
         if self._recorder is not None:
@@ -284,7 +284,7 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
     some_AV = logits(some_AD)
 
     def no_forward(batch: Batch) -> Tensor:
-        return some_AD.expand(len(batch.logits_at_A), -1)
+        return some_AD.expand(batch.num_logits, -1)
 
     def no_logits(hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         return some_AV.expand(len(hidden_AD), -1)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mbd_core.bench.roofline import step_cost
+from mbd_core.models.flops import matrix_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.layout import GroupLayout, layout_set
 from mbd_core.multitf.mask import dual_stream_mask
@@ -34,17 +34,6 @@ class SampleCost:
 def token_ratio(num_layouts: int) -> float:
     """2n / (n + 1): tokens of n sequences `[x_t; x_0]` over those of n noisy streams with one clean stream."""
     return 2 * num_layouts / (num_layouts + 1)
-
-
-def matrix_flops(config: ModelConfig) -> float:
-    """Operations of one token in the layers' matrices: of a mixture of experts those that it activates."""
-    one = step_cost(config, rows=1, buffer_size=1, prefix=0, block_size=1, logit_tokens=0)
-    return one.flops - pair_flops(config)
-
-
-def pair_flops(config: ModelConfig) -> float:
-    """Operations of one query with one key in all layers: the score, and the sum over values."""
-    return 4.0 * config.num_layers * config.num_heads * config.head_dim
 
 
 def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: Attention) -> int:

@@ -29,7 +29,8 @@ from mbd_core.decoding.sampling import log_probability
 class BranchedCanvas:
     """BlockBatch on one request: a `CanvasDecoder` with one lane for each branch.
 
-    `tokens` and `log_probs` are empty until a branch wins.
+    `tokens`, `log_probs` and `steps` are empty until a branch wins. A token that it merged has the step of the merge,
+    one that a sync brought the step in which the leader accepted it.
     """
 
     def __init__(self, task: CanvasTask) -> None:
@@ -61,6 +62,10 @@ class BranchedCanvas:
     @property
     def log_probs(self) -> list[float]:
         return self._winner.lane.log_probs[self._decided_range(self._winner)].tolist() if self._winner else []
+
+    @property
+    def steps(self) -> list[int]:
+        return self._winner.lane.steps[self._decided_range(self._winner)].tolist() if self._winner else []
 
     @property
     def winner(self) -> int | None:
@@ -155,7 +160,8 @@ class BranchedCanvas:
         if not len(window.position_P):
             return
         accepted = window.select(accept_over_threshold(window, self.canvas.tau, None) | accept_best(window.score_P, 1))
-        branch.lane.fill(accepted.position_P, accepted.token_P, log_probability(accepted.confidence_P))
+        log_probs = log_probability(accepted.confidence_P)
+        branch.lane.fill(accepted.position_P, accepted.token_P, log_probs, step=self.num_forwards + 1)
         branch.num_decoded += len(accepted.position_P)
 
     @property
@@ -201,7 +207,8 @@ class BranchedCanvas:
             in_window_G[s.start - begin : s.stop - begin] = True
         accepted_G = in_window_G & target.lane.masked[begin:] & (p_G > self.settings.tau_merge)
         offsets = accepted_G.nonzero()[:, 0]
-        target.lane.fill(offsets + begin, tokens_SG[source_G[offsets], offsets], log_probability(p_G[offsets]))
+        tokens, log_probs = tokens_SG[source_G[offsets], offsets], log_probability(p_G[offsets])
+        target.lane.fill(offsets + begin, tokens, log_probs, step=self.num_forwards)
         target.num_merged += len(offsets)
         return len(offsets)
 

@@ -11,11 +11,15 @@ from mbd_core.decoding.canvas_config import Branches, Canvas
 
 @dataclass
 class Lane:
-    """The tokens of a canvas on the host. Masked is a boolean, never "token == mask id"."""
+    """The tokens of a canvas on the host. Masked is a boolean, never "token == mask id".
+
+    log_probs  of each token in the forward that accepted it, whose number is in `steps`
+    """
 
     tokens: Tensor
     masked: Tensor
     log_probs: Tensor
+    steps: Tensor
 
     @classmethod
     def fresh(cls, prompt: tuple[int, ...], max_tokens: int, mask_token_id: int) -> "Lane":
@@ -23,18 +27,19 @@ class Lane:
         tokens = torch.tensor([*prompt, *[mask_token_id] * max_tokens], dtype=torch.int64)
         masked = torch.zeros(len(tokens), dtype=torch.bool)
         masked[len(prompt) :] = True
-        return cls(tokens, masked, torch.zeros(len(tokens), dtype=torch.float64))
+        return cls(tokens, masked, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros_like(tokens))
 
     def copy(self) -> "Lane":
-        return Lane(self.tokens.clone(), self.masked.clone(), self.log_probs.clone())
+        return Lane(self.tokens.clone(), self.masked.clone(), self.log_probs.clone(), self.steps.clone())
 
     def open_positions(self, start: int, stop: int) -> Tensor:
         """Masked positions in [start, stop), ascending."""
         return self.masked[start:stop].nonzero()[:, 0] + start
 
-    def fill(self, positions: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    def fill(self, positions: Tensor, tokens: Tensor, log_probs: Tensor, *, step: int) -> None:
         self.tokens[positions] = tokens
         self.log_probs[positions] = log_probs
+        self.steps[positions] = step
         self.masked[positions] = False
 
     def first_mask(self, start: int) -> int:

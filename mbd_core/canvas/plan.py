@@ -79,7 +79,7 @@ class CanvasDecoder(Protocol):
     """One request: a state machine without a model. `plan` changes nothing, `update` advances the state.
 
     `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
-    `log_probs` are their log-probabilities in the forwards that accepted them.
+    `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
     """
 
     @property
@@ -99,6 +99,9 @@ class CanvasDecoder(Protocol):
 
     @property
     def log_probs(self) -> list[float]: ...
+
+    @property
+    def steps(self) -> list[int]: ...
 
     def plan(self) -> CanvasPlan: ...
 

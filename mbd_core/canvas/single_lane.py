@@ -52,6 +52,10 @@ class SingleCanvas:
     def log_probs(self) -> list[float]:
         return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
 
+    @property
+    def steps(self) -> list[int]:
+        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+
     def plan(self) -> CanvasPlan:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
         assert not self.done
@@ -79,8 +83,9 @@ class SingleCanvas:
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
         tokens = guesses.select(accepted)
-        self._lane.fill(tokens.position_P, tokens.token_P, log_probability(tokens.confidence_P))
         self.num_forwards += 1
+        log_probs = log_probability(tokens.confidence_P)
+        self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
         self._step += 1
         if bool(accepted.all()):
             self._finish_block(block)

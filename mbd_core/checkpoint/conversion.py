@@ -23,7 +23,7 @@ from mbd_core.checkpoint.saving import MODEL_KIND, check_room
 from mbd_core.checkpoint.tensor_matching import decoder_shapes, match_tensors
 from mbd_core.checkpoint.tensor_names import ExpertLayout, StoredTensor, stored_tensors
 from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
-from mbd_core.files import MANIFEST, check_target_folder, folder_beside
+from mbd_core.files import MANIFEST, check_target_folder, folder_beside, write_json
 from mbd_core.models.model_config import ModelConfig
 
 Format = Literal["hf", "dcp"]
@@ -123,6 +123,13 @@ def _plan(
     )
 
 
+def _drop_quantization(path: Path) -> None:
+    """Take `quantization_config` out of a config.json: FP8 weights are written as the bfloat16 they are read as."""
+    config = json.loads(path.read_text())
+    if config.pop("quantization_config", None) is not None:
+        write_json(path, config)
+
+
 def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) -> None:
     """Copy the files beside the weights, without the manifest.
 
@@ -132,6 +139,7 @@ def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) 
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name != MANIFEST and not path.name.endswith(WEIGHTS_ENDINGS):
             shutil.copyfile(path, target / path.name)
+    _drop_quantization(target / "config.json")
     types = FAMILIES[config.architecture].expert_model_types
     if types is None:
         return

@@ -65,6 +65,11 @@ class DcpFolder:
         }
         if not self.tensors:
             raise ValueError(f"{folder / METADATA} lists no tensor of a model")
+        if any(".lora_" in name for name in self.tensors):
+            raise ValueError(
+                f"{folder} holds an adapter (LoRA) without its base; go on with its training, which merges the two at "
+                "its end"
+            )
         keys = set(self._stored.values())
         for index, where in (metadata.storage_data or {}).items():
             path = folder / where.relative_path

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any, get_type_hints
 
+from mbd_core.checkpoint.block_scales import block_shape
 from mbd_core.checkpoint.families import FAMILIES, Json, family_of
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
@@ -21,8 +22,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     decoder stack does not support the value.
     """
     architecture, family = family_of(config)
-    if config.get("quantization_config") is not None:
-        raise ValueError("config.json has a quantization_config; take a release whose weights are not quantized")
+    block_shape(config)
     config = {key: value for key, value in _flat_rope(config).items() if value is not None}
     if config.get("model_type", family.model_types[0]) not in family.model_types:
         raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")

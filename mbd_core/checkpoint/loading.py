@@ -7,20 +7,28 @@ so the peak memory is the model and one tensor. A weight that is NaN or infinite
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.safetensor_files import DTYPES, METADATA, TensorInfo, list_tensors, open_file, read_json
+from mbd_core.checkpoint.safetensor_files import (
+    DTYPES,
+    METADATA,
+    LastFile,
+    TensorInfo,
+    list_tensors,
+    matrix_slice,
+    open_file,
+    read_json,
+)
 from mbd_core.checkpoint.tensor_matching import match_tensors
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
 from mbd_core.models.decoder import Decoder, Reduce
+from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim
 
 
@@ -50,9 +58,9 @@ def load_model(
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
-        with open_file(path) as file:
+        with open_file(path) as file, LastFile() as beside:
             for name in names:
-                places = _copy_in(weights, file.get_slice(name), expected[name], model.shard)
+                places = _copy_in(weights, matrix_slice(file, name, listed[name], beside), expected[name], model.shard)
                 if not all(_is_finite(place) for place in places):
                     kind = str(places[0].dtype).removeprefix("torch.")
                     raise ValueError(f"{path}: tensor '{name}' has values that are not finite in {kind}")
@@ -71,43 +79,45 @@ def empty_model(folder: Path) -> Decoder:
         return Decoder(load_config(folder))
 
 
-def fill_parts(model: Decoder, folder: Path) -> None:
-    """Fill a model whose tensors are cut along their first dimension (FSDP2) from a checkpoint folder of its shapes.
+def fill_parts(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> None:
+    """Fill a model's tensors, which may be cut among workers, from a checkpoint folder of its shapes.
 
-    Each worker reads its own rows alone. Raises `ValueError` as `load_model` does.
+    Each worker reads its own parts alone. Raises `ValueError` as `load_model` does.
     """
-    listed, expected, _ = match_tensors(folder, model.config, list_tensors(folder))
-    state = model.state_dict()
+    listed, expected, _ = match_tensors(folder, config, list_tensors(folder))
     for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
-        with open_file(path) as file:
+        with open_file(path) as file, LastFile() as beside:
             for name in names:
-                for place in _copy_rows(state, file.get_slice(name), expected[name]):
+                for place in _copy_own(state, matrix_slice(file, name, listed[name], beside), expected[name]):
                     if not _is_finite(place):
                         raise ValueError(f"{path}: tensor '{name}' has values that are not finite")
 
 
-def _copy_rows(state: dict[str, Tensor], source: Any, stored: StoredTensor) -> Iterator[Tensor]:
-    """Copy a stored tensor's rows that this worker has into its parts; yields what was filled."""
+def _copy_own(state: Mapping[str, Tensor], source: Any, stored: StoredTensor) -> Iterator[Tensor]:
+    """Copy what this worker has of a stored tensor into its parts; yields what was filled."""
     start = 0
     for part, length in zip(stored.parts, stored.lengths, strict=True):
-        target = state[part.target].detach()
-        first, own = _own_rows(target)
+        offsets, own = _own_place(state[part.target].detach())
         if part.expert is not None:
-            if first <= part.expert < first + len(own):
-                own[part.expert - first].copy_(source[start : start + length])
-                yield own[part.expert - first]
-        elif len(own):
-            own.copy_(source[start + first : start + first + len(own)])
+            number, offsets = part.expert - offsets[0], offsets[1:]
+            own = own[number] if 0 <= number < len(own) else own[:0]
+        if own.numel():
+            first, *others = (slice(at, at + size) for at, size in zip(offsets, own.shape, strict=True))
+            own.copy_(source[(slice(start + first.start, start + first.stop), *others)])
             yield own
         start += length
 
 
-def _own_rows(tensor: Tensor) -> tuple[int, Tensor]:
-    """The first of this worker's rows of a tensor, and these rows."""
+def _own_place(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Where this worker's part of a tensor begins, and the part."""
+    # imported here because it takes a second, which every process that serves would wait for
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(tensor, DTensor):
-        return 0, tensor
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0], tensor.to_local()
+        return (0,) * tensor.ndim, tensor
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tensor.to_local()
 
 
 def refuse_dcp(folder: Path) -> None:

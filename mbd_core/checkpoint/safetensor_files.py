@@ -3,21 +3,23 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mbd_core.checkpoint.block_scales import READ_AS, SUFFIX, BlockShape, ScaledMatrix, block_shape, scales_shape
 from mbd_core.files import write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FP8 = "F8_E4M3"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,12 +38,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """The file and the name of a matrix's scales, and the blocks that they are for."""
+
+    path: Path
+    name: str
+    blocks: BlockShape
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's file, shape and dtype, from the file's header."""
+    """A tensor's file, shape and dtype, from the file's header; with `scales` it is FP8 there and read as `dtype`."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    scales: Scales | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -56,6 +68,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """
     file_of = _index(folder)
     tensors: dict[str, TensorInfo] = {}
+    fp8: list[str] = []
     for file in sorted(set(file_of.values())) or [WEIGHTS]:
         path = folder / file
         if not path.exists():
@@ -69,31 +82,85 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
                 part = tensors_file.get_slice(name)
                 if name in tensors:
                     raise ValueError(f"{path} and {tensors[name].path.name} both hold the tensor '{name}'")
-                if part.get_dtype() not in DTYPES:
+                if part.get_dtype() == FP8:
+                    fp8.append(name)
+                elif part.get_dtype() not in DTYPES:
                     raise ValueError(
                         f"{path}: tensor '{name}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}"
                     )
-                tensors[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                tensors[name] = TensorInfo(path, tuple(part.get_shape()), DTYPES.get(part.get_dtype(), READ_AS))
     for name, file in file_of.items():
         if name not in tensors:
             raise ValueError(f"{folder / file} lacks the tensor '{name}', which {INDEX} says is there")
-    return tensors
+    return _with_scales(folder, tensors, fp8) if fp8 else tensors
 
 
-class HfFolder:
-    """The safetensors of a Hugging Face folder, one file open at a time."""
+def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -> dict[str, TensorInfo]:
+    """The tensors, each FP8 matrix with its scales; `ValueError` names one whose scales do not fit it."""
+    blocks = block_shape(read_json(folder / "config.json"))
+    if blocks is None:
+        raise ValueError(
+            f"{tensors[fp8[0]].path}: tensor '{fp8[0]}' is FP8, and config.json has no quantization_config"
+        )
+    found = dict(tensors)
+    for name in fp8:
+        info, scales = tensors[name], tensors.get(name + SUFFIX)
+        if scales is None:
+            raise ValueError(f"{info.path}: tensor '{name}' is FP8, and the folder lacks its scales, '{name}{SUFFIX}'")
+        if len(info.shape) != 2 or scales.shape != scales_shape(info.shape, blocks):
+            raise ValueError(
+                f"{scales.path}: tensor '{name}{SUFFIX}' has shape {scales.shape}, and '{name}' of shape {info.shape} "
+                f"has blocks of {blocks[0]} x {blocks[1]}"
+            )
+        del found[name + SUFFIX]
+        found[name] = replace(info, scales=Scales(scales.path, name + SUFFIX, blocks))
+    return found
 
-    def __init__(self, folder: Path) -> None:
-        self.tensors = list_tensors(folder)
+
+class LastFile:
+    """A file of tensors that stays open until another one is asked for, or the context ends."""
+
+    def __init__(self) -> None:
         self._open: tuple[Path, Any] | None = None
         self._files = ExitStack()
 
-    def read(self, name: str) -> Tensor:
-        path = self.tensors[name].path
+    def at(self, path: Path) -> Any:
         if self._open is None or self._open[0] != path:
-            self._files.close()
+            self.__exit__()
             self._open = path, self._files.enter_context(open_file(path))
-        return self._open[1].get_tensor(name)
+        return self._open[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = None
+        self._files.close()
+
+
+def matrix_slice(file: Any, name: str, info: TensorInfo, beside: LastFile) -> Any:
+    """A tensor of an open file, to be read in parts by slicing; one in FP8 is multiplied by its scales, which may lie
+    in a file `beside` it."""
+    if info.scales is None:
+        return file.get_slice(name)
+    scales_file = file if info.scales.path == info.path else beside.at(info.scales.path)
+    return ScaledMatrix(file.get_slice(name), scales_file.get_tensor(info.scales.name), info.scales.blocks)
+
+
+class HfFolder:
+    """The safetensors of a Hugging Face folder; of their files one of tensors and one of scales are open at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors = list_tensors(folder)
+        self._file, self._beside = LastFile(), LastFile()
+
+    def read(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        file = self._file.at(info.path)
+        if info.scales is None:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+        return matrix_slice(file, name, info, self._beside)[:].to(info.dtype)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Shape legend: R rows, N slots, B block size, P positions with logits, A their pl
 vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -39,12 +39,30 @@ def predict(
     draw: Draw | None = None,
     fallback_P: Tensor | None = None,
 ) -> Prediction:
-    """The result of `choose` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
+    """`predicted` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
 
-    `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding. `logits_of` returns the logits (P, V)
-    of a range of the positions; it is called for at most `chunk` of them at a time, so that the logits of a large
-    batch are never in memory together. `fallback_P` (a `FALLBACKS` number a position) is needed if some request ranks
-    by margin or entropy.
+    `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding.
+    """
+    values = predicted(logits_of, num_asked, vocab, chunk=chunk, draw=draw, fallback_P=fallback_P)
+    if at_A is not None:
+        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
+    return Prediction(*(value.view(shape) for value in values))
+
+
+def predicted(
+    logits_of: Callable[[slice], Tensor],
+    num_asked: int,
+    vocab: Vocab,
+    *,
+    chunk: int,
+    draw: Draw | None = None,
+    fallback_P: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """The result of `choose` at `num_asked` positions, and their scores: tokens, confidences, scores (A,) each.
+
+    `logits_of` returns the logits (P, V) of a range of the positions; it is called for at most `chunk` of them at a
+    time, so that the logits of a large batch are never in memory together. `fallback_P` (a `FALLBACKS` number a
+    position) is needed if some request ranks by margin or entropy.
     """
     parts = []
     for start in range(0, max(num_asked, 1), chunk):
@@ -56,10 +74,7 @@ def predict(
             score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)
             score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
         parts.append((token_P, confidence_P, score_P))
-    values = parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
-    if at_A is not None:
-        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
-    return Prediction(*(value.view(shape) for value in values))
+    return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def accept_m2t(

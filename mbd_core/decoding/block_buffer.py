@@ -24,6 +24,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.decoding.row_settings import RowSettings
 from mbd_core.decoding.sampling import Draw
 from mbd_core.decoding.slot_state import SlotState
+from mbd_core.ops.buffer_memory import BufferMemory
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,20 @@ class BlockBuffer:
         view.settings = self.settings.head(num_rows)
         view._list_slot_tensors()
         return view
+
+    @property
+    def memory(self) -> BufferMemory:
+        """What the kernels of a step read and write (`ops/buffer_open.py`, `ops/buffer_close.py`)."""
+        whole_RI, real_RF = self.settings.columns
+        return BufferMemory(
+            **{name: getattr(self, name) for name in (*_PER_SLOT, *_DERIVED)},
+            whole_RI=whole_RI,
+            real_RF=real_RF,
+            max_blocks=self._max_blocks,
+            eos=self._eos,
+            mask_token_id=self.mask_token_id,
+            columns=self.settings.places,
+        )
 
     def _derive(self) -> None:
         """Compute the tensors that change only when rows slide: the absolute position of every token, whether it may

@@ -10,6 +10,7 @@ whose grammar becomes too complex to go on with is closed.
 Shape legend: V vocabulary.
 """
 
+import math
 import re
 import threading
 from collections import Counter, OrderedDict
@@ -31,6 +32,26 @@ MAX_COMPILED = 32  # grammars that are kept for other requests
 MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing that is looked for between two forwards, in the two ways
 NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens that are tried at a position, and those whose next position is looked at
 MAX_LITERALS = 32
+MASK_TRIES = 40  # trying a token costs about this part of computing which ones are allowed
+STEP_TRIES = 25_000  # of all rows of a step together, from which on no other row begins to look for a new closing
+
+
+class Search:
+    """What the guides of one step may do together to find closings, counted in tokens that are tried.
+
+    It is counted and not timed: the same rows are always decided alike. A search that has begun goes to its own end.
+    """
+
+    def __init__(self, tries: float = math.inf) -> None:
+        self._left = tries
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other search may begin."""
+        return self._left <= 0
+
+    def count(self, tries: int) -> None:
+        self._left -= tries
 
 
 class Vocabulary(Protocol):
@@ -74,17 +95,17 @@ class Closings:
         return mask_V if mask_V.any() else None
 
     def find(
-        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int
+        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int, search: Search
     ) -> list[int] | None:
         """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed.
 
         Where the quick way finds none, the thorough one is taken, which costs far more: for `thorough` tokens at most.
         """
-        closing = self._walk(matcher, limit, literals, self._quick)
-        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough)
+        closing = self._walk(matcher, limit, literals, self._quick, search)
+        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
 
     def _walk(
-        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: "_Choose"
+        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: "_Choose", search: Search
     ) -> list[int] | None:
         matcher = matcher.deep_copy()
         tokens: list[int] = []
@@ -95,26 +116,29 @@ class Closings:
             next_tokens = matcher.compute_ff_tokens()
             if not next_tokens:
                 mask_V = self.allowed(matcher)
+                search.count(MASK_TRIES)
                 if mask_V is None:
                     return None
-                next_tokens = self._last_tokens(matcher, mask_V, literals) or [choose(matcher, mask_V, seen)]
+                last = self._last_tokens(matcher, mask_V, literals, search)
+                next_tokens = last or [choose(matcher, mask_V, seen, search)]
             if not matcher.consume_tokens(next_tokens):
                 return None
             tokens += next_tokens
         return None
 
     def _last_tokens(
-        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]]
+        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]], search: Search
     ) -> list[int] | None:
         """Tokens with which the answer is complete."""
         tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
         single = self._single[mask_V[self._single]]
         for tokens in (*([t] for t in (*tried.tolist(), *single.tolist())), *literals):
+            search.count(len(tokens))
             if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
                 return list(tokens)
         return None
 
-    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int]) -> int:
+    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
         tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
         if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
             tried = self._quotes[mask_V[self._quotes]].tolist() or tried
@@ -122,7 +146,7 @@ class Closings:
         uses[token] += 1
         return token
 
-    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int]) -> int:
+    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int], search: Search) -> int:
         """`seen` counts what was allowed at earlier positions."""
         tried = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
         tried += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
@@ -130,13 +154,14 @@ class Closings:
         follows: dict[int, tuple[int, int, int]] = {}
         for token in dict.fromkeys(tried):
             after = matcher.deep_copy()
+            search.count(MASK_TRIES)
             if after.consume_token(token) and (next_V := self.allowed(after)) is not None:
                 known = seen[hash(next_V.tobytes())]
                 follows[token] = (known, int(next_V.sum()), -int(self._lengths_V[token]))
         return min(follows, key=lambda t: follows[t]) if follows else int(tried[0])
 
 
-_Choose = Callable[[LLMatcher, np.ndarray, Counter[int]], int]
+_Choose = Callable[[LLMatcher, np.ndarray, Counter[int], Search], int]
 
 
 def _rank(text: bytes) -> int:
@@ -179,7 +204,11 @@ class GuideState:
 
 
 class Guide(GuideState):
-    """One answer's way through its grammar."""
+    """One answer's way through its grammar.
+
+    waited     steps in a row in which nothing was decided, because the searches of other rows were enough work
+    num_waits  all such steps: the answer's noise does not count them
+    """
 
     def __init__(
         self,
@@ -196,24 +225,33 @@ class Guide(GuideState):
         self._matcher, self._closings, self._literals, self._left = matcher, closings, literals, budget
         self._decided = list(committed)
         known = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
-        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH) or known
+        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=Search()) or known
         if found is None:
             raise GrammarRefused(
                 f"no answer of at most {budget} tokens was found that the grammar accepts; raise max_tokens or "
                 "simplify it"
             )
         self._closing = found
+        self.waited = self.num_waits = 0
+        self._room = (0, 0)  # the places and rows that it had when it began to wait
         super().__init__(self._forced_by_closing())
         self._decided += self.pending
         self._left -= len(self.pending)
 
-    def extend(self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int) -> list[tuple[int, float]]:
-        """Decide tokens for at most `num_places` open positions, and their probabilities.
+    def extend(
+        self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int, search: Search
+    ) -> list[tuple[int, float]]:
+        """Decide tokens for at most `num_places` open positions, and their probabilities. Where that takes a new
+        closing and `search` is over, there are none, and nothing has changed.
 
         `pick` chooses at the first `num_rows` of them. The first `quota` choices are taken, further ones while their
-        probability exceeds `tau`. A forced token has probability 1. What has no place becomes `pending`.
+        probability exceeds `tau`. A forced token has probability 1. What has no place becomes `pending`. Places that
+        were added while it waited are not used: it decides what it would have decided at once.
         """
         assert not self.pending and not self.ended
+        if self.waited:
+            num_places, num_rows = map(min, self._room, (num_places, num_rows))
+        self._room = (num_places, num_rows)
         trail: list[tuple[int, float]] = []
         marks = [0]  # lengths of the trail after each choice
         while len(trail) < min(num_rows, num_places) and not self._ends(trail):
@@ -228,7 +266,9 @@ class Guide(GuideState):
                 self._matcher.consume_token(token)
                 trail += [(t, 1.0) for t in self._force()]
             marks.append(len(trail))
-        trail = self._closed(trail, marks)
+        trail = self._closed(trail, marks, search)
+        self.waited = 0 if trail else self.waited + 1
+        self.num_waits += not trail
         self._left -= len(trail)
         self._decided += [token for token, _ in trail]
         self.ended = self._ends(trail)
@@ -258,21 +298,27 @@ class Guide(GuideState):
         self._closing = self._closing[len(forced) :]
         return forced
 
-    def _closed(self, trail: list[tuple[int, float]], marks: list[int]) -> list[tuple[int, float]]:
+    def _closed(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
         """As many of the choices as leave a closing; if none does, or there is none, the closing's next token.
 
-        A closing is looked for once, behind all choices; behind fewer of them only what is known counts."""
-        search = True
+        A new closing is looked for once, behind all choices; behind fewer of them only what is known counts. None of
+        the choices, where it takes a new one and `search` was over before."""
+        looked, may_look = False, not search.is_over
         while len(marks) > 1 and not self._matcher.is_error():
-            closing = self._closing_after([token for token, _ in trail], search=search)
-            search = False
+            tokens = [token for token, _ in trail]
+            closing = self._rest_of_closing(tokens)
+            if closing is None and not self._ends(trail):
+                closing = self._end_of_known(self._left - len(tokens), search)
+                if closing is None and not looked:
+                    if not may_look:
+                        return self._without(trail, 0)
+                    closing = self._found(self._left - len(tokens), search)
+            looked = True
             if closing is not None:
                 self._closing = closing
                 return trail
-            last = marks.pop()
-            undone = [token for token, _ in trail[marks[-1] : last] if token != self._closings.eos_token_id]
-            self._matcher.rollback(len(undone))
-            trail = trail[: marks[-1]]
+            marks.pop()
+            trail = self._without(trail, marks[-1])
         if self._matcher.is_error() or self._closing[:1] == [self._closings.eos_token_id]:
             tokens, self._closing = self._closing, []  # the matcher can say nothing more
         else:
@@ -281,22 +327,31 @@ class Guide(GuideState):
             tokens += self._forced_by_closing()
         return [(token, 1.0) for token in tokens]
 
-    def _closing_after(self, tokens: list[int], *, search: bool) -> list[int] | None:
-        """A closing after these tokens that fits into the budget: the rest of the known one, a part of it, or, under
-        `search`, one that is looked for."""
-        left, known = self._left - len(tokens), self._closing
+    def _without(self, trail: list[tuple[int, float]], number: int) -> list[tuple[int, float]]:
+        """The first `number` of the choices; the matcher forgets the others."""
+        undone = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
+        self._matcher.rollback(len(undone))
+        return trail[:number]
+
+    def _rest_of_closing(self, tokens: list[int]) -> list[int] | None:
+        """What is left of the known closing after these tokens, if they are its first ones, or the answer's last."""
         if tokens[-1] == self._closings.eos_token_id:
-            return [] if left >= 0 else None
-        if tokens == known[: len(tokens)]:
-            return known[len(tokens) :]
+            return [] if len(tokens) <= self._left else None
+        known = self._closing
+        return known[len(tokens) :] if tokens == known[: len(tokens)] else None
+
+    def _end_of_known(self, left: int, search: Search) -> list[int] | None:
+        """An end of the known closing that is a closing of at most `left` tokens."""
+        known = self._closing
         for start in range(len(known) - 1, max(-1, len(known) - NUM_TRIED), -1):
+            search.count(len(known) - start)
             if len(known) - start <= left and self._accepts(known[start:]):
                 return known[start:]
-        if not search:
-            return None
-        return self._closings.find(
-            self._matcher, min(left, MAX_SEARCH), literals=self._literals, thorough=MAX_THOROUGH
-        )
+        return None
+
+    def _found(self, left: int, search: Search) -> list[int] | None:
+        limit = min(left, MAX_SEARCH)
+        return self._closings.find(self._matcher, limit, literals=self._literals, thorough=MAX_THOROUGH, search=search)
 
     def _accepts(self, tokens: list[int]) -> bool:
         if len(tokens) == 1:  # an EOS

@@ -2,7 +2,8 @@
 
 `METHODS` is the one list of methods: sweeps and benchmarks name its entries and change fields of them. `TABLE_4` is
 the MBD-LMs paper's Table 4, one entry for each model and task family: the SingleBD row, and the MultiBD row, which the
-trained MBD-LM shares with the training-free baseline. `D2F_TABLE_8` is the D2F paper's Table 8.
+trained MBD-LM shares with the training-free baseline. `NAMED_METHODS` has its rows by name beside `METHODS`, as
+`table-4/LLaDA2-Mini/math/multi`. `D2F_TABLE_8` is the D2F paper's Table 8.
 """
 
 from collections.abc import Mapping
@@ -79,6 +80,14 @@ TABLE_4: dict[str, dict[Family, dict[str, Fields]]] = {
         {"tau_add": 0.75, "tau_semi": 0.75},
     ),
     "LLaDA2.1-Mini": _both({"tau_m2t": 0.7, "t2t": {"tau": 0.5}}, _LLADA2, {"tau_add": 0.9}),
+}
+
+
+NAMED_METHODS: dict[str, Fields] = METHODS | {
+    f"table-4/{model}/{family}/{row}": fields
+    for model, families in TABLE_4.items()
+    for family, rows in families.items()
+    for row, fields in rows.items()
 }
 
 

@@ -17,7 +17,9 @@ class Request:
     """One prompt, to continue by at most `max_tokens` tokens; an EOS ends it unless `ignore_eos` is set.
 
     logprobs       report the log-probability of every token in the forward that accepted it
-    rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`)
+    rollout        report in which forward every token was accepted, and its log-probability there (`Rollout`), so that
+                   its forwards can be run again; refused where they cannot
+    replay         report the same of any method, with the tokens that were overwritten, to be looked at
     frames         report what every forward left in its slots (`Frame`)
     committed      the beginning of the answer, which another engine committed: decoding goes on after it. It counts in
                    `max_tokens`, stands in the output's tokens, and is not handed out again
@@ -39,6 +41,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: bool = False
     rollout: bool = False
+    replay: bool = False
     frames: bool = False
     committed: tuple[int, ...] = ()
     first_forward: int = 0
@@ -47,6 +50,11 @@ class Request:
     closing: tuple[int, ...] = ()
     template: tuple[int | None, ...] = ()
     scored: bool = False
+
+    @property
+    def has_rollout(self) -> bool:
+        """Whether its output has a `Rollout`."""
+        return self.rollout or self.replay
 
     @property
     def steered(self) -> bool:

@@ -73,6 +73,11 @@ class RowSettings:
             for column, name in enumerate(names):
                 setattr(self, f"{name}_R", values[:, column])
 
+    @property
+    def places(self) -> dict[str, int]:
+        """The column of each setting, in its own one of the two tensors."""
+        return {name: column for names in (_WHOLE, _REAL) for column, name in enumerate(names)}
+
     def head(self, num_rows: int) -> "RowSettings":
         """The first `num_rows` rows over the same memory."""
         view = copy.copy(self)

@@ -47,8 +47,8 @@ class Rows:
 class Batch:
     """One forward. `write_loc_T` points into the null page for tokens that are not stored.
 
-    logits_at_A  packed tokens whose hidden states give logits; T + r stands for the hidden state that the runner
-                 remembers for row r (models whose logits predict the next position)
+    logits_at_A  packed tokens whose hidden states give logits, `None`: all in their order; T + r stands for the hidden
+                 state that the runner remembers for row r (models whose logits predict the next position)
     adapter_T    the slot of each token's LoRA adapter, `None` where no token has one
     split        rows' lengths where each is to be computed apart (batch-invariant)
     rows_each    that many neighbouring rows, all of the same length, are one sequence's, all through the batch
@@ -61,13 +61,17 @@ class Batch:
     kv_lens_K: Tensor
     pages_KP: Tensor
     write_loc_T: Tensor
-    logits_at_A: Tensor
+    logits_at_A: Tensor | None
     weight_T: Tensor | None
     max_q: int
     adapter_T: Tensor | None = None
     split: list[int] | None = None
     rows_each: int = 1
     live_T: Tensor | None = None
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.input_ids_T if self.logits_at_A is None else self.logits_at_A)
 
 
 def to_device(values: Sequence[object], device: torch.device) -> Tensor:

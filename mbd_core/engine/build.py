@@ -23,6 +23,7 @@ from mbd_core.engine.step_kind import StepKinds
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.ops.attention import resolve
+from mbd_core.ops.triton_launch import triton_serves
 
 LOGITS_AT_ONCE = 1 << 26
 
@@ -75,7 +76,7 @@ def build_parts(
         admission=Admission(
             c,
             block_size=block_size,
-            buffer_size=config.buffer_size,
+            buffer_size=config.num_slots,
             page_size=page_size,
             num_pages=pool.capacity,
             prefix_caching=config.prefix_caching,
@@ -85,7 +86,7 @@ def build_parts(
         seating=Seating(
             _scheduler(model, config, pool, block_size=block_size, page_size=page_size),
             state.buffer,
-            Ledger(config.max_rows, num_slots=config.buffer_size, block_size=block_size, page_size=page_size),
+            Ledger(config.max_rows, num_slots=config.num_slots, block_size=block_size, page_size=page_size),
             CanvasRuns(c, runner.cache, state.vocab),
             state.tables_RP,
             state.adapters_R,
@@ -93,7 +94,7 @@ def build_parts(
         state=state,
         kinds=StepKinds(
             max_rows=config.max_rows,
-            num_slots=config.buffer_size,
+            num_slots=config.num_slots,
             block_size=block_size,
             batch_invariant=config.batch_invariant,
             adapters=config.max_adapters > 0,
@@ -163,7 +164,7 @@ def _runner(model: Decoder, config: EngineConfig, page_size: int) -> ModelRunner
         attention,
         num_rows=config.max_rows,
         # slots that are not resident stand behind the longest sequence
-        num_positions=(longest + config.buffer_size + 1) * page_size,
+        num_positions=(longest + config.num_slots + 1) * page_size,
         adapters=adapters,
     )
 
@@ -177,7 +178,7 @@ def _step_state(
         runner=runner,
         buffer=BlockBuffer(
             num_rows=config.max_rows,
-            num_slots=config.buffer_size,
+            num_slots=config.num_slots,
             block_size=config.block_size or c.block_size,
             mask_token_id=c.mask_token_id,
             eos_token_ids=c.eos_token_ids,
@@ -189,6 +190,7 @@ def _step_state(
         batch_invariant=config.batch_invariant,
         logits_chunk=logits_chunk,
         adapters_R=torch.zeros(config.max_rows, dtype=torch.int64, device=device) if config.max_adapters else None,
+        kernels=not config.batch_invariant and triton_serves(device, runner.cache.k.dtype),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, CanvasUpdate
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Rows
 from mbd_core.engine.kv_cache import PagedKVCache
@@ -26,6 +27,11 @@ class CanvasRun:
     decoder: CanvasDecoder
     lanes_LP: Tensor
     plan: CanvasPlan = field(default_factory=lambda: CanvasPlan([], []))
+
+    def rollout(self, start: int, number: int) -> Rollout:
+        """Of `number` tokens from `start` on: when they were accepted."""
+        part = slice(start, start + number)
+        return Rollout(steps=tuple(self.decoder.steps[part]), logprobs=tuple(self.decoder.log_probs[part]))
 
 
 class CanvasRuns:

@@ -81,8 +81,9 @@ class Collector:
         frames: dict[int, Frame] = {}
         for row, sequence in decoding.items():
             if sequence.step_map is not None:
-                masked_NB = report.masked_RNB[row, : sequence.request.decoding.buffer_size] > 0
-                sequence.step_map.update(masked_NB, self._forward(sequence))
+                slots = slice(sequence.request.decoding.buffer_size)
+                masked_NB = report.masked_RNB[row, slots] > 0
+                sequence.step_map.update(report.tokens_RNB[row, slots], masked_NB, self._forward(sequence))
             if sequence.frame_log is not None:
                 frames[row] = sequence.frame_log.frame(
                     report.states_RN[row],
@@ -124,11 +125,12 @@ class Collector:
         self._seating.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
         logprobs = rollout = None
-        if request.logprobs or request.rollout:
+        if request.logprobs or request.has_rollout:
             logprobs = log_probability(torch.from_numpy(confidence[useful])).tolist()
         if sequence.step_map is not None:
-            steps = sequence.step_map.take(len(committed) // sequence.block_size)
-            rollout = Rollout(steps=tuple(steps[useful]), logprobs=tuple(logprobs or ()))
+            taken = sequence.step_map.take(len(committed) // sequence.block_size)
+            written = taken.cut((), useful.stop, room=0).without(useful.start)
+            rollout = replace(written, logprobs=tuple(logprobs or ()))
         return self._emit(
             sequence, committed[useful], logprobs if request.logprobs else None, ended=ended, rollout=rollout
         )
@@ -198,7 +200,8 @@ class Collector:
                 tokens = list(itertools.takewhile(lambda t: t not in self._eos, tokens))
             if tokens or decoder.done:
                 logprobs = decoder.log_probs[known:] if sequence.request.logprobs else None
-                outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done))
+                rollout = run.rollout(known, len(tokens)) if sequence.request.has_rollout else None
+                outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done, rollout=rollout))
         return outputs
 
 

@@ -1,5 +1,6 @@
 """The Block Buffer engine: continuous batching of requests over one model (paper Section 3.3)."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.guide import Grammars, Guide, GuideState
+from mbd_core.decoding.guide import STEP_TRIES, Grammars, Guide, GuideState
 from mbd_core.decoding.request import Output, Request, StepOutput, aborted_step
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
@@ -418,7 +419,8 @@ class Engine:
 
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
-        steering = self._seating.ledger.steering(self.share)
+        tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
+        steering = self._seating.ledger.steering(self.share, tries=tries)
         report_X, canvas_logits_AV = decode_step(self._state, plan.kind, lay_out, steering)
         return LaunchedStep(plan=plan, report=HostCopy(report_X), canvas_logits_AV=canvas_logits_AV)
 

@@ -1,6 +1,9 @@
 """The engine's sizes and switches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+LEAST_SLOTS = 4
+"""Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8,7 +11,8 @@ class EngineConfig:
     """The engine's sizes and switches. `None` leaves a choice to the engine.
 
     max_rows            sequences decoded at once
-    buffer_size         physical slots a batch row; a request may ask for fewer
+    buffer_size         physical slots a batch row; a request may ask for fewer (default: `LEAST_SLOTS`, or as many
+                        more as the model decodes with unless a request says otherwise, see `for_decoding`)
     block_budget        blocks that all running sequences together may grow to have in the Block Buffer, but at least
                         one each: many blocks a sequence while few run, one when as many run as the budget has blocks.
                         It only delays blocks, yet tokens then depend on how busy the engine is, so a request can
@@ -33,7 +37,7 @@ class EngineConfig:
     """
 
     max_rows: int = 16
-    buffer_size: int = 4
+    buffer_size: int | None = None
     block_budget: int | None = None
     block_size: int | None = None
     page_size: int | None = None
@@ -67,11 +71,21 @@ class EngineConfig:
                 "request's tokens depend on how many others run"
             )
 
+    @property
+    def num_slots(self) -> int:
+        """Physical slots a batch row."""
+        return LEAST_SLOTS if self.buffer_size is None else self.buffer_size
+
+    def for_decoding(self, buffer_size: int) -> "EngineConfig":
+        """The configuration with a number of slots: the chosen one, else enough for a model that decodes with
+        `buffer_size`."""
+        return replace(self, buffer_size=max(LEAST_SLOTS, buffer_size)) if self.buffer_size is None else self
+
     def blocks_each(self, num_running: int) -> int:
         """Blocks that each of `num_running` sequences may grow to have in the Block Buffer at once."""
         if self.block_budget is None:
-            return self.buffer_size
-        return max(1, min(self.buffer_size, self.block_budget // max(1, num_running)))
+            return self.num_slots
+        return max(1, min(self.num_slots, self.block_budget // max(1, num_running)))
 
     def resolve_page_size(self, block_size: int) -> int:
         """Tokens a page; `ValueError` if `page_size` is not a multiple of the model's block size."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mbd_core.engine.kernel_step import kernel_step
 from mbd_core.engine.rows import static_rows
 from mbd_core.engine.step import StepState, decode_step
 from mbd_core.engine.step_kind import StepKind
@@ -48,9 +49,11 @@ def capture(
 
 
 def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
-    """One static step kernel by kernel; its report (X,). No batch row has more than `num_pages` pages."""
+    """One static step, not as a graph; its report (X,). No batch row has more than `num_pages` pages."""
     tables_RP = state.tables_RP[: kind.num_rows, :num_pages]
     adapters_R = None if state.adapters_R is None or not kind.work.adapts else state.adapters_R[: kind.num_rows]
+    if state.kernels:
+        return kernel_step(state, kind, tables_RP, adapters_R)
     report_X, _ = decode_step(
         state,
         kind,

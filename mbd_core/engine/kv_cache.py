@@ -21,11 +21,11 @@ class PagedKVCache:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = tuple(zip(self.k, self.v, strict=True))
         """Each layer's `k` and `v` (pages, page_size, K, C)."""
-        self._by_location = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers)
+        self.by_location = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers)
 
     def write(self, layer: int, k: Tensor, v: Tensor, locations: Tensor) -> None:
         """Put keys and values (T, K, C) at `locations` (T,)."""
-        keys, values = self._by_location[layer]
+        keys, values = self.by_location[layer]
         keys.index_copy_(0, locations, k.to(keys.dtype))
         values.index_copy_(0, locations, v.to(values.dtype))
 

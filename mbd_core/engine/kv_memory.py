@@ -24,7 +24,7 @@ def bytes_per_page(model: ModelConfig, page_size: int, dtype: torch.dtype) -> in
 
 def longest_in_pages(model: ModelConfig, config: EngineConfig, page_size: int) -> int:
     """Pages that the longest possible sequence fills, with a full buffer behind it."""
-    return -(-model.max_positions // page_size) + config.buffer_size
+    return -(-model.max_positions // page_size) + config.num_slots
 
 
 def fit_num_pages(
@@ -68,7 +68,7 @@ def _profile(
     are right.
     """
     device = runner.model.model.norm.weight.device
-    decoding = config.max_rows * config.buffer_size
+    decoding = config.max_rows * config.num_slots
     num_rows = max(1, config.max_prefill_tokens // block_size) + decoding
     positions = torch.arange(block_size, device=device).repeat(num_rows)
     num_asked = min(logits_at_once, decoding * block_size)

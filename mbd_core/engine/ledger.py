@@ -65,12 +65,12 @@ class Ledger:
         """Whether the host decides tokens of some row."""
         return bool(self._steered)
 
-    def steering(self, share: Share) -> Steering | None:
-        """The next step's, if it needs one."""
+    def steering(self, share: Share, *, tries: float) -> Steering | None:
+        """The next step's, if it needs one; `tries` bounds the work of its guides."""
         if not self._steered:
             return None
         done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
-        return Steering(self._steered, done, share)
+        return Steering(self._steered, done, share, tries=tries)
 
     def update(self, sequence: SequenceState) -> None:
         """Read a sequence's progress and pages anew, after it has committed or got pages."""

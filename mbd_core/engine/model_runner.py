@@ -30,6 +30,14 @@ class PagedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, k, v, self.write_loc_T)
+        return self.attend_stored(layer, q)
+
+    def places(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's keys and values by location, and the location of each token: for kernels that write themselves."""
+        return *self.cache.by_location[layer], self.write_loc_T
+
+    def attend_stored(self, layer: int, q: Tensor) -> Tensor:
+        """Attend, this batch's keys being stored."""
         return self.attend(q, *self.cache.layers[layer])
 
 
@@ -97,7 +105,7 @@ class ModelRunner:
         self._hidden_TD = hidden
         if self.model.config.shift_logits:
             hidden = torch.cat((hidden, self.last_RD))
-        return hidden[batch.logits_at_A]
+        return hidden if batch.logits_at_A is None else hidden.index_select(0, batch.logits_at_A)
 
     def weights_changed(self) -> None:
         """The decoder's weights were overwritten in place."""

@@ -45,7 +45,7 @@ class SequenceState:
     chain              hashes of its leading whole pages, as far as they were needed
     num_shareable      leading pages whose tokens are final, so that other sequences may share them
     num_cached_tokens  tokens of the prompt that the prefix cache held at the first admission
-    step_map           where a rollout is asked for: the forwards that filled the positions of its slots
+    step_map           where a rollout is asked for: the forwards that wrote the positions of its slots
     frame_log          where frames are asked for: its slots after its last forward
     guide              its way through its grammar, if it has one
     text_scores        where it is scored: the scores of its tokens
@@ -106,9 +106,9 @@ class SequenceState:
         self.span, self.window = span(request, self.block_size), request.decoding.buffer_size * self.block_size
         self.num_lanes, self.is_canvas = lanes(request), request.decoding.canvas is not None
         self.prefix_length = self._whole_prefix()
-        self.rollout = Rollout() if request.rollout else None
+        self.rollout = Rollout() if request.has_rollout else None
         self.text_scores = TextScores(request) if request.scored else None
-        self.step_map = StepMap(request.decoding.buffer_size, self.block_size) if request.rollout else None
+        self.step_map = self._step_map()
         self.frame_log = FrameLog(request, self.block_size) if request.frames else None
 
     @property
@@ -161,6 +161,13 @@ class SequenceState:
         self.prefilled = self.committed = 0
         self.prefix_length = self._whole_prefix()
         self.num_preemptions += 1
+
+    def _step_map(self) -> StepMap | None:
+        config = self.request.decoding
+        if not self.request.has_rollout or self.is_canvas:
+            return None
+        revises = config.t2t is not None or config.soft is not None
+        return StepMap(config.buffer_size, self.block_size, edits=revises)
 
     def _whole_prefix(self) -> int:
         if self.is_canvas:

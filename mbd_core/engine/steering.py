@@ -5,11 +5,14 @@ grammar forces. After it, a guide decides the tokens of its row, from left to ri
 packed and eagerly; the rows of other requests decode in it as in any other. Of several ranks one has the guides; it
 decides, and the others take over what it decided.
 
+The rows of a step share one bound on the work of guides. Where it is reached, a row that would need more keeps its
+state and decides nothing in this step; in the next one the rows that have waited longest come first.
+
 Shape legend: R rows, N slots, B block size, A positions with logits, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from mbd_core.decoding.acceptance import Prediction
 from mbd_core.decoding.block_buffer import BlockBuffer, Chosen
-from mbd_core.decoding.guide import Guide, GuideState
+from mbd_core.decoding.guide import Guide, GuideState, Search
 from mbd_core.decoding.sampling import Draw, Vocab, choose
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.text_scores import TextScores
@@ -38,6 +41,11 @@ class _Row:
     places: list[int]
     logits: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def waited(self) -> int:
+        """Steps that its guide has waited for its turn to look for a closing."""
+        return self.guide.waited if isinstance(self.guide, Guide) else 0
+
 
 @dataclass(frozen=True)
 class Decided:
@@ -56,9 +64,12 @@ Share = Callable[[Callable[[], list[Decided]]], list[Decided]]
 class Steering:
     """One step's host decisions for the sequences of these batch rows."""
 
-    def __init__(self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int], share: Share) -> None:
-        """`forwards` are the forwards that each of them took part in before this step."""
-        self._sequences, self._forwards, self._share = sequences, forwards, share
+    def __init__(
+        self, sequences: Mapping[int, SequenceState], forwards: Mapping[int, int], share: Share, *, tries: float
+    ) -> None:
+        """`forwards` are the forwards that each of them took part in before this step; `tries` bounds the work of all
+        guides together."""
+        self._sequences, self._forwards, self._share, self._tries = sequences, forwards, share, tries
         self._rows: list[_Row] = []
 
     def fill(self, buffer: BlockBuffer) -> None:
@@ -135,21 +146,27 @@ class Steering:
         """Tokens and their probabilities for the first open positions of each row; its guide knows of them."""
         if not self._rows:
             return []
-        shared = self._share(lambda: [_decided(row, buffer, vocab) for row in self._rows])
+        shared = self._share(lambda: self._decide(buffer, vocab))
         for row, decided in zip(self._rows, shared, strict=True):
             if isinstance(row.guide, GuideState):
                 row.guide.pending, row.guide.ended = decided.pending, decided.ended
         return [decided.tokens for decided in shared]
 
+    def _decide(self, buffer: BlockBuffer, vocab: Vocab) -> list[Decided]:
+        search, decided = Search(self._tries), dict[int, Decided]()
+        for number in sorted(range(len(self._rows)), key=lambda number: -self._rows[number].waited):
+            decided[number] = _decided(self._rows[number], buffer, vocab, search)
+        return [decided[number] for number in range(len(self._rows))]
 
-def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Decided:
+
+def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) -> Decided:
     guide, pick = row.guide, _picker(row, buffer, vocab)
     if isinstance(guide, TextScores):
         return Decided([guide.decide(row.logits[0], pick, vocab)] if row.places else [])
     assert isinstance(guide, Guide), "only the rank that has the guides decides"
     if not row.places:
         return Decided([], guide.pending, guide.ended)
-    decided = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota)
+    decided = guide.extend(len(row.places), len(row.logits), pick, tau=row.tau, quota=row.quota, search=search)
     if guide.ended and not guide.pending and decided:  # the rest of its block has no meaning
         last = row.places[len(decided) - 1]
         rest = [p for p in row.places[len(decided) :] if p // buffer.block_size == last // buffer.block_size]
@@ -158,10 +175,13 @@ def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Decided:
 
 
 def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:
-    """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise."""
+    """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise, that
+    of a forward's number without the forwards in which its guide waited for other rows."""
     draw: Draw | None = None
     if row.draws:
         draw = buffer.draw(torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device))
+        if isinstance(row.guide, Guide):
+            draw = replace(draw, forward_P=draw.forward_P - row.guide.num_waits)
 
     def pick(i: int, allowed_V: np.ndarray) -> tuple[int, float]:
         logits_V = row.logits[i]

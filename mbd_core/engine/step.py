@@ -31,6 +31,7 @@ class StepState:
     tables_RP     the page table of every batch row
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
+    kernels       static steps do the buffer's work by Triton kernels (`kernel_step.py`)
     """
 
     runner: ModelRunner
@@ -41,6 +42,7 @@ class StepState:
     batch_invariant: bool
     logits_chunk: int
     adapters_R: Tensor | None = None
+    kernels: bool = False
 
     def forward(self, rows: StepRows) -> tuple[Batch, Tensor]:
         """The packed rows and the hidden states (A, D) of the positions that they ask for."""

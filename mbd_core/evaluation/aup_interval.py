@@ -4,6 +4,9 @@ A draw takes as many problems as the task has, with replacement. All points of a
 with them y_max, the order of the points and which of them d3LLM drops: an AUP is a function of the problems, and each
 of these is a part of that function. A y_max that stayed as it was would be a number from outside: no draw could pass
 it, though every one may fall behind it.
+
+A mean over tasks has its own interval: of the means of the tasks' draws, which are independent of each other, but for
+tasks of the same problems: these share their draws, since an answer to one says much of the answer to the other.
 """
 
 import zlib
@@ -13,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from mbd_core.evaluation.rates import GradedSample
-from mbd_core.evaluation.sweep_report import AupRow, ReportKey
+from mbd_core.evaluation.statistics import mean
+from mbd_core.evaluation.sweep_report import AupMean, AupRow, ReportKey
 
 NUM_DRAWS = 2000
 SEED = 0
@@ -23,40 +27,71 @@ ENTRIES = 4_000_000  # numbers of one block of draws
 
 Interval = tuple[float, float]
 Samples = Mapping[ReportKey, Sequence[GradedSample]]
+Areas = tuple[np.ndarray, np.ndarray]  # of every draw (D,): Eq. 4.1's AUP and d3LLM's
 
 
-def with_intervals(aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS) -> list[AupRow]:
-    """The AUPs with their percentile intervals. What `samples` says of a task does not depend on other tasks."""
-    found: dict[tuple[str, str, str], tuple[Interval | None, Interval | None]] = {}
+def with_intervals(
+    aups: Sequence[AupRow], samples: Samples, *, num_draws: int = NUM_DRAWS
+) -> tuple[list[AupRow], list[AupMean]]:
+    """The AUPs with their percentile intervals, and their means over tasks with theirs. What `samples` says of a task
+    does not depend on other tasks."""
+    areas: dict[tuple[str, str, str], Areas | None] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}
         curves = [(aup.model, aup.method) for aup in aups if aup.task == task]
         alpha = next((aup.alpha for aup in aups if aup.task == task), 0.0)
-        for curve, intervals in zip(curves, task_intervals(of_task, curves, alpha, num_draws=num_draws), strict=True):
-            found[(*curve, task)] = intervals
-    return [
-        replace(aup, eq41_interval=intervals[0], d3llm_interval=intervals[1])
-        for aup in aups
-        for intervals in [found[aup.model, aup.method, aup.task]]
+        for curve, drawn in zip(curves, task_areas(of_task, curves, alpha, num_draws=num_draws), strict=True):
+            areas[(*curve, task)] = drawn
+    rows = []
+    for aup in aups:
+        plain, weighted = mean_intervals([areas[aup.model, aup.method, aup.task]])
+        rows.append(replace(aup, eq41_interval=plain, d3llm_interval=weighted))
+    return rows, [
+        _mean([aup for aup in aups if (aup.model, aup.method) == curve], areas)
+        for curve in dict.fromkeys((aup.model, aup.method) for aup in aups)
     ]
 
 
-def task_intervals(
+def _mean(aups: Sequence[AupRow], areas: Mapping[tuple[str, str, str], Areas | None]) -> AupMean:
+    """The mean of one model's and method's AUPs."""
+    plain, weighted = mean_intervals([areas[aup.model, aup.method, aup.task] for aup in aups])
+    return AupMean(
+        model=aups[0].model,
+        method=aups[0].method,
+        tasks=tuple(aup.task for aup in aups),
+        aup_eq41=mean([aup.aup_eq41 for aup in aups]),
+        aup_d3llm=mean([aup.aup_d3llm for aup in aups]),
+        eq41_interval=plain,
+        d3llm_interval=weighted,
+    )
+
+
+def mean_intervals(areas: Sequence[Areas | None]) -> tuple[Interval | None, Interval | None]:
+    """The intervals of the means over tasks, of each task's areas; none if a task has none."""
+    drawn = [one for one in areas if one is not None]
+    if len(drawn) < len(areas):
+        return None, None
+    plain_D, weighted_D = np.mean(drawn, axis=0)
+    return interval(plain_D), interval(weighted_D)
+
+
+def task_areas(
     samples: Samples, curves: Sequence[tuple[str, str]], alpha: float, *, num_draws: int
-) -> Iterator[tuple[Interval | None, Interval | None]]:
-    """The intervals of Eq. 4.1's AUP and of d3LLM's for each (model, method) on the task of `samples`; none
-    of a single problem."""
-    task = next(iter(samples)).task
-    if len({sample.problem for graded in samples.values() for sample in graded}) < 2:
-        yield from ((None, None) for _ in curves)
+) -> Iterator[Areas | None]:
+    """Both AUPs of every draw for each (model, method) on the task of `samples`; none of a single problem."""
+    problems = {sample.problem for graded in samples.values() for sample in graded}
+    if len(problems) < 2:
+        yield from (None for _ in curves)
         return
-    tpf_KD, accuracy_KD = drawn_points(samples, seed=zlib.crc32(task.encode()), num_draws=num_draws)
+    tpf_KD, accuracy_KD = drawn_points(
+        samples, seed=zlib.crc32("\n".join(sorted(problems)).encode()), num_draws=num_draws
+    )
     y_max_D = np.nanmax(accuracy_KD, axis=0)
     keys = list(samples)
     for model, method in curves:
         curve = [number for number, key in enumerate(keys) if (key.model, key.method) == (model, method)]
         points = sorted_points(tpf_KD[curve], accuracy_KD[curve])
-        yield interval(eq41(*points)), interval(d3llm(*points, y_max_D, alpha=alpha))
+        yield eq41(*points), d3llm(*points, y_max_D, alpha=alpha)
 
 
 def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> tuple[np.ndarray, np.ndarray]:

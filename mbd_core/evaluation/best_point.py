@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mbd_core.decoding.speed_front import SpeedPoint, pareto_points
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.rates import GradedSample, Summary, summarize
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.statistics import mean
@@ -75,8 +74,6 @@ class BestPoint:
                 f"- {task}, on the other {s.n} problems: accuracy {s.accuracy:.2f} [{s.accuracy_low:.1f}, "
                 f"{s.accuracy_high:.1f}], TPF {s.tpf:.2f}"
             )
-        if best.config["buffer_size"] > EngineConfig.buffer_size:
-            lines.append(f"- to serve it: --buffer-size {best.config['buffer_size']}")
         return "\n".join(lines)
 
     @property

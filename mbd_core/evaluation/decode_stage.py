@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
 from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.answer_ends import Stops, before_stop, fitted, generate_until
 from mbd_core.evaluation.prompts import prompt_ids
 from mbd_core.evaluation.sample_tables import DECODED_COLUMNS
+from mbd_core.evaluation.sweep_parts import in_turns
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,10 @@ def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
     return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
 
 
-def with_step_map(request: Request) -> Request:
-    """The request, asking in which forward each of its tokens was accepted; as it is where tokens that were accepted
-    may still change, or lie on a canvas, and so have no such map."""
-    decoding = request.decoding
-    has_map = decoding.t2t is None and decoding.soft is None and decoding.canvas is None
-    return replace(request, rollout=True) if has_map else request
+def _replay(tokens: Sequence[int], rollout: Rollout, piece: Callable[[int], str]) -> dict[str, Any]:
+    """The columns `REPLAY` of an answer."""
+    edits = [{"index": edit.index, "step": edit.step, "piece": piece(edit.token)} for edit in rollout.edits]
+    return {"pieces": list(map(piece, tokens)), "steps": list(rollout.steps), "edits": edits or None}
 
 
 class ModelRefused(ValueError):
@@ -84,7 +84,7 @@ class DecodeStage:
         rows = table.to_pylist()
         for name in dict.fromkeys(row["model"] for row in rows):
             self._model(name).engine.forget_prefixes()
-            self._decode(name, [row for row in rows if row["model"] == name])
+            self._decode(name, in_turns([row for row in rows if row["model"] == name]))
         return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class DecodeStage:
         """Add text and counts to rows of one model, or the error."""
         model = self._model(name)
         tokenizer, stops = model.tokenizer, sample_stops(rows)
-        requests = [with_step_map(request) for request in sample_requests(model, rows)]
+        requests = [replace(request, replay=True) for request in sample_requests(model, rows)]
         del model  # the engine may be closed from here on
         piece = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
         for row, request in zip(rows, requests, strict=True):
@@ -120,8 +120,8 @@ class DecodeStage:
             else:
                 text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
                 row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
-                if result.rollout is not None:
-                    row.update(pieces=list(map(piece, result.tokens)), steps=list(result.rollout.steps))
+                assert result.rollout is not None
+                row.update(_replay(result.tokens, result.rollout, piece))
 
     def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
         """An output or a failure for every request, by its id."""

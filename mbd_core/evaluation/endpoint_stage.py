@@ -17,6 +17,7 @@ import pyarrow as pa
 from mbd_core.evaluation.answer_ends import before_stop
 from mbd_core.evaluation.endpoint import MARK, Endpoint, ask_a_token, client_of, said
 from mbd_core.evaluation.sample_tables import COUNTS, DECODED_COLUMNS
+from mbd_core.evaluation.sweep_parts import in_turns
 
 if TYPE_CHECKING:
     import openai
@@ -47,7 +48,7 @@ class EndpointStage:
         even when the process ends: an answer may take minutes.
         """
         rows = table.to_pylist()
-        waiting, ended = deque(rows), SimpleQueue[BaseException | None]()
+        waiting, ended = deque(in_turns(rows)), SimpleQueue[BaseException | None]()
         for _ in range(min(self._concurrency, len(rows))):
             threading.Thread(target=self._ask_waiting, args=(waiting, ended), name="endpoint", daemon=True).start()
         try:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 
 from mbd_core.evaluation.examples import Choice
 from mbd_core.evaluation.prompts import Wording
-from mbd_core.evaluation.tasks import TASKS
+from mbd_core.evaluation.tasks import TASKS, Task
 
-GENERATED_TOKENS = 128  # of an answer to a generated problem; the longest right one has fewer
 LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
 
 
@@ -56,7 +55,7 @@ class Recipe:
     def setting(self, task: str) -> Setting:
         """The setting of a task; `ValueError` names the tasks that the recipe has."""
         if TASKS[task].generate is not None:
-            return GENERATED
+            return replace(GENERATED, max_tokens=TASKS[task].max_tokens)
         if task not in self.settings:
             raise ValueError(
                 f"recipe '{self.name}' has no setting for task '{task}'; it has {', '.join(self.settings)}"
@@ -85,7 +84,7 @@ FUNCTION_FOR_TESTS = Wording(
 OWN_MATH = Wording(form="turn", text="{question}\nSolve it step by step. End with the answer alone in \\boxed{{}}.")
 GENERATED = Setting(
     wording=BARE,
-    max_tokens=GENERATED_TOKENS,
+    max_tokens=Task.max_tokens,
     source="this project's generated tasks, asked as its models were trained",
     extraction="the number after ####, or the tests",
     text_by=THIS_PROJECT,
@@ -199,13 +198,15 @@ _MBD_SDAR_MATH = replace(
 _MBD_CODE = _own(
     FUNCTION,
     max_tokens=LONGEST_ANSWER,
-    source=f"{_MBD_TABLE}; a chat that asks for the function in a fence. Its text is not in our sources",
+    source=f"{_MBD_TABLE}; a chat that asks for the function in a fence. Of its text 'Write a solution ...', the "
+    "problem in a fence and 'Please enclose your code within ...' are known; the rest is not in our sources",
     extraction="the last block that is Python, and EvalPlus's tests",
 )
 _MBD_TESTS = replace(
     _MBD_CODE,
     wording=FUNCTION_FOR_TESTS,
-    source=f"{_MBD_TABLE}; a chat that names the task and its tests. Its text is not in our sources",
+    source=f"{_MBD_TABLE}; a chat that names the task and, as for sanitised MBPP, its tests. Of its text 'You are an "
+    "expert Python programmer, and here is your task: ...' is known; the rest is not in our sources",
 )
 MBD_LMS = Recipe(
     name="mbd-lms",

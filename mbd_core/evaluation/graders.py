@@ -14,7 +14,7 @@ from mbd_core.evaluation.program_runs import Reason as RunReason
 from mbd_core.evaluation.program_runs import run_tests
 from mbd_core.evaluation.program_text import extract_program
 from mbd_core.evaluation.sandbox import Limits
-from mbd_core.evaluation.tasks import Problem, Task
+from mbd_core.evaluation.tasks import Problem, Task, runs_programs
 
 Reason = RunReason | Literal["ungradable"]
 
@@ -41,11 +41,16 @@ class Grade:
 def grade(task: Task, problem: Problem, text: str, *, limits: Limits | None = None) -> Grade:
     """Grade `text` as the answer to `problem`. A math answer with no number in it is `wrong`."""
     try:
-        if task.rule in ("code", "plus"):
+        if runs_programs(task):
             return grade_program(task, problem, program_of(problem, text), limits=limits)
         return _grade_math(task, problem, text)
     except Exception as error:  # one text must not end a sweep, whatever it does to a parser
-        return Grade(correct=False, reason="ungradable", detail=f"{type(error).__name__}: {error}"[:500])
+        return ungradable(error)
+
+
+def ungradable(error: Exception) -> Grade:
+    """The grade of an answer on which a grader, or its problem, broke."""
+    return Grade(correct=False, reason="ungradable", detail=f"{type(error).__name__}: {error}"[:500])
 
 
 def program_of(problem: Problem, text: str) -> str:

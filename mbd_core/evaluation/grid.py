@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config
-from mbd_core.decoding.methods import METHODS, MULTI, SINGLE, Fields, merge_fields
+from mbd_core.decoding.methods import MULTI, NAMED_METHODS, SINGLE, Fields, merge_fields
 
 Grid = dict[str, tuple[Any, ...]]
 Methods = dict[str, Fields]
@@ -56,11 +56,11 @@ def parse_grid(text: str) -> Grid:
 
 
 def parse_methods(definitions: Iterable[str]) -> Methods:
-    """`METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed one.
+    """`NAMED_METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed one.
 
     `plan_variants` checks the fields themselves, for each model.
     """
-    methods = dict(METHODS)
+    methods = dict(NAMED_METHODS)
     for item in definitions:
         name, equals, text = (p.strip() for p in item.partition("="))
         if not (name and equals) or set(name) & set(",|") or not name.isprintable():
@@ -81,7 +81,7 @@ def plan_variants(
     grid: Mapping[str, Sequence[Any]],
     names: Sequence[str],
     *,
-    methods: Methods = METHODS,
+    methods: Methods = NAMED_METHODS,
     defaults: Mapping[str, Any],
     block_size: int,
 ) -> list[Variant]:
@@ -111,9 +111,10 @@ def plan_variants(
             if name == MULTI and decoding.buffer_size < 2:
                 raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
             variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
-    for path in sorted(unused - set(MULTI_ONLY)):
+    for path in sorted(unused):
         part = path.partition(".")[0]
         hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
+        hint = "; it takes one with several slots, as multi" if path in MULTI_ONLY else hint
         raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
     return list(variants)
 

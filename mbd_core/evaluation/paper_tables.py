@@ -9,20 +9,23 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mbd_core.decoding.methods import Fields
+from mbd_core.evaluation.aup_interval import Interval
 from mbd_core.evaluation.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
 from mbd_core.evaluation.speed import Speed
-from mbd_core.evaluation.statistics import Z_95, mean
-from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow
+from mbd_core.evaluation.statistics import Z_95, mean, spread_of_mean
+from mbd_core.evaluation.sweep_report import AupMean, AupRow, ReportKey, ReportRow
 
 Verdict = Literal["inside", "outside", "not judged"]
 
 NOTE = (
     "A printed figure is inside or outside the 95 % interval of ours: Wilson's for accuracies, the mean ± 1.96 "
-    "standard errors for TPF, NFE and generated tokens, both combined over benchmarks where the figure is an average. "
+    "standard errors for TPF, NFE and generated tokens, both combined over benchmarks, as of independent "
+    "ones, where the figure is an average. "
     "The papers give no intervals, so a figure just outside may still be the same. Speeds are of other machines, and "
     "the anchors and pools of the papers' AUP are not published: these are not judged. Our TPS and latency are those "
     "of requests alone (Batch-1 TPS, Table 3: Batch-1 decode TPS; latency: the median), our AUP is d3LLM's over all "
-    "configurations of the model and method here."
+    "configurations of the model and method here, with its bootstrap interval; an average has that of the "
+    "first table, if the tasks there are just the figure's, and else none."
 )
 
 NOT_PRINTED = "Not printed, because no row here has the model, the decoding and the benchmark of one of theirs:"
@@ -47,7 +50,7 @@ class Beside:
 
     @property
     def verdict(self) -> Verdict:
-        if self.low is None or self.high is None:
+        if self.quantity == "aup" or self.low is None or self.high is None:
             return "not judged"
         return "inside" if self.low <= self.printed <= self.high else "outside"
 
@@ -76,10 +79,24 @@ class Own:
     rows: Sequence[ReportRow]
     aups: Sequence[AupRow]
     times: Mapping[ReportKey, Speed]
+    aup_means: Sequence[AupMean]
 
     @classmethod
-    def of(cls, rows: Sequence[ReportRow], aups: Sequence[AupRow], times: Sequence[Speed]) -> "Own":
-        return cls(rows, aups, {ReportKey(s.model, s.method, s.task, s.config): s for s in times})
+    def of(
+        cls,
+        rows: Sequence[ReportRow],
+        aups: Sequence[AupRow],
+        times: Sequence[Speed],
+        aup_means: Sequence[AupMean] = (),
+    ) -> "Own":
+        return cls(rows, aups, {ReportKey(s.model, s.method, s.task, s.config): s for s in times}, aup_means)
+
+    def aup_interval(self, rows: Sequence[ReportRow]) -> Interval | None:
+        """The drawn interval of the AUP over the tasks of these rows; `None` if none was drawn over just these."""
+        curves, tasks = {(row.key.model, row.key.method) for row in rows}, {row.key.task for row in rows}
+        drawn = [((one.model, one.method), {one.task}, one.d3llm_interval) for one in self.aups]
+        drawn += [((one.model, one.method), set(one.tasks), one.d3llm_interval) for one in self.aup_means]
+        return next((found for curve, over, found in drawn if curves == {curve} and over == tasks), None)
 
     def row(self, figure: Figure, task: str, method: Fields) -> ReportRow | None:
         """The first row of the sweep that is the figure's on a task."""
@@ -140,23 +157,21 @@ def _beside(head: str, figure: Figure, own: Own) -> Beside | None:
     if len(values) < len(figure.tasks):
         return None
     ours = mean([value for value, _, _ in values])
-    below = _spread([value - low for value, low, _ in values if low is not None], len(values))
-    above = _spread([high - value for value, _, high in values if high is not None], len(values))
+    distances = [(value - low, high - value) for value, low, high in values if low is not None and high is not None]
+    bounds = own.aup_interval(found) if figure.quantity == "aup" else None
+    if len(distances) == len(values):
+        below, above = map(spread_of_mean, zip(*distances, strict=True))
+        bounds = ours - below, ours + above
     return Beside(
         head=head,
         quantity=figure.quantity,
         printed=float(figure.printed),
         ours=ours,
-        low=None if below is None else ours - below,
-        high=None if above is None else ours + above,
+        low=bounds and bounds[0],
+        high=bounds and bounds[1],
         n=sum(row.summary.n for row in found),
         configs={row.key.task: dict(row.config) for row in found},
     )
-
-
-def _spread(distances: Sequence[float], number: int) -> float | None:
-    """How far the bound of a mean of independent numbers lies from it, given how far theirs do."""
-    return sum(distance**2 for distance in distances) ** 0.5 / number if len(distances) == number else None
 
 
 def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | None, float | None] | None:
@@ -172,7 +187,8 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
         return value, value - error, value + error
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
-        return next(((a.aup_d3llm, None, None) for a in own.aups if (a.model, a.method, a.task) == key), None)
+        aup = next((one for one in own.aups if (one.model, one.method, one.task) == key), None)
+        return None if aup is None else (aup.aup_d3llm, None, None)  # its interval is no sum: `Own.aup_interval`
     speed = own.times.get(row.key)
     if speed is None:
         return None

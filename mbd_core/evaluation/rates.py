@@ -3,10 +3,14 @@
 Samples have no seconds: their batches mix configurations. `speed.py` has those of timed runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mbd_core.evaluation.statistics import mean_and_stderr, wilson_interval
+
+Rule = Literal["strict", "flexible", "base", "plus"]
+RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,19 @@ class GradedSample:
     cut: bool = False
     strict_correct: bool | None = None
     flexible_correct: bool | None = None
+    base_correct: bool | None = None
+    plus_correct: bool | None = None
     is_bare: bool = False
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleAccuracy:
+    """Percent right of all samples by one rule, with the bounds of its 95 % Wilson interval."""
+
+    accuracy: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +69,8 @@ class Summary:
 
     accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
                        bounds of its 95 % Wilson interval
-    accuracy_strict    percent right by strict extraction, `None` if the task has no extraction; likewise _flexible
+    by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
+                       base inputs and these with the plus inputs; a sample that a rule did not judge is wrong
     tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
     tpf_ratio_of_sums  all useful tokens / all forwards
     nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
@@ -71,8 +87,7 @@ class Summary:
     accuracy: float
     accuracy_low: float
     accuracy_high: float
-    accuracy_strict: float | None
-    accuracy_flexible: float | None
+    by_rule: Mapping[Rule, RuleAccuracy]
     tpf: float | None
     tpf_stderr: float | None
     tpf_ratio_of_sums: float | None
@@ -92,8 +107,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
-    num_correct = sum(s.correct for s in samples)
-    low, high = wilson_interval(num_correct, n)
+    rated = _accuracy([s.correct for s in samples])
+    judged = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
     tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
     tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
@@ -103,11 +118,10 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         n=n,
         cut=sum(s.cut for s in samples),
         errors=n - len(counts),
-        accuracy=100 * num_correct / n,
-        accuracy_low=100 * low,
-        accuracy_high=100 * high,
-        accuracy_strict=_percent([s.strict_correct for s in samples]),
-        accuracy_flexible=_percent([s.flexible_correct for s in samples]),
+        accuracy=rated.accuracy,
+        accuracy_low=rated.low,
+        accuracy_high=rated.high,
+        by_rule={rule: _accuracy(flags) for rule, flags in judged.items() if any(f is not None for f in flags)},
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
@@ -139,7 +153,7 @@ def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | No
     return sum(value for value in values if value is not None)
 
 
-def _percent(flags: Sequence[bool | None]) -> float | None:
-    if all(flag is None for flag in flags):
-        return None
-    return 100 * sum(bool(flag) for flag in flags) / len(flags)
+def _accuracy(flags: Sequence[bool | None]) -> RuleAccuracy:
+    num_right = sum(bool(flag) for flag in flags)
+    low, high = wilson_interval(num_right, len(flags))
+    return RuleAccuracy(accuracy=100 * num_right / len(flags), low=100 * low, high=100 * high)

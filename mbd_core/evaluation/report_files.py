@@ -14,13 +14,14 @@ from mbd_core.evaluation.shown_samples import ShownSamples
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import SpeedGain, speed_gains
 from mbd_core.evaluation.sweep_markdown import render_markdown
-from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow, token_efficiency
+from mbd_core.evaluation.sweep_report import AupMean, AupRow, ReportKey, ReportRow, token_efficiency
 from mbd_core.evaluation.tradeoff_plot import draw_plot
 
 
 def report_files(
     rows: Sequence[ReportRow],
     aups: Sequence[AupRow],
+    aup_means: Sequence[AupMean],
     times: Sequence[Speed],
     shown: ShownSamples,
     *,
@@ -35,7 +36,7 @@ def report_files(
     page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
     """
     gains = speed_gains(times, rows)
-    papers = beside_tables(Own.of(rows, aups, times))
+    papers = beside_tables(Own.of(rows, aups, times, aup_means))
     content = {
         "rows": [
             {
@@ -49,6 +50,7 @@ def report_files(
             for row in rows
         ],
         "aup": [asdict(aup) for aup in aups],
+        "aup_means": [asdict(one) for one in aup_means],
         "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
         "settings": settings,
         "times": [
@@ -59,7 +61,7 @@ def report_files(
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
-    text = render_markdown(rows, aups, times, labels=labels, settings=settings, gaps=gaps)
+    text = render_markdown(rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps)
     text += "".join(f"{line}\n" for line in seconds_lines(seconds, labels))
     text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
     return {

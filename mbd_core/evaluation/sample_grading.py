@@ -8,11 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from mbd_core.evaluation.graders import Grade, grade, grade_program, program_of
+from mbd_core.evaluation.graders import Grade, grade, grade_program, program_of, ungradable
 from mbd_core.evaluation.problem_set import ProblemSet
 from mbd_core.evaluation.sandbox import available_isolation
 from mbd_core.evaluation.statistics import wilson_interval
-from mbd_core.evaluation.tasks import Problem, Task
+from mbd_core.evaluation.tasks import Problem, Task, runs_programs
 from mbd_core.files import write_json, write_text
 
 Form = Literal["text", "completion", "solution"]
@@ -65,7 +65,7 @@ def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Pro
         raise ValueError("not valid JSON in UTF-8") from None
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not a JSON object")
-    is_code = problem_set.task.rule in ("code", "plus")
+    is_code = runs_programs(problem_set.task)
     form = next((form for form in FORMS if form in row and (is_code or form == "text")), None)
     if form is None:
         wanted = "'text', 'completion' or 'solution'" if is_code else "'text'"
@@ -98,13 +98,16 @@ def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Ite
 
 
 def _graded(task: Task, sample: Sample) -> SampleGrade:
-    if task.rule not in ("code", "plus"):
+    if not runs_programs(task):
         return SampleGrade(sample=sample, grade=grade(task, sample.problem, sample.content), solution=None)
-    if sample.form == "text":
-        solution = program_of(sample.problem, sample.content)
-    else:
-        solution = sample.content if sample.form == "solution" else sample.problem.prompt + sample.content
-    return SampleGrade(sample=sample, grade=grade_program(task, sample.problem, solution), solution=solution)
+    solution = sample.content if sample.form != "completion" else sample.problem.prompt + sample.content
+    try:
+        if sample.form == "text":
+            solution = program_of(sample.problem, sample.content)
+        found = grade_program(task, sample.problem, solution)
+    except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
+        found = ungradable(error)
+    return SampleGrade(sample=sample, grade=found, solution=solution)
 
 
 def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str,
         "wilson_interval": wilson_interval(correct, len(grades)),
         **counts,
         "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
-        "isolation": available_isolation() if problem_set.task.rule in ("code", "plus") else None,
+        "isolation": available_isolation() if runs_programs(problem_set.task) else None,
         "versions": {name: version(name) for name in ("math-verify", "sympy", "numpy")},
     }
 

@@ -4,18 +4,25 @@ Every stage keeps the columns of its input and adds its own. `input` is what the
 `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan says
 `may_shorten`. A sample that cannot be decoded keeps its row, with the
 reason in `error`. `seconds` are an endpoint's, network included; an engine's batches mix configurations, so its rows
-have none. Counts that an endpoint does not say are null. `pieces` is each token's text, special ones included, and
-`steps` the forward that accepted it, from 1: the decoding, to be replayed. They are null where there is no such map,
-and folders of earlier versions lack them.
+have none. Counts that an endpoint does not say are null. `pieces` is each token's text, special ones included, `steps`
+the forward that accepted it, or was the last to overwrite it, from 1, and `edits` what was overwritten, by the place
+of the token: the decoding, to be replayed. An endpoint's rows have none, and folders of earlier versions lack them.
 """
 
 import pyarrow as pa
 
 COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
 
+ISOLATION = b"mbd-isolation"  # of a graded part's metadata: how its programs were contained, where any ran
+
 PROBLEM_COLUMNS = ("problem_id", "prompt", "reference", "entry_point")  # what a grader needs of a problem
 
-REPLAY = (pa.field("pieces", pa.list_(pa.string())), pa.field("steps", pa.list_(pa.int64())))
+EDIT = pa.struct([("index", pa.int64()), ("step", pa.int64()), ("piece", pa.string())])
+REPLAY = (
+    pa.field("pieces", pa.list_(pa.string())),
+    pa.field("steps", pa.list_(pa.int64())),
+    pa.field("edits", pa.list_(EDIT)),
+)
 
 PLANNED_COLUMNS = pa.schema(
     [("sample", pa.int64())]

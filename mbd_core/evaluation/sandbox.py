@@ -35,7 +35,7 @@ ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS
 FOLDER_BYTES = 16 << 20
 PROBE_SECONDS = 20
 PATIENCE = 4
-MEANING: dict[Isolation, str] = {
+MEANING: dict[str, str] = {
     "bubblewrap": "bubblewrap: own namespaces, no files but Python's, no network, a filter of system calls",
     "filter": "a filter of system calls without bubblewrap: no writes, no network, no processes; files can be read",
     "limits": "limits on time and memory only: run programs that you do not trust elsewhere",

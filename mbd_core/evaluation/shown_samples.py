@@ -24,7 +24,8 @@ LONGEST_REFERENCE = 2000  # characters; the tests of a program are long
 SUBJECT = ("model", "method", "task", "config", "problem_id", "seed", "sample", "correct")
 GRADE = ("finish_reason", "error", "correct", "reason", "detail", "strict", "flexible")
 FLAGS = ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
-SHOWN = ("sample", "problem_id", "seed", "reference", "text", *GRADE, *FLAGS, *COUNTS, *(f.name for f in REPLAY))
+ANSWER = ("text", *GRADE, *FLAGS, *COUNTS, "seconds", *(f.name for f in REPLAY))
+SHOWN = ("sample", "problem_id", "seed", "reference", *ANSWER)
 
 
 def page_json(value: Any) -> str:

@@ -12,12 +12,12 @@ HEADS = (
     "Task",
     "Config",
     "n alone",
-    "Batch-1 TPS (tok/s)",
-    "Batch-1 decode TPS (tok/s)",
+    "Batch-1 TPS (per request, end to end, tok/s)",
+    "Batch-1 decode TPS (its forwards alone, tok/s)",
     "Batch-1 forward (ms)",
     "Latency alone p50 / p90 (s)",
     "n together",
-    "Throughput (tok/s)",
+    "Throughput (aggregate of all requests, tok/s)",
     "Latency together p50 / p90 / p99 (s)",
 )
 DEFINITIONS = (

@@ -13,6 +13,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def spread_of_mean(distances: Sequence[float]) -> float:
+    """How far the bound of a mean of independent numbers lies from it, given how far their bounds lie from them."""
+    return math.sqrt(sum(distance**2 for distance in distances)) / len(distances)
+
+
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
     """The mean and its standard error (from the sample variance), which is 0 for fewer than two values."""
     center = mean(values)

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.evaluation.best_folder import check_best_folder
 from mbd_core.evaluation.best_point import BestPoint, By, check_halves, choose_best
-from mbd_core.evaluation.model_digest import model_digest
 from mbd_core.evaluation.sweep_folder import read_record
 from mbd_core.evaluation.sweep_parts import Shard
 from mbd_core.evaluation.sweep_plan import Sweep
 from mbd_core.evaluation.sweep_report import build_rows
 from mbd_core.evaluation.sweep_samples import load_samples
-from mbd_core.evaluation.sweep_summary import summarize_sweeps, times_of
+from mbd_core.evaluation.sweep_summary import joinable_records, planned_samples, times_of
 from mbd_core.evaluation.timed_cases import Timing
 
 
@@ -61,10 +61,9 @@ def models_of(folders: Sequence[Path], model_folders: Sequence[Path]) -> dict[st
 def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[BestPoint]:
     """The best configuration of each model in the sweeps; `ValueError` for sweeps that are not finished, and as
     `choose_best`."""
-    summary = summarize_sweeps(folders)
-    there, planned = summary.num_samples, summary.num_planned
+    planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
+    there = sum(map(len, samples.values()))
     if there < planned:
         raise ValueError(f"--write-best needs a finished sweep, and {there} of {planned} samples are there")
-    samples = load_samples(folders)
     times = times_of(folders, build_rows(samples))
     return [choose_best(samples, times, model=model, by=by) for model in models]

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
+from mbd_core.evaluation.sample_tables import ISOLATION
 from mbd_core.evaluation.sweep_record import SweepRecord, difference
 from mbd_core.files import (
     MANIFEST,
@@ -165,7 +166,8 @@ class SweepFolder:
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
         with file_beside(path) as beside:
-            pq.write_table(table.replace_schema_metadata({MARK: self.state.id}), beside)
+            said = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
+            pq.write_table(table.replace_schema_metadata({**said, MARK: self.state.id}), beside)
             _sync(beside)
         _sync(path.parent)
         self._published(name)
@@ -233,11 +235,22 @@ def tables_of(record: SweepRecord) -> list[str]:
 
 def part_id(path: Path) -> str | None:
     """The id of the sweep that wrote a part; `None` for a file that no sweep wrote, or none at all."""
+    return _said(path, MARK)
+
+
+def isolations(folder: Path) -> set[str]:
+    """How the programs of a sweep's samples were contained, on whatever machines they ran; empty where none ran, and
+    of parts that earlier versions graded. `ValueError` if no sweep lies there."""
+    return {said for path in part_files(folder) if (said := _said(path, ISOLATION)) is not None}
+
+
+def _said(path: Path, key: bytes) -> str | None:
+    """A value of a part's metadata."""
     try:
-        mark = (pq.read_metadata(path).metadata or {}).get(MARK)
+        value = (pq.read_metadata(path).metadata or {}).get(key)
     except (OSError, pa.ArrowInvalid):
         return None
-    return None if mark is None else mark.decode(errors="replace")
+    return None if value is None else value.decode(errors="replace")
 
 
 def files_in(folder: Path) -> list[str]:
@@ -285,6 +298,14 @@ def is_resumable(folder: Path, there: FolderState, record: SweepRecord, *, overw
 def is_finished(folder: Path, state: FolderState) -> bool:
     """Whether all parts and the report are there."""
     return state.owns(folder, REPORT) and all(part_id(folder / name) == state.id for name in tables_of(state.record))
+
+
+def is_computed(folder: Path, record: SweepRecord, *, overwrite: bool) -> bool:
+    """Whether all that `record` asks for is there; with `overwrite` it is computed again once it was reported."""
+    there = FolderState.load(folder)
+    if there is None or not is_resumable(folder, there, record, overwrite=overwrite):
+        return False
+    return all(part_id(folder / name) == there.id for name in tables_of(record))
 
 
 def read_record(folder: Path) -> SweepRecord:

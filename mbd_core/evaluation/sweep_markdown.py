@@ -7,22 +7,25 @@ from typing import Any
 
 from mbd_core.evaluation.accuracy_gaps import AccuracyGap, gap_lines
 from mbd_core.evaluation.aup import AupPoint
-from mbd_core.evaluation.aup_interval import NUM_DRAWS
+from mbd_core.evaluation.aup_interval import NUM_DRAWS, Interval
 from mbd_core.evaluation.markdown_sections import one_line, table_line
 from mbd_core.evaluation.rates import Summary
+from mbd_core.evaluation.rule_table import rule_lines
 from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.speed_gain import gain_lines, speed_gains
 from mbd_core.evaluation.speed_table import speed_lines
-from mbd_core.evaluation.statistics import mean
-from mbd_core.evaluation.sweep_report import AupRow, ReportKey, ReportRow, best_row, token_efficiency
+from mbd_core.evaluation.statistics import mean, spread_of_mean
+from mbd_core.evaluation.sweep_report import AupMean, AupRow, ReportKey, ReportRow, best_row, token_efficiency
 
 CAPTION = (
     "Accuracy (Acc, percent, with its 95 % Wilson interval) and tokens per forward (TPF, mean over samples). Each "
     "pair of cells shows the row's configuration with the best accuracy on that task, on ties the higher TPF. It was "
     "chosen on the samples that it is reported on, so with many configurations the accuracies are biased upwards. "
-    "Average columns are means over the tasks. AUP covers all configurations of the row for each task, then the mean "
-    "over tasks: Eq. 4.1 is the trapezoid (0 with a single configuration), d3LLM's adds the first rectangle and "
-    "weights (no point at TPF 1)."
+    "Average columns are means over the tasks; the interval of an average accuracy combines those of the tasks, as of "
+    "independent ones, which tasks of the same problems (HumanEval and HumanEval+) are not. AUP "
+    "covers all configurations of the row for each task, then the mean over tasks: Eq. 4.1 is the trapezoid (0 with a "
+    "single configuration), d3LLM's adds the first rectangle and weights (no point at TPF 1). Its [95 %] are "
+    "percentiles of a bootstrap over the problems, of the mean over tasks those of the mean of their draws."
 )
 
 AUP_CAPTION = (
@@ -44,13 +47,15 @@ def render_markdown(
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
+    aup_means: Sequence[AupMean] = (),
     gaps: Mapping[ReportKey, AccuracyGap] | None = None,
 ) -> str:
     """The report as Markdown. `labels` maps task names to column heads, in column order."""
     varied = {row.key: row.varied for row in rows}
     lines = ["# Evaluation sweep", "", CAPTION, ""]
-    lines += _best_lines(rows, aups, labels)
+    lines += _best_lines(rows, aup_means, labels)
     lines += _configuration_lines(rows, labels)
+    lines += rule_lines(rows, labels)
     lines += _aup_lines(aups, labels)
     lines += gap_lines(gaps or {}, labels, varied)
     lines += ["## What was run", ""]
@@ -60,10 +65,10 @@ def render_markdown(
     return "\n".join(lines) + "\n"
 
 
-def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
+def _best_lines(rows: Sequence[ReportRow], aup_means: Sequence[AupMean], labels: Mapping[str, str]) -> list[str]:
     """The table of each method's best configuration, and a list of these configurations."""
     heads = [f"{label} {what}" for label in labels.values() for what in ("Acc ↑", "TPF ↑")]
-    heads += ["Average Acc ↑", "Average TPF ↑", "AUP Eq. 4.1 ↑", "AUP d3LLM ↑"]
+    heads += ["Average Acc ↑", "Average TPF ↑", "AUP Eq. 4.1 [95 %] ↑", "AUP d3LLM [95 %] ↑"]
     lines = ["| Model | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     configurations: list[str] = []
     for model, block_size in dict.fromkeys((row.key.model, row.config.get("block_size")) for row in rows):
@@ -76,11 +81,11 @@ def _best_lines(rows: Sequence[ReportRow], aups: Sequence[AupRow], labels: Mappi
                 if (of_task := [row for row in rows if _subject(row) == (model, method, task)])
             }
             summaries = [row.summary for row in best.values()]
-            method_aups = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
+            aup = next((one for one in aup_means if (one.model, one.method) == (model, method)), None)
             cells = [cell for task in labels for cell in _pair(best.get(task))]
-            columns: list[Sequence[float | None]] = [[s.accuracy for s in summaries], [s.tpf for s in summaries]]
-            columns += [[a.aup_eq41 for a in method_aups], [a.aup_d3llm for a in method_aups]]
-            lines.append(table_line([method, *cells, *map(_mean_text, columns)]))
+            cells += [_mean_accuracy_text(summaries), _mean_text([s.tpf for s in summaries])]
+            cells += ["-", "-"] if aup is None else [_area_text(*area) for area in _areas(aup)]
+            lines.append(table_line([method, *cells]))
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
             configurations.append(one_line(f"- {model}, {method}: {varied}"))
     return [*lines, "", "Configuration of each table row:", "", *configurations, ""]
@@ -99,6 +104,14 @@ def _mean_text(values: Sequence[float | None]) -> str:
     """The mean; a dash where there is nothing, or something is not known."""
     known = [value for value in values if value is not None]
     return f"{mean(known):.2f}" if known and len(known) == len(values) else "-"
+
+
+def _mean_accuracy_text(summaries: Sequence[Summary]) -> str:
+    """The mean accuracy; its interval combines those of the tasks, as of independent numbers."""
+    center = mean([s.accuracy for s in summaries])
+    below = spread_of_mean([s.accuracy - s.accuracy_low for s in summaries])
+    above = spread_of_mean([s.accuracy_high - s.accuracy for s in summaries])
+    return f"{center:.2f} [{center - below:.1f}, {center + above:.1f}]"
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -139,16 +152,20 @@ def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
     lines += ["| Model | Method | Task | Eq. 4.1 [95 %] | d3LLM [95 %] | Points (TPF, Acc) | Dropped by d3LLM |"]
     lines += ["|---|---|---|---:|---:|---|---|"]
     for a in aups:
-        areas = [f"{a.aup_eq41:.2f}{_interval_text(a.eq41_interval)}"]
-        areas += [f"{a.aup_d3llm:.2f}{_interval_text(a.d3llm_interval)}"]
+        areas = [_area_text(*area) for area in _areas(a)]
         points = [_point_list(a.points), _point_list(a.dropped) or "none"]
         lines.append(table_line([a.model, a.method, labels[a.task], *areas, *points]))
     lines += ["", *({one_line(f"- {labels[a.task]}: {_y_max_text(a)}"): None for a in aups}), ""]
     return [*lines, AUP_CAPTION, ""]
 
 
-def _interval_text(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+def _areas(aup: AupRow | AupMean) -> tuple[tuple[float, Interval | None], ...]:
+    """Both AUPs with their intervals."""
+    return (aup.aup_eq41, aup.eq41_interval), (aup.aup_d3llm, aup.d3llm_interval)
+
+
+def _area_text(area: float, interval: Interval | None) -> str:
+    return f"{area:.2f}" if interval is None else f"{area:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def _y_max_text(aup: AupRow) -> str:

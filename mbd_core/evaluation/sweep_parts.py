@@ -4,15 +4,17 @@ How a sweep is cut follows from its plan and from the size of a part alone, and 
 state. So a part has the same rows and the same numbers whenever, wherever and after whatever interruption it is made.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
 
 Row = Mapping[str, Any]
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,16 @@ def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
             current = [*current, *group]
         parts.append(current)
     return [Part(number, part) for number, part in enumerate(parts)]
+
+
+def in_turns(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """The rows in the order in which they share prefixes best: the first of each prompt, then the second of each.
+
+    Requests that begin in one forward find nothing of each other in the cache; those that begin later do.
+    """
+    turns: Counter[str] = Counter()
+    places = []
+    for row in rows:
+        places.append(turns[row["input"]])
+        turns[row["input"]] += 1
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]

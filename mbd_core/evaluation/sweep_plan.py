@@ -7,7 +7,7 @@ from typing import Any
 
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
-from mbd_core.decoding.methods import METHODS, MULTI, SINGLE
+from mbd_core.decoding.methods import MULTI, NAMED_METHODS, SINGLE
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.asking import Asked, ask_tasks, check_positions
 from mbd_core.evaluation.best_folder import author_defaults
@@ -117,7 +117,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
         raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
-    default_methods = [SINGLE, MULTI, *(name for name in methods if name not in METHODS)]
+    default_methods = [SINGLE, MULTI, *(name for name in methods if name not in NAMED_METHODS)]
     method_names = default_methods if options.methods is None else list(options.methods)
     problem_sets = [
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
@@ -143,7 +143,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         notes += dict.fromkeys(note for note in model_notes if note is not None)
     num_slots = max(
         (one.decoding.buffer_size for one in itertools.chain.from_iterable(variants.values()) if one.decoding),
-        default=options.engine.buffer_size,
+        default=options.engine.num_slots,
     )
     if not models:
         check_default_alone(options.endpoints, [*(options.methods or ()), *options.definitions, *grid])

@@ -7,15 +7,18 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Self
 
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.endpoint import is_endpoint
-from mbd_core.evaluation.model_digest import model_digest
 from mbd_core.evaluation.sweep_parts import Part, Row, Shard
 from mbd_core.evaluation.sweep_plan import Sweep
 from mbd_core.evaluation.sweep_report import ReportKey
 from mbd_core.evaluation.timed_cases import Timing, timed_cases
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
+# The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
+# folder that an earlier form began are not those that would be added to it. A record without one has form 1.
+ROWS = 2
 # Sizes that were asked for: how rows are batched, and which requests there is memory for.
 ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
 # Columns of a row that are no part of its problem.
@@ -26,7 +29,7 @@ APART = ("sample", "model", "method", "config", "max_tokens", "seed")
 class SweepRecord:
     """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
 
-    plan       what decides the rows: models by digest, configurations, problems, sizes, versions (`plan_of`)
+    plan       what decides the rows: models by digest, configurations, problems, sizes, form, versions (`plan_of`)
     shard      the part of the sweep that lies in this folder
     num_parts  how many parts the sweep is cut into
     num_cases  configurations and tasks that are timed (`timed_cases`)
@@ -94,6 +97,7 @@ def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
         "seed": sweep.seed,
         **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
         "tensor_parallel": sweep.tensor_parallel,
+        "rows": ROWS,
         "versions": {name: version(name) for name in VERSIONS},
     }
 
@@ -162,6 +166,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
         if there[name] != here[name]:
             yield f"its {name} is {there[name]}, not {here[name]}"
+    if (form := there.get("rows", 1)) != here["rows"]:
+        yield f"another version of this program began it: its rows have form {form}, not {here['rows']}"
     for name in VERSIONS:
         if there["versions"].get(name) != here["versions"][name]:
             yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"

@@ -56,6 +56,19 @@ class AupRow:
     d3llm_interval: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AupMean:
+    """Both AUPs of a model and method as means over these tasks, with 95 % intervals of the means (`aup_interval`)."""
+
+    model: str
+    method: str
+    tasks: tuple[str, ...]
+    aup_eq41: float
+    aup_d3llm: float
+    eq41_interval: tuple[float, float] | None
+    d3llm_interval: tuple[float, float] | None
+
+
 def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[ReportRow]:
     """A summary for every key, in the order of `samples`."""
     configs = {key: json.loads(key.config) for key in samples}

@@ -8,19 +8,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.sweep_plan import Sweep
 
+# Those on which tokens, grades and their speed depend.
+VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
 
-def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float) -> dict[str, Any]:
-    """The settings by name. `engine` configures each of `num_actors` engines on a cluster with `num_cpus` CPUs."""
+
+def sweep_settings(
+    sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float, on_gpu: bool
+) -> dict[str, Any]:
+    """The settings by name. `engine` configures each of `num_actors` engines, on GPUs or not, on a cluster with
+    `num_cpus` CPUs."""
     endpoints = {
         name: {"url": one.url, "model": one.model, "ours": one.is_ours} for name, one in sweep.endpoints.items()
     }
     return {
-        "models": {name: _model_settings(model_folder(folder)) for name, folder in sweep.models.items()},
+        "models": {
+            name: _model_settings(model_folder(folder), on_gpu=on_gpu) for name, folder in sweep.models.items()
+        },
         **({"endpoints": endpoints} if endpoints else {}),
         "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
         "grid": sweep.grid,
@@ -42,7 +50,7 @@ def sweep_settings(sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_c
         "tensor_parallel": sweep.tensor_parallel,
         "notes": sweep.notes,
         "machines": [machine_text(num_cpus, ranks=sweep.tensor_parallel)],
-        "versions": {name: version(name) for name in ("torch", "ray", "transformers")},
+        "versions": {name: version(name) for name in VERSIONS},
     }
 
 
@@ -54,8 +62,14 @@ def machine_text(num_cpus: float, *, ranks: int) -> str:
     )
 
 
-def _model_settings(folder: Path) -> dict[str, Any]:
-    """A model's size and training, without which its accuracy says little."""
-    config = load_config(folder)
-    trained = load_generation_defaults(folder).get("trained_with", "unknown")
-    return {"parameters": f"{config.num_parameters / 1e6:.3g}M", "block_size": config.block_size, "trained": trained}
+def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
+    contents = read_folder(folder)
+    stored = str(contents.stored_dtype).removeprefix("torch.")
+    computed = stored if on_gpu else "float32"
+    return {
+        "parameters": f"{contents.config.num_parameters / 1e6:.3g}M",
+        "block_size": contents.config.block_size,
+        "trained": contents.defaults.get("trained_with", "unknown"),
+        "dtype": computed if computed == stored else f"{computed} (stored as {stored})",
+    }

@@ -11,9 +11,10 @@ from mbd_core.evaluation.aup_interval import with_intervals
 from mbd_core.evaluation.endpoint import is_endpoint
 from mbd_core.evaluation.endpoint_seconds import endpoint_seconds
 from mbd_core.evaluation.report_files import report_files
+from mbd_core.evaluation.sandbox import MEANING
 from mbd_core.evaluation.shown_samples import choose_samples
 from mbd_core.evaluation.speed import Speed, speeds
-from mbd_core.evaluation.sweep_folder import SweepFolder, read_record, read_times
+from mbd_core.evaluation.sweep_folder import SweepFolder, isolations, read_record, read_times
 from mbd_core.evaluation.sweep_record import SweepRecord
 from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.sweep_samples import load_samples
@@ -40,8 +41,7 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
 
     Raises `ValueError` for a folder without a sweep, for sweeps that cannot be joined, and if there are no rows.
     """
-    records = [read_record(folder) for folder in folders]
-    _check_joinable(folders, records)
+    records = joinable_records(folders)
     samples = load_samples(folders)
     rows = build_rows(samples)
     if not rows:
@@ -49,18 +49,32 @@ def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
     labels = {task: label for record in records for task, label in record.labels.items()}
     labels = {task: label for task, label in labels.items() if any(row.key.task == task for row in rows)}
     num_samples = sum(row.summary.n for row in rows)
-    num_planned = sum(record.num_samples for record in _distinct(records))
+    num_planned = planned_samples(records)
     settings = _joined_settings(folders, records)
     if num_samples < num_planned:
         settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
     times = times_of(folders, rows)
     if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
         settings = {"not timed": untimed, **settings}
-    aups = with_intervals(build_aup(rows), samples)
+    aups, aup_means = with_intervals(build_aup(rows), samples)
     shown, seconds = choose_samples(folders), endpoint_seconds(folders)
     gaps = accuracy_gaps(rows, samples)
-    files = report_files(rows, aups, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds)
+    files = report_files(
+        rows, aups, aup_means, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds
+    )
     return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
+    """The records of the folders' sweeps; `ValueError` for a folder without one, or sweeps that cannot be joined."""
+    records = [read_record(folder) for folder in folders]
+    _check_joinable(folders, records)
+    return records
+
+
+def planned_samples(records: Sequence[SweepRecord]) -> int:
+    """How many samples these sweeps have once they are finished; shards of one sweep are one."""
+    return sum(record.num_samples for record in _distinct(records))
 
 
 def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
@@ -132,7 +146,8 @@ def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:
 
 
 def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
-    """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran."""
+    """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran, and the ways
+    in which these contained programs. Of each model the digest says which weights it has."""
     distinct = _distinct(records)
     if len(distinct) > 1:
         return {
@@ -140,6 +155,11 @@ def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) ->
         }
     machines = dict.fromkeys(machine for record in records for machine in record.settings.get("machines", []))
     settings = {**distinct[0].settings, "machines": list(machines)}
+    if "models" in settings:
+        digests = distinct[0].plan["models"]
+        settings["models"] = {name: {"digest": digests[name], **said} for name, said in settings["models"].items()}
+    if ways := sorted({way for folder in folders for way in isolations(folder)}):
+        settings["isolation"] = [MEANING.get(way, way) for way in ways]
     if len(records) == 1 and records[0].shard.count > 1:
         settings["shard"] = str(records[0].shard)
     return settings

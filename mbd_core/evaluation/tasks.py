@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mbd_core.evaluation.evalplus_rules import Dataset
 from mbd_core.evaluation.extraction import Mark, boxed, parse_number, strict_number
 from mbd_core.evaluation.plus_problem import PlusProblem
-from mbd_core.tasks import code_mini, gsm_mini
+from mbd_core.tasks.generated import GENERATED_TASKS
 
 Rule = Literal["strict", "flexible", "math", "code", "plus"]
 
@@ -35,10 +35,11 @@ class Problem:
 class Task:
     """A benchmark: its columns and their types, how a row becomes a problem, and the rule that grades an answer.
 
-    rule       `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
-               (that answer, any expression), `code` (the tests pass) or `plus` (EvalPlus's base and plus inputs pass)
-    generate   draws rows; a task without it reads its rows from a file that the user names
-    mark       what stands before the answer of a worked solution, for `strict` and `flexible`
+    rule        `strict` (the number after `####`), `flexible` (the answer that math-verify finds, a number), `math`
+                (that answer, any expression), `code` (the tests pass) or `plus` (EvalPlus's base and plus inputs pass)
+    generate    draws rows; a task without it reads its rows from a file that the user names
+    mark        what stands before the answer of a worked solution, for `strict` and `flexible`
+    max_tokens  tokens of an answer to a generated problem, at most; for a file's problems the recipe says them
     """
 
     name: str
@@ -48,6 +49,7 @@ class Task:
     problem: Callable[[str, dict[str, Any]], Problem]
     generate: Callable[..., Iterator[dict[str, str]]] | None = None
     mark: Mark = "####"
+    max_tokens: int = 128
 
 
 def _number_problem(problem_id: str, row: dict[str, Any]) -> Problem:
@@ -121,6 +123,7 @@ def _tested_function(assertions: list[Any]) -> str:
 
 def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
     def problem(_problem_id: str, row: dict[str, Any]) -> Problem:
+        _check_dataset(dataset, row["task_id"])
         fields = {name: row[name] for name in PLUS_COLUMNS}
         fields["plus_input"] = list(row["plus_input"])  # a problem without any has `{}` there
         packed = PlusProblem(dataset=dataset, **fields).pack()
@@ -135,6 +138,17 @@ def _plus_problem(dataset: Dataset) -> Callable[[str, dict[str, Any]], Problem]:
         )
 
     return problem
+
+
+def _check_dataset(dataset: Dataset, task_id: str) -> None:
+    """Raise `ValueError` for a row of the other one of EvalPlus's files. The types of MBPP+'s inputs go by number."""
+    prefix, _, number = task_id.rpartition("/")
+    if dataset == "humaneval" and prefix == "Mbpp":
+        raise ValueError(f"'{task_id}' is a problem of MBPP+; use task 'mbpp-plus', or HumanEval+'s file")
+    if dataset == "mbpp" and prefix == "HumanEval":
+        raise ValueError(f"'{task_id}' is a problem of HumanEval+; use task 'humaneval-plus', or MBPP+'s file")
+    if dataset == "mbpp" and not (prefix == "Mbpp" and number.isdecimal()):
+        raise ValueError(f"task_id '{task_id}' must be Mbpp/ and the problem's number, as in EvalPlus's file")
 
 
 def _words_and_tests(prompt: str) -> tuple[str, str]:
@@ -162,7 +176,7 @@ _TASKS = (
         columns=NUMBER_COLUMNS,
         rule="strict",
         problem=_number_problem,
-        generate=gsm_mini.generate,
+        generate=GENERATED_TASKS["gsm-mini"].generate,
     ),
     Task(
         name="code-mini",
@@ -170,7 +184,16 @@ _TASKS = (
         columns=CODE_COLUMNS,
         rule="code",
         problem=_humaneval_problem,
-        generate=code_mini.generate,
+        generate=GENERATED_TASKS["code-mini"].generate,
+    ),
+    Task(
+        name="ledger-mini",
+        label="Ledger-mini",
+        columns=NUMBER_COLUMNS,
+        rule="strict",
+        problem=_number_problem,
+        generate=GENERATED_TASKS["ledger-mini"].generate,
+        max_tokens=192,
     ),
     Task(name="gsm8k", label="GSM8K", columns=NUMBER_COLUMNS, rule="flexible", problem=_number_problem),
     Task(
@@ -207,6 +230,11 @@ _TASKS = (
     Task(name="mbpp-plus", label="MBPP+", columns=PLUS_COLUMNS, rule="plus", problem=_plus_problem("mbpp")),
 )
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
+
+
+def runs_programs(task: Task) -> bool:
+    """Whether a task's answers are programs."""
+    return task.rule in ("code", "plus")
 
 
 def find_task(name: str) -> Task:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -80,14 +80,15 @@ class TimedStage:
         self._load, self._concurrency, self._clock = load, concurrency, clock
         self._loaded: tuple[tuple[str, int], DecodingModel] | None = None
 
-    def __call__(self, case: TimedCase) -> pa.Table:
-        """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out.
+    def __call__(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
+        """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
+        and those of the samples `left_out`.
 
         If the engine fails, one row with the error; the engine is then closed, since its state is unknown.
         """
         model = self._model(case.model, case.buffer_size)
         try:
-            rows = self._rows(model, case)
+            rows = self._rows(model, case, left_out)
         except Exception as error:
             of_case = {name: case.rows[0][name] for name in COPIED}
             rows = [{**of_case, "error": f"{type(error).__name__}: {error}"}]
@@ -96,10 +97,14 @@ class TimedStage:
             self.close()
         return pa.Table.from_pylist(rows, schema=TIMED_COLUMNS)
 
-    def _rows(self, model: DecodingModel, case: TimedCase) -> list[dict[str, Any]]:
+    def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[dict[str, Any]]:
         """Both runs, warmed up before: by the first request alone, then by as many as run together."""
         requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
-        served = [number for number, request in enumerate(requests) if _is_served(model.engine, request)]
+        served = [
+            number
+            for number, request in enumerate(requests)
+            if case.rows[number]["sample"] not in left_out and _is_served(model.engine, request)
+        ]
         alone = [requests[number] for number in served if number < case.num_alone]
         together = [requests[number] for number in served]
         for warm_up, concurrency in ((alone[:1], 1), (together[: self._concurrency], self._concurrency)):

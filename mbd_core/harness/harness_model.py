@@ -21,7 +21,7 @@ from mbd_core.checkpoint.chat import chat_text, decode_text
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
-from mbd_core.decoding.methods import METHODS, MULTI, merge_fields
+from mbd_core.decoding.methods import MULTI, NAMED_METHODS, merge_fields
 from mbd_core.decoding.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine_config import EngineConfig
@@ -65,8 +65,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         del max_batch_size  # the engine takes requests from a queue as rows become free
-        if method is not None and method not in METHODS:
-            raise ValueError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
+        if method is not None and method not in NAMED_METHODS:
+            raise ValueError(f"unknown method '{method}'; known: {', '.join(NAMED_METHODS)}")
         self._method, self._fields = method, _nested(decoding)
         if log is not None:
             check_new_file(Path(log))
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
 
     def _decoding(self, changes: Mapping[str, Any]) -> DecodingConfig:
         """The model's defaults under the method, `model_args` and a generation's own fields, each over the last."""
-        fields = dict(METHODS[self._method]) if self._method is not None else {}
+        fields = dict(NAMED_METHODS[self._method]) if self._method is not None else {}
         if self._method == MULTI and self._defaults.get("buffer_size", 1) == 1:
             fields["buffer_size"] = DEFAULT_SLOTS
         fields = merge_fields(merge_fields(fields, self._fields), _nested(changes))

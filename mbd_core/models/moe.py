@@ -18,6 +18,9 @@ from mbd_core.models.lora import Adapt
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.experts import ExpertsKernel, resolve_experts
+from mbd_core.ops.residual_norm import ExpertParts
+from mbd_core.ops.router_triton import route
+from mbd_core.ops.triton_launch import triton_serves
 
 
 class Router(nn.Module):
@@ -44,9 +47,22 @@ class Router(nn.Module):
         """Float32 scores (T, E) before sigmoid or softmax."""
         return F.linear(x_TD.float(), self.weight.float())
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K) and their float32 weights (T, K)."""
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Expert ids (T, K) and their float32 weights (T, K). Tokens that are not `live_T` go to the sentinel E, which
+        is no expert."""
         c = self.config
+        if torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
+            return route(
+                product_in_float32(x_TD, self.weight),
+                per_token=c.experts_per_token,
+                sigmoid=c.score == "sigmoid",
+                bias_E=self.expert_bias if c.expert_bias else None,
+                num_groups=c.num_groups,
+                kept_groups=c.topk_groups,
+                normalizes=c.norm_topk_prob and c.experts_per_token > 1,
+                scaling=c.routed_scaling,
+                live_T=live_T,
+            )
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
         choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
@@ -60,7 +76,16 @@ class Router(nn.Module):
         weights_TK = scores_TE.gather(-1, ids_TK)
         if c.norm_topk_prob and c.experts_per_token > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        if live_T is not None:
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts)
         return ids_TK, weights_TK * c.routed_scaling
+
+
+def product_in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`x @ weight^T` (T, E) in float32; on CUDA narrow factors are not widened beforehand."""
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype != torch.float32:
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+    return F.linear(x_TD.float(), weight_ED.float())
 
 
 @functools.cache
@@ -75,6 +100,28 @@ def experts_kernel(
         hidden_size=hidden_size,
         has_triton=False if differentiable else None,
     )
+
+
+def kernel_for(gate_EFD: Tensor) -> ExpertsKernel:
+    """The implementation that experts with these weights would use now."""
+    _, width, hidden = gate_EFD.shape
+    differentiable = torch.is_grad_enabled()
+    return experts_kernel(gate_EFD.device, _product_dtype(gate_EFD), width, hidden, differentiable=differentiable)
+
+
+def compute_experts(
+    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """The weighted experts of each token (T, D), as `ops.experts.loop_experts` defines them."""
+    dtype = _product_dtype(x_TD)
+    x, gate, up, down = (t.to(dtype) for t in (x_TD, gate_EFD, up_EFD, down_EDF))
+    return kernel_for(gate_EFD).call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
+
+
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute `tensor`'s products in: grouped products and kernels ignore autocast by themselves."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 class Experts(nn.Module):
@@ -92,25 +139,13 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(e, f, hidden))
         self.down_proj = nn.Parameter(torch.empty(e, hidden, f))
 
-    @property
-    def kernel(self) -> ExpertsKernel:
-        """The implementation that `forward` would use now."""
-        _, width, hidden = self.gate_proj.shape
-        dtype = self._dtype(self.gate_proj)
-        differentiable = torch.is_grad_enabled()
-        return experts_kernel(self.gate_proj.device, dtype, width, hidden, differentiable=differentiable)
-
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        dtype = self._dtype(x_TD)
-        tensors = (x_TD, self.gate_proj, self.up_proj, self.down_proj)
-        x, gate, up, down = (t.to(dtype) for t in tensors)
-        return self.kernel.call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
+        return compute_experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
 
-    @staticmethod
-    def _dtype(tensor: Tensor) -> torch.dtype:
-        """The dtype to compute `tensor`'s products in: grouped products and kernels ignore autocast by themselves."""
-        device = tensor.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+    def parts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertParts | Tensor:
+        """`forward`, for inference; not summed yet if the kernels for few tokens compute it."""
+        stacks = self.gate_proj, self.up_proj, self.down_proj
+        return kernel_for(self.gate_proj).parts(x_TD, *stacks, ids_TK, weights_TK)
 
 
 class MoE(nn.Module):
@@ -126,11 +161,12 @@ class MoE(nn.Module):
 
     def routed(self, x_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
         """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
-        ids_TK, weights_TK = self.gate(x_TD)
-        if live_T is not None:
-            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.gate.config.num_experts)
-        out_TD: Tensor = self.experts(x_TD, ids_TK, weights_TK)
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T))
         return out_TD
+
+    def parts(self, x_TD: Tensor, live_T: Tensor | None = None) -> ExpertParts | Tensor:
+        """`routed`, for inference; not summed yet if the kernels for few tokens compute it."""
+        return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
         out = self.routed(x.flatten(0, -2)).view_as(x)

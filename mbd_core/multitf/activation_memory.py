@@ -8,7 +8,7 @@ keys, values, output, and a float32 number for each query and head. Experts are 
 Shape legend: T tokens, A assignments, D hidden, F expert width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from mbd_core.models.decoder import DecoderLayer, rotary
+from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE
+from mbd_core.multitf.tensor_parallel import ExpertsCut
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,22 @@ class KeptBytes:
     layer: int
 
 
-def kept_bytes(config: ModelConfig, *, tokens: int, dtype: torch.dtype) -> KeptBytes:
-    """What `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`."""
-    kinds = {sparse: _layer_bytes(config, sparse, tokens, dtype) for sparse in set(_kinds(config))}
+def kept_bytes(
+    config: ModelConfig,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    tensor_parallel: int = 1,
+    cut_experts: ExpertsCut = "expert",
+) -> KeptBytes:
+    """What `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`.
+
+    With `tensor_parallel` on one of so many workers; of experts that are cut by expert each then has its equal share.
+    """
+    kinds = {
+        sparse: _layer_bytes(config, sparse, tokens, dtype, tensor_parallel, cut_experts)
+        for sparse in set(_kinds(config))
+    }
     each = [kinds[sparse] for sparse in _kinds(config)]
     inputs = config.num_layers * tokens * config.hidden_size * dtype.itemsize
     return KeptBytes(layers=sum(each), inputs=inputs, layer=max(each))
@@ -41,7 +56,9 @@ def _kinds(config: ModelConfig) -> list[bool]:
     return [config.is_sparse(layer) for layer in range(config.num_layers)]
 
 
-def _layer_bytes(config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype) -> int:
+def _layer_bytes(
+    config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype, parallel: int, cut: ExpertsCut
+) -> int:
     number = _kinds(config).index(sparse)
     kept: dict[int, tuple[Tensor, int]] = {}
 
@@ -51,16 +68,35 @@ def _layer_bytes(config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dt
         return tensor
 
     with torch.device("meta"):
-        layer = DecoderLayer(config, number).to(dtype)
+        layer = _own_layer(config, number, parallel, cut).to(dtype)
         if isinstance(layer.mlp, MoE):
             width = layer.mlp.experts.gate_proj.shape[1]
-            setattr(layer.mlp.experts, "forward", partial(_counted_experts, width))  # noqa: B010
+            share = parallel if cut == "expert" else 1
+            setattr(layer.mlp.experts, "forward", partial(_counted_experts, width, share))  # noqa: B010
         x = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
         rope = rotary(torch.arange(tokens)[None], config)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer([x], [rope], _fused_attention, number, None, None)
         others = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *rope)}
         return sum(size for address, (_, size) in kept.items() if address not in others)
+
+
+def _own_layer(config: ModelConfig, number: int, parallel: int, cut: ExpertsCut) -> DecoderLayer:
+    """What one of `parallel` workers has of a layer; experts that are cut by expert are all there, to be counted."""
+    moe = config.moe
+    own = replace(
+        config,
+        num_heads=config.num_heads // parallel,
+        num_kv_heads=config.num_kv_heads // parallel,
+        intermediate_size=config.intermediate_size // parallel,
+    )
+    if moe is not None and cut == "width":
+        own = replace(own, moe=replace(moe, intermediate_size=moe.intermediate_size // parallel))
+    layer = DecoderLayer(own, number)
+    if isinstance(layer.mlp, MoE) and layer.mlp.shared_experts is not None:
+        assert moe is not None
+        layer.mlp.shared_experts = SwiGLU(config.hidden_size, moe.shared_size // parallel)
+    return layer
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -82,8 +118,8 @@ def _fused_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, width: int) -> Tensor:
-        x_AD = x_TD.repeat_interleave(weights_TK.shape[1], 0)
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, width: int, share: int) -> Tensor:
+        x_AD = x_TD.new_empty(-(-weights_TK.numel() // share), x_TD.shape[1])
         inner = [x_AD.new_empty(len(x_AD), width) for _ in range(4)]
         ctx.save_for_backward(x_AD, *inner, x_AD.float().clone(), weights_TK)
         return torch.empty_like(x_TD)
@@ -93,6 +129,6 @@ class _GroupedExperts(torch.autograd.Function):
         raise AssertionError("these experts only count")
 
 
-def _counted_experts(width: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    out: Tensor = _GroupedExperts.apply(x_TD, weights_TK, width)
+def _counted_experts(width: int, share: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out: Tensor = _GroupedExperts.apply(x_TD, weights_TK, width, share)
     return out

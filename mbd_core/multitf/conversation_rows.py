@@ -25,25 +25,31 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns that hold conversations: one of messages, or a pair of prompt and response."""
+    """The columns that hold conversations: one of messages, or a pair of prompt and response.
+
+    If rows need not be `answered`, they may lack the response, and their conversations end before it.
+    """
 
     chat: str | None = None
     prompt: str | None = None
     response: str | None = None
+    answered: bool = True
 
     def __post_init__(self) -> None:
-        if (self.prompt is None) != (self.response is None) or (self.chat is None) == (self.prompt is None):
+        lacks = self.response is None and self.prompt is not None and self.answered
+        is_alone = self.response is not None and self.prompt is None
+        if lacks or is_alone or (self.chat is None) == (self.prompt is None):
             raise ValueError("name either the column of messages, or both the columns of prompt and response")
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Columns":
+    def of(cls, row: Mapping[str, Any], *, answered: bool = True) -> "Columns":
         """The columns by their usual names; `ValueError` lists those that are there."""
         for name in CHATS:
             if name in row:
-                return cls(chat=name)
+                return cls(chat=name, answered=answered)
         for prompt, response in PAIRS:
-            if prompt in row and response in row:
-                return cls(prompt=prompt, response=response)
+            if prompt in row and (response in row or not answered):
+                return cls(prompt=prompt, response=response, answered=answered)
         raise ValueError(
             f"its columns {', '.join(map(repr, row))} are no conversation: name the column of messages, or those of "
             "prompt and response"
@@ -51,23 +57,21 @@ class Columns:
 
     def messages(self, row: Mapping[str, Any]) -> Messages:
         """The row's conversation, which ends with the answer; `ValueError` says what is wrong with it."""
-        for name in filter(None, (self.chat, self.prompt, self.response)):
+        for name in filter(None, (self.chat, self.prompt, self.response if self.answered else None)):
             if row.get(name) is None:
                 raise ValueError(f"it has no {name!r}")
-        if self.chat is None:
-            assert self.prompt is not None and self.response is not None
-            system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-            turns = [
-                *system,
-                {"role": "user", "content": row[self.prompt]},
-                {"role": "assistant", "content": row[self.response]},
-            ]
-        else:
-            turns = row[self.chat]
-        return _checked(turns)
+        if self.chat is not None:
+            return _checked(row[self.chat], answered=self.answered)
+        assert self.prompt is not None
+        turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        turns.append({"role": "user", "content": row[self.prompt]})
+        if self.answered:
+            assert self.response is not None
+            turns.append({"role": "assistant", "content": row[self.response]})
+        return _checked(turns, answered=self.answered)
 
 
-def _checked(turns: Any) -> Messages:
+def _checked(turns: Any, *, answered: bool) -> Messages:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
         raise ValueError("its conversation is no list of messages, each with a role and a content")
     messages = []
@@ -76,11 +80,21 @@ def _checked(turns: Any) -> Messages:
         if role not in ROLES or not isinstance(content, str):
             raise ValueError(f"its message {number} needs a role (system, user, assistant) and a content that is text")
         messages.append({"role": ROLES[role], "content": content})
+    if not answered:
+        return _asked(messages)
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] == "assistant":
         raise ValueError("its conversation does not end with a user's message and the assistant's answer")
     if not messages[-1]["content"].strip():
         raise ValueError("its answer is empty")
     return messages
+
+
+def _asked(messages: Messages) -> Messages:
+    """The messages before the last answer, which need not be there."""
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if not asked or asked[-1]["role"] != "user":
+        raise ValueError("its conversation does not end with a user's message, or with one and its answer")
+    return asked
 
 
 def find_files(path: str, *, split: str | None = None) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import question
 from mbd_core.multitf.chat_encoding import encode_chats
 from mbd_core.multitf.example import Example, encode_example
-from mbd_core.tasks import code_mini, gsm_mini
+from mbd_core.tasks.generated import GENERATED_TASKS
 
 TOKENIZER_PAIRS = 8000
 """A fresh model's tokenizer learns its merges from so many conversations."""
@@ -21,16 +21,17 @@ class TinyData:
 
     per_task: int
     seed: int = 0
+    tasks: tuple[str, ...] = ("gsm-mini", "code-mini")
 
 
 def conversations(data: TinyData) -> list[tuple[str, str]]:
-    """(user, assistant) pairs of both tasks' train splits, interleaved."""
-    gsm = itertools.islice(gsm_mini.generate(split="train", seed=data.seed), data.per_task)
-    code = itertools.islice(code_mini.generate(split="train", seed=data.seed), data.per_task)
-    pairs = []
-    for g, c in zip(gsm, code, strict=True):
-        pairs += [(g["question"], g["answer"]), (c["prompt"], c["canonical_solution"])]
-    return pairs
+    """(user, assistant) pairs of the tasks' train splits, interleaved."""
+    streams = []
+    for name in data.tasks:
+        task = GENERATED_TASKS[name]
+        rows = itertools.islice(task.generate(split="train", seed=data.seed), data.per_task)
+        streams.append([(row[task.asked], row[task.answered]) for row in rows])
+    return list(itertools.chain.from_iterable(zip(*streams, strict=True)))
 
 
 def encode_conversations(

@@ -1,7 +1,7 @@
 """The trained model's folder: checked before a run begins, written when it ends."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -30,10 +30,14 @@ def export(
 ) -> None:
     """Write the trained model, in bfloat16 as these families are published, with the recipe that trained it.
 
-    An adapter is merged into the model first. Where the model is sharded the other workers call `join_export`. Raises
-    `ValueError` as `check_export` does.
+    An adapter is merged into the model first. Where the recipe recommends to decode a full-attention model in blocks
+    of another size than it was trained in, as D2F does, the model says that size. Where the model is sharded the other
+    workers call `join_export`. Raises `ValueError` as `check_export` does.
     """
     merge_adapter(model)
+    if model.config.attention == "full":
+        size = recipe.generation.get("block_size", model.config.block_size)
+        model.config = replace(model.config, block_size=size)
     save_model(
         folder,
         model,
@@ -48,5 +52,6 @@ def export(
 def join_export(model: Decoder) -> None:
     """Give this worker's parts of a sharded model to the first worker's `export`, tensor by tensor."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        merge_adapter(model)
         for _ in checkpoint_tensors(model, "per_expert"):
             pass

@@ -13,8 +13,9 @@ from mbd_core.multitf.memory_plan import Setting, check_memory, plan_lines, plan
 from mbd_core.multitf.precision import Precision, computes_bfloat16
 from mbd_core.multitf.prepared_data import PreparedData, read_record
 from mbd_core.multitf.sharding import Sharding, ShardingChoice
+from mbd_core.multitf.tensor_parallel import check_divides
 from mbd_core.multitf.trained_adapter import check_peft
-from mbd_core.multitf.trainer import check_sharded
+from mbd_core.multitf.trainer import TrainConfig, check_workers
 from mbd_core.multitf.training_attention import TrainingAttention
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
@@ -45,7 +46,9 @@ def check_fit(recipe: TrainingRecipe) -> None:
 
 
 def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
-    """Raise `ValueError` if the recipe is for other models than `name`, or its training states are."""
+    """Raise `ValueError` if the recipe is for other models than `name`, or its training states or workers are."""
+    if recipe.train.tensor_parallel > 1:
+        check_divides(config, recipe.train.tensor_parallel, recipe.train.cut_experts)
     if recipe.architectures and config.architecture not in recipe.architectures:
         raise ValueError(
             f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
@@ -121,12 +124,25 @@ def memory_setting(
     )
 
 
-def check_choices(recipe: TrainingRecipe, choice: ShardingChoice, *, num_workers: int, device: str) -> None:
-    """Raise `ValueError` for a recipe that cannot be trained on these workers in the way that was chosen."""
-    if num_workers > 1 and choice == "sharded":
-        check_sharded(recipe.train)
+def check_device(recipe: TrainingRecipe, device: str) -> None:
+    """Raise `ValueError` for a recipe that cannot be trained on `device` in the way that it says."""
     if device == "CPU":
         TrainingAttention(recipe.train.attention, CPU)
+
+
+def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers: int) -> list[Sharding]:
+    """How the weights may lie on the workers, the first choice first; one worker has all of them.
+
+    Raises `ValueError` for a number of workers, or a choice, that tensor-parallel groups cannot have.
+    """
+    check_workers(train, num_workers)
+    if train.tensor_parallel > 1:
+        if choice == "replicated":
+            raise ValueError("--tensor-parallel gives each worker its part of every weight: leave --sharding at auto")
+        return ["sharded"]
+    if num_workers == 1:
+        return ["replicated"]
+    return ["replicated", "sharded"] if choice == "auto" else [choice]
 
 
 def check_room(
@@ -137,10 +153,8 @@ def check_room(
     With `auto` they are replicated if that fits into what is `available` to each worker, in bytes, else sharded.
     Raises `ValueError`, one sentence, if it does not fit, or cannot be trained so.
     """
-    check_choices(recipe, choice, num_workers=num_workers, device=device)
-    allowed: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
-    if num_workers == 1 or recipe.train.lora is not None:
-        allowed = allowed[:1]
+    check_device(recipe, device)
+    allowed = allowed_shardings(recipe.train, choice, num_workers=num_workers)
     for sharding in allowed:
         setting = memory_setting(
             recipe, num_workers=num_workers, sharding=sharding, precision=recipe.train.precision, device=device
@@ -160,10 +174,9 @@ def planned_lines(recipe: TrainingRecipe, choice: ShardingChoice, *, num_workers
 
     Raises `ValueError` for a recipe that cannot be trained so.
     """
-    check_choices(recipe, choice, num_workers=num_workers, device=device)
-    lines, one_way = [], num_workers == 1 or recipe.train.lora is not None
-    ways: list[Sharding] = ["replicated", "sharded"] if choice == "auto" else [choice]
-    for sharding in ways[:1] if one_way else ways:
+    check_device(recipe, device)
+    lines = []
+    for sharding in allowed_shardings(recipe.train, choice, num_workers=num_workers):
         setting = memory_setting(
             recipe, num_workers=num_workers, sharding=sharding, precision=recipe.train.precision, device=device
         )

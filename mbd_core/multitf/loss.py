@@ -7,7 +7,7 @@ Shape legend: N labels, D hidden, V vocabulary.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import IGNORE
+from mbd_core.multitf.loss_buckets import bucket_sums
 from mbd_core.multitf.sample import MultiTFBatch
 from mbd_core.multitf.states import Weighting
 from mbd_core.multitf.training_attention import TrainingAttention
@@ -32,6 +33,10 @@ Distillation = Literal["student_teacher", "teacher_student"]
 
 Scored = tuple[Tensor, Tensor]
 """For each label the loss, and whether the model's likeliest token is the label (N)."""
+
+Measured = tuple[Tensor, Tensor]
+"""The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
+sums and counts of `loss_buckets.bucket_sums`."""
 
 
 def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
@@ -55,22 +60,22 @@ def multitf_loss(
     *,
     attention: TrainingAttention = DENSE,
     rolls_out: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The weighted CE over `divisor`, by default the number of samples, and the accuracy on the labels.
+) -> Measured:
+    """The weighted CE over `divisor`, by default the number of samples.
 
-    A scalar with gradient. The LM head runs on labelled positions only, in pieces where their logits are large; a
+    The LM head runs on labelled positions only, in pieces where their logits are large; a
     batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the batch has
     positions for it; workers with parts of one model must all have one or none, since each forward gathers weights.
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
-    hidden, labels, weights = _labelled(batch, _hidden(model, batch, attention))
+    known = _labelled(batch, _hidden(model, batch, attention))
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
         logits_NV = _wide(model.logits(hidden_ND))
         return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
 
-    return _weighted(_in_pieces(score, model, hidden, labels), weights, batch, divisor)
+    return _measured(_in_pieces(score, model, known.hidden, known.labels), known, batch, divisor)
 
 
 @torch.no_grad()
@@ -94,15 +99,15 @@ def distillation_loss(
     as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
     divisor: Tensor | float | None = None,
     attention: TrainingAttention = DENSE,
-) -> tuple[Tensor, Tensor]:
+) -> Measured:
     """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
 
     The teacher is the network within `as_teacher` (its adapter off), without gradients: it sees the same noisy
     sequence whole, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
-        taught, _, _ = _labelled(batch, _hidden(model, batch, attention, whole=True))
-    hidden, labels, weights = _labelled(batch, _hidden(model, batch, attention))
+        taught = _labelled(batch, _hidden(model, batch, attention, whole=True)).hidden
+    known = _labelled(batch, _hidden(model, batch, attention))
 
     def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
         with torch.no_grad():
@@ -110,7 +115,7 @@ def distillation_loss(
         student = _wide(model.logits(hidden_ND))
         return divergence(student, teacher, direction), student.argmax(-1) == labels_N
 
-    return _weighted(_in_pieces(score, model, hidden, taught, labels), weights, batch, divisor)
+    return _measured(_in_pieces(score, model, known.hidden, taught, known.labels), known, batch, divisor)
 
 
 def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Tensor:
@@ -125,11 +130,21 @@ def _hidden(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *
     return model(batch.input_ids, batch.positions, attention.of(batch, whole=whole))
 
 
-def _labelled(batch: MultiTFBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each label the hidden state that predicts it (N, D), the label and its weight (N)."""
-    chosen = batch.labels != IGNORE
-    rows, places = chosen.nonzero(as_tuple=True)
-    return hidden[rows, batch.source[rows, places]], batch.labels[chosen], batch.weights[chosen]
+@dataclass(frozen=True)
+class Labelled:
+    """Of each label the hidden state that predicts it (N, D), and its columns of the batch (N)."""
+
+    hidden: Tensor
+    labels: Tensor
+    weights: Tensor
+    slots: Tensor
+    ratios: Tensor
+
+
+def _labelled(batch: MultiTFBatch, hidden: Tensor) -> Labelled:
+    rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
+    columns = (column[rows, places] for column in (batch.labels, batch.weights, batch.slot, batch.ratio))
+    return Labelled(hidden[rows, batch.source[rows, places]], *columns)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -155,9 +170,8 @@ def _in_pieces(score: Callable[..., Scored], model: Decoder, *columns: Tensor) -
     return torch.cat(losses), torch.cat(hits)
 
 
-def _weighted(
-    scored: Scored, weights: Tensor, batch: MultiTFBatch, divisor: Tensor | float | None
-) -> tuple[Tensor, Tensor]:
+def _measured(scored: Scored, known: Labelled, batch: MultiTFBatch, divisor: Tensor | float | None) -> Measured:
     losses, hits = scored
-    loss = (losses * weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
-    return loss, hits.detach().float().sum() / max(1, hits.numel())
+    loss = (losses * known.weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
+    accuracy = hits.detach().float().sum() / max(1, hits.numel())
+    return loss, torch.cat([accuracy.double()[None], bucket_sums(losses, known.slots, known.ratios)])

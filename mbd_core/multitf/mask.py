@@ -10,6 +10,8 @@ carries three numbers, and who sees whom follows from them alone:
     i sees j  iff  j is clean and beta(j) < alpha(i)                                        (B.8 and, for clean i, B.9)
               or   i, j share a noisy stream and a group (alpha(i) = alpha(j)) and beta(j) <= beta(i)           (B.7)
 
+Where several samples are packed into one sequence, i and j must be of one sample besides.
+
 Each mask comes in two forms of one predicate: a dense one, and a function of places for a block mask (`..._sees`).
 Native D2F is one noisy stream in one group: block 0 is the prompt, the response's blocks follow.
 
@@ -32,25 +34,27 @@ import torch
 from torch import Tensor
 
 Places = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of a sample, a head, a query's and a key's place: whether the query sees the key."""
+"""Of a row of the batch, a head, a query's and a key's place: whether the query sees the key."""
 
 
-def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor) -> Tensor:
+def dual_stream_mask(stream: Tensor, block: Tensor, first: Tensor, sample: Tensor | None = None) -> Tensor:
     """Who may attend to whom: (..., L) int tensors -> (..., L, L) bool, rows are queries.
 
-    Padding (stream -1) is seen by nobody else; a padded query sees itself, so that no softmax row is empty.
+    `sample`: which sample each token is of; without it all are of one. Padding (stream -1) is seen by nobody else; a
+    padded query sees itself, so that no softmax row is empty.
     """
-    query = tuple(numbers[..., :, None] for numbers in (stream, block, first))
-    key = tuple(numbers[..., None, :] for numbers in (stream, block, first))
+    numbers = (stream, block, first, torch.zeros_like(stream) if sample is None else sample)
+    query = tuple(column[..., :, None] for column in numbers)
+    key = tuple(column[..., None, :] for column in numbers)
     return _dual_stream(query, key, _diagonal(stream))
 
 
-def dual_stream_sees(stream: Tensor, block: Tensor, first: Tensor) -> Places:
+def dual_stream_sees(stream: Tensor, block: Tensor, first: Tensor, sample: Tensor | None = None) -> Places:
     """`dual_stream_mask` of (B, L) tensors, place by place."""
+    numbers = (stream, block, first, torch.zeros_like(stream) if sample is None else sample)
 
-    def sees(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        query = tuple(numbers[sample, i] for numbers in (stream, block, first))
-        key = tuple(numbers[sample, j] for numbers in (stream, block, first))
+    def sees(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query, key = (tuple(column[row, place] for column in numbers) for place in (i, j))
         return _dual_stream(query, key, i == j)
 
     return sees
@@ -61,29 +65,34 @@ def block_causal_mask(block: Tensor) -> Tensor:
     return block[..., None, :] <= block[..., :, None]
 
 
-def whole_sequence_mask(stream: Tensor) -> Tensor:
-    """Every token sees every other: (..., L) -> (..., L, L); padding as in `dual_stream_mask`."""
-    return _whole_sequence(stream[..., :, None], stream[..., None, :], _diagonal(stream))
+def whole_sequence_mask(stream: Tensor, sample: Tensor | None = None) -> Tensor:
+    """Every token of a sample sees every other: (..., L) -> (..., L, L); `sample` and padding as above."""
+    numbers = (stream, torch.zeros_like(stream) if sample is None else sample)
+    query, key = tuple(n[..., :, None] for n in numbers), tuple(n[..., None, :] for n in numbers)
+    return _whole_sequence(query, key, _diagonal(stream))
 
 
-def whole_sequence_sees(stream: Tensor) -> Places:
-    """`whole_sequence_mask` of a (B, L) tensor, place by place."""
+def whole_sequence_sees(stream: Tensor, sample: Tensor | None = None) -> Places:
+    """`whole_sequence_mask` of (B, L) tensors, place by place."""
+    numbers = (stream, torch.zeros_like(stream) if sample is None else sample)
 
-    def sees(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return _whole_sequence(stream[sample, i], stream[sample, j], i == j)
+    def sees(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        query, key = (tuple(column[row, place] for column in numbers) for place in (i, j))
+        return _whole_sequence(query, key, i == j)
 
     return sees
 
 
 def _dual_stream(query: tuple[Tensor, ...], key: tuple[Tensor, ...], itself: Tensor) -> Tensor:
-    (si, bi, fi), (sj, bj, fj) = query, key
+    (si, bi, fi, pi), (sj, bj, fj, pj) = query, key
     to_clean = (sj == 0) & (bj < fi) & (si >= 0)
     in_group = (si == sj) & (sj > 0) & (fi == fj) & (bj <= bi)
-    return to_clean | in_group | (itself & (si < 0))
+    return ((to_clean | in_group) & (pi == pj)) | (itself & (si < 0))
 
 
-def _whole_sequence(si: Tensor, sj: Tensor, itself: Tensor) -> Tensor:
-    return ((si >= 0) & (sj >= 0)) | (itself & (si < 0))
+def _whole_sequence(query: tuple[Tensor, ...], key: tuple[Tensor, ...], itself: Tensor) -> Tensor:
+    (si, pi), (sj, pj) = query, key
+    return ((si >= 0) & (sj >= 0) & (pi == pj)) | (itself & (si < 0))
 
 
 def _diagonal(stream: Tensor) -> Tensor:

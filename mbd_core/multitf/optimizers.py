@@ -1,6 +1,6 @@
 """The optimizers of a run: AdamW on everything, or Muon on the layers' matrices and AdamW on the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.precision import computes_bfloat16
 from mbd_core.multitf.sharding import cut_like, whole
 
 OptimizerName = Literal["muon", "adamw"]
@@ -17,7 +18,8 @@ class ShardedMuon(torch.optim.Muon):
     """Muon whose matrices may be cut among workers: the momentum stays cut, each update is computed on whole matrices.
 
     The orthogonalisation (Newton-Schulz) needs a whole matrix. Each is gathered once a step, every worker computes its
-    update, and applies its own part. On matrices that are not cut it is `torch.optim.Muon`.
+    update, and applies its own part. On matrices that are not cut it is `torch.optim.Muon`, but for the precision of
+    the orthogonalisation (`orthogonalised`).
     """
 
     @torch.no_grad()
@@ -37,10 +39,27 @@ class ShardedMuon(torch.optim.Muon):
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
         ahead = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        update = _zeropower_via_newtonschulz(whole(ahead), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = orthogonalised(whole(ahead), group["ns_coefficients"], num_steps=group["ns_steps"], eps=group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         scale = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
         parameter.add_(cut_like(update, parameter), alpha=-scale)
+
+
+def orthogonalised(matrix: Tensor, coefficients: Sequence[float], *, num_steps: int, eps: float) -> Tensor:
+    """Muon's Newton-Schulz iteration: in bfloat16, as torch has it, where the device computes that, else in float32.
+
+    A CPU that emulates bfloat16 would spend most of an update in these products.
+    """
+    a, b, c = coefficients
+    if computes_bfloat16(matrix.device):
+        return _zeropower_via_newtonschulz(matrix, (a, b, c), num_steps, eps)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix).float()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 def make_optimizers(

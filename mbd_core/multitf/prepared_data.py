@@ -101,7 +101,9 @@ class PreparedExamples(Sequence[Example]):
         if self._table.schema != SCHEMA or len(self._table) != record["samples"]:
             raise ValueError(f"{folder / SAMPLES} does not hold the samples that {RECORD} names; prepare it again")
         sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
-        self.lengths: list[int] = (-(-sizes // block_size) * block_size).tolist()
+        room = max_length // block_size * block_size
+        filled = sizes + np.clip(room - sizes, 0, trailing_fill)
+        self.lengths: list[int] = (-(-filled // block_size) * block_size).tolist()
 
     def __len__(self) -> int:
         return len(self._table)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m mbd_core.multitf.run --recipe SDAR-8B-b32 --base DIR --data DIR
 
-`jobs/train_multitf.py` trains the same recipes on a Ray cluster. Exit codes: 0 done, 2 bad input.
+`jobs/train_multitf.py` trains the same recipes on a Ray cluster. Exit codes: 0 done, 1 the storage
+failed, 2 bad input.
 """
 
 import os
@@ -22,20 +23,21 @@ from typer.main import get_command
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.files import check_writable
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
-from mbd_core.multitf.curve_file import CurveFile
 from mbd_core.multitf.export import check_export, export, join_export
 from mbd_core.multitf.fit import check_fit, check_room, planned_lines
+from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
+from mbd_core.multitf.run_log import RunLog
 from mbd_core.multitf.sharding import Sharding, ShardingChoice
+from mbd_core.multitf.tensor_parallel import ExpertsCut
 from mbd_core.multitf.training_attention import AttentionChoice
+from mbd_core.multitf.training_flops import device_peak
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import (
     TrainingRecipe,
-    shortened,
     start_line,
-    with_fitted_noise,
     with_options,
     with_precision,
 )
@@ -50,7 +52,17 @@ Sharded = Annotated[
     typer.Option(help="Each worker's weights and states: replicated or sharded; auto: replicated if that fits."),
 ]
 MicroBatch = Annotated[
-    int | None, typer.Option(min=1, help="Samples a worker computes at once, instead of the recipe's.")
+    int | None,
+    typer.Option(min=1, help="Samples, or packed sequences, a worker computes at once, instead of the recipe's."),
+]
+Pack = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Short samples share training sequences, up to N tokens of samples in each.",
+        show_default="the recipe's: none share one",
+    ),
 ]
 Again = Annotated[
     bool | None,
@@ -63,7 +75,29 @@ Attention = Annotated[
     AttentionChoice | None,
     typer.Option(help="A block mask (flex, on a GPU) or a dense one, instead of the recipe's; auto: flex on a GPU."),
 ]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the layers (torch.compile); the first steps take minutes then.",
+        show_default="the recipe's",
+    ),
+]
 Lora = Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Workers that share their samples and every layer.")
+]
+CutExperts = Annotated[
+    ExpertsCut | None, typer.Option(help="How tensor-parallel workers share experts: whole ones, or each one's width.")
+]
+LogTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help=f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none; it needs --checkpoints.",
+        show_default="tensorboard, if it is installed",
+    ),
+]
 Plan = Annotated[int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")]
 
 
@@ -87,9 +121,13 @@ def run(
     ] = "auto",
     sharding: Sharded = "auto",
     micro_batch: MicroBatch = None,
-    activation_checkpointing: Again = None,
+    pack: Pack = None,
+    again: Again = None,
     attention: Attention = None,
+    compile: Compiled = None,
     lora: Lora = None,
+    tensor_parallel: TensorParallel = None,
+    cut_experts: CutExperts = None,
     plan: Plan = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
@@ -100,31 +138,33 @@ def run(
         typer.Option(metavar="DIR|URL", help="Where checkpoints and losses.jsonl lie; if one is there, go on."),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 500,
+    log_to: LogTo = None,
 ) -> None:
     """Train a recipe without Ray: in this process, or in those that torchrun started."""
-    chosen = with_precision(recipe_named(recipe), precision)
-    if base is not None:
-        chosen = replace(chosen, base=named_model(base))
-    if data is not None:
-        chosen = replace(chosen, data=named_data(data))
-    if fitted_noise is not None:
-        chosen = with_fitted_noise(chosen, fitted_noise)
-    if steps is not None:
-        chosen = shortened(chosen, steps)
-    chosen = with_options(chosen, micro_batch=micro_batch, lora=lora, attention=attention)
-    chosen = with_options(chosen, activation_checkpointing=activation_checkpointing)
+    chosen = starting_from(with_precision(recipe_named(recipe), precision), base, data)
+    chosen = with_options(
+        chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
+        activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
+        cut_experts=cut_experts,
+    )  # fmt: skip
     if plan is not None:
         check_fit(chosen)
         print("\n".join(planned_lines(chosen, sharding, num_workers=plan, device="GPU")))
         return
     folder = out or Path("out") / chosen.name
-    check_local(folder, checkpoints)
-    check_export(folder, overwrite=overwrite)
+    target = checked_target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every, log_to=log_to)
     check_fit(chosen)
     with torchrun_workers() as workers:
         chosen = with_precision(chosen, workers.precision(chosen.train.precision))
         lies = check_device(chosen, sharding, workers)
-        train_here(chosen, workers, lies, Target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every))
+        train_here(chosen, workers, lies, target)
+
+
+def starting_from(recipe: TrainingRecipe, base: str | None, data: Path | None) -> TrainingRecipe:
+    """The recipe with the model and the data that the command names; `ValueError` if there is no such."""
+    if base is not None:
+        recipe = replace(recipe, base=named_model(base))
+    return recipe if data is None else replace(recipe, data=named_data(data))
 
 
 @dataclass(frozen=True)
@@ -135,6 +175,19 @@ class Target:
     overwrite: bool
     checkpoints: str | None
     every: int
+    log_targets: tuple[str, ...] | None
+
+
+def checked_target(
+    folder: Path, *, overwrite: bool, checkpoints: str | None, every: int, log_to: str | None
+) -> Target:
+    """Where a run writes; `ValueError` for what cannot be written, or logged to."""
+    if log_to is not None and checkpoints is None:
+        raise ValueError(f"--log-to {log_to} needs a folder for the run: name it with --checkpoints")
+    log_targets = chosen_targets(log_to)
+    check_local(folder, checkpoints)
+    check_export(folder, overwrite=overwrite)
+    return Target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every, log_targets=log_targets)
 
 
 def check_local(folder: Path, checkpoints: str | None) -> None:
@@ -171,17 +224,19 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
     trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
     if workers.is_first:
         print(start_line(recipe, device=workers.device, num_workers=workers.size))
-    log = Log(curve, target.checkpoints, steps=recipe.train.steps) if workers.is_first else None
+    log = Log(curve, target, recipe, workers) if workers.is_first else None
     train(
         trainer,
         workers,
         curve,
         checkpoints=checkpoints,
         every=target.every,
+        before_step=(lambda: None) if log is None else log.begin,
         after_step=(lambda: None) if log is None else log.add,
         before_checkpoint=(lambda: None) if log is None else log.flush,
     )
-    if workers.is_first:
+    if log is not None:
+        log.close()
         export(target.folder, recipe, trainer.model, tokenizer, overwrite=target.overwrite)
         print(f"wrote {target.folder}")
     else:
@@ -189,12 +244,21 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
 
 
 class Log:
-    """The progress bar, and the file of losses beside the checkpoints if there are any."""
+    """The progress bar, and beside checkpoints, if there are any, the run's log."""
 
-    def __init__(self, curve: Curve, folder: str | None, *, steps: int) -> None:
-        self.curve = curve
-        self.bar = tqdm(initial=len(curve), total=steps)
-        self.file = None if folder is None else CurveFile(folder, curve)
+    def __init__(self, curve: Curve, target: Target, recipe: TrainingRecipe, workers: Workers) -> None:
+        self.curve, self.run = curve, None
+        if target.checkpoints is not None:
+            peak = device_peak(workers.device, recipe.train.precision)
+            folder, targets = target.checkpoints, target.log_targets
+            self.run = RunLog(folder, curve, recipe, peak=peak, num_workers=workers.size, targets=targets)
+            print(self.run.describe())
+        self.bar = tqdm(initial=len(curve), total=recipe.train.steps)
+
+    def begin(self) -> None:
+        """An update begins."""
+        if self.run is not None:
+            self.run.begin()
 
     def add(self) -> None:
         """Log the update that was just done."""
@@ -202,27 +266,33 @@ class Log:
         loss, accuracy = (sum(point[name] for point in recent) / len(recent) for name in ("loss", "accuracy"))
         self.bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}", lr=f"{recent[-1]['lr']:.2e}")
         self.bar.update()
-        if self.file is not None:
-            self.file.append()
+        if self.run is not None:
+            self.run.add()
 
     def flush(self) -> None:
         """Bring remote storage up to date."""
-        if self.file is not None:
-            self.file.flush()
+        if self.run is not None:
+            self.run.flush()
+
+    def close(self) -> None:
+        """Finish the log."""
+        self.bar.close()
+        if self.run is not None:
+            self.run.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and run; bad input is one sentence on stderr and exit code 2."""
+    """Parse and run; bad input, or a storage that fails, is one sentence on stderr and the exit code."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(run)
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run", standalone_mode=False)
-    except (TyperException, ValueError) as error:
+    except (TyperException, ValueError, OSError) as error:
         sentence = error.format_message() if isinstance(error, TyperException) else str(error)
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"multitf.run: {sentence}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) else 2
     return 0
 
 

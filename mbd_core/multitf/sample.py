@@ -2,9 +2,10 @@
 
 The paper batches every layout as its own `[x_t; x_0]` (Eq. B.5). Here the n layouts of a sample share its clean
 half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once
-(tests/multitf/test_multitf.py). Native D2F has one noisy stream alone (`lay_out_d2f`).
+(tests/multitf/test_multitf.py). Native D2F has one noisy stream alone (`lay_out_d2f`). Short samples may share a
+sequence, one behind the other (`packing`).
 
-Shape legend: S samples, L tokens of the longest training sequence.
+Shape legend: S training sequences, L tokens of the longest.
 """
 
 import random
@@ -18,6 +19,7 @@ from torch import Tensor
 from mbd_core.multitf.example import IGNORE, Example, answer_labels
 from mbd_core.multitf.layout import GroupLayout, layout_set
 from mbd_core.multitf.noise import SCHEDULES, SLACK, choose_masked
+from mbd_core.multitf.packing import Together, alone
 from mbd_core.multitf.states import StateConfig
 
 EPSILON = 1e-6
@@ -38,7 +40,7 @@ class NoisyStream:
 
 
 Columns = dict[str, list]
-"""One training sequence as lists, named as the fields of `MultiTFBatch`."""
+"""One sample's training sequence as lists, named as the fields of `MultiTFBatch` but `sample`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class MultiTFBatch:
     `input_ids`, `positions` and the mask's three numbers (`stream`, `block`, `first`) go into the model. `source` is
     where in its sequence a label's logits come from: the label's own place, or with shifted logits the place of the
     token before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum
-    to 1 per sample under `masked_mean`.
+    to 1 per sample under `masked_mean`. `slot` is a noisy token's block counted from its noise-group's first, `ratio`
+    the mask ratio that was drawn for that block: what a loss is reported by (`loss_buckets`). `sample` is which of the
+    batch's samples a token is of, -1 for padding.
     """
 
     input_ids: Tensor
@@ -60,10 +64,13 @@ class MultiTFBatch:
     weights: Tensor
     source: Tensor
     rollout: Tensor
+    slot: Tensor
+    ratio: Tensor
+    sample: Tensor
 
     @property
     def num_samples(self) -> int:
-        return self.input_ids.shape[0]
+        return int((self.sample.unique() >= 0).sum())
 
     @property
     def num_tokens(self) -> int:
@@ -118,12 +125,14 @@ def build_batch(
     mask_token_id: int,
     rngs: Sequence[random.Random],
     shift: bool = False,
+    together: Together | None = None,
 ) -> MultiTFBatch:
-    """Draw layouts and noise for each example and lay out its noisy streams before its clean one.
+    """Draw layouts and noise for each example and lay out its noisy streams before what they see of its clean one.
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
-    `shift`: the model's logits at a position predict the next one's token. Raises `ValueError` for an example that
-    cannot be laid out.
+    `shift`: the model's logits at a position predict the next one's token. `together`: the samples
+    that share a training sequence (`packing`), by default none. Raises `ValueError` for an example that cannot be laid
+    out.
     """
     rows = []
     for example, rng in zip(examples, rngs, strict=True):
@@ -131,7 +140,7 @@ def build_batch(
         draw = partial(corrupt, example, config=config, mask_token_id=mask_token_id, rng=rng)
         drawn = _draw_d2f if config.layouts == "d2f" else _draw_streams
         rows.append(drawn(example, config, draw, rng, shift))
-    return collate(rows)
+    return collate(rows, together)
 
 
 def _draw_streams(
@@ -141,7 +150,8 @@ def _draw_streams(
     first_block = example.prompt_length // size if config.span == "response" else 0
     layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
     drawn = [(layout, draw(layout, start=first_block * size)) for layout in layouts]
-    return lay_out(example, self_denoised(drawn, config, rng), config, first_block=first_block, shift=shift)
+    row = lay_out(example, self_denoised(drawn, config, rng), config, first_block=first_block, shift=shift)
+    return without_unseen(row)
 
 
 def _draw_d2f(
@@ -179,7 +189,7 @@ def lay_out(
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
     clean_at = len(streams) * (length - start)
-    row: Columns = {f.name: [] for f in fields(MultiTFBatch)}
+    row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
     for number, (layout, noisy) in enumerate(streams, start=1):
         at = len(row["input_ids"])
         starts = layout.first_blocks()
@@ -193,6 +203,8 @@ def lay_out(
         row["labels"] += labels
         row["weights"] += weights
         row["rollout"] += [m and noisy.rollout for m in noisy.masked]
+        row["slot"] += [b - a for b, a in enumerate(starts) for _ in range(size)]
+        row["ratio"] += noisy.ratio
         if shift:
             heads = {a * size for a in starts}
             row["source"] += [clean_at + start + i - 1 if i in heads else at + i - 1 for i in range(length - start)]
@@ -201,6 +213,17 @@ def lay_out(
     row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
     _check_columns(row)
     return row
+
+
+def without_unseen(row: Columns) -> Columns:
+    """The sequence without the clean blocks at its end that no noisy token sees: neither loss nor gradient needs them.
+
+    They are those from the first block of the last noise-group on, of all layouts, and see no noisy token themselves.
+    """
+    noisy = sum(1 for stream in row["stream"] if stream > 0)
+    last = max(row["first"][:noisy])
+    kept = noisy + sum(1 for block in row["block"][noisy:] if block < last)
+    return {name: column[:kept] for name, column in row.items()}
 
 
 def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> Columns:
@@ -223,28 +246,53 @@ def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, sh
         "weights": _weights(labels, whole, config, num_blocks=blocks[-1], num_streams=1),
         "source": [max(0, i - shift) for i in range(length)],
         "rollout": [False] * length,
+        "slot": [max(0, b - 1) for b in blocks],
+        "ratio": whole.ratio,
     }
     _check_columns(row)
     return row
 
 
-def collate(rows: Sequence[Columns]) -> MultiTFBatch:
-    """Pad training sequences to the longest."""
+def collate(samples: Sequence[Columns], together: Together | None = None) -> MultiTFBatch:
+    """Training sequences padded to the longest; `together`: the samples of each, by default one."""
+    rows = [_one_behind_the_other(samples, numbers) for numbers in together or alone(len(samples))]
     length = max(len(row["input_ids"]) for row in rows)
     fill = {f.name: 0 for f in fields(MultiTFBatch)} | {
         "stream": -1,
+        "sample": -1,
         "labels": IGNORE,
         "weights": 0.0,
         "rollout": False,
+        "ratio": 0.0,
     }
     columns = {
         name: torch.tensor(
             [row[name] + [pad] * (length - len(row[name])) for row in rows],
-            dtype=torch.float64 if name == "weights" else None,
+            dtype=torch.float64 if name in ("weights", "ratio") else None,
         )
         for name, pad in fill.items()
     }
     return MultiTFBatch(**columns)
+
+
+def _one_behind_the_other(samples: Sequence[Columns], numbers: Sequence[int]) -> Columns:
+    """The samples of these numbers as one training sequence; each keeps its own positions, streams and blocks."""
+    sequence: Columns = {f.name: [] for f in fields(MultiTFBatch)}
+    for number in numbers:
+        start, sample = len(sequence["input_ids"]), samples[number]
+        for name, column in sample.items():
+            sequence[name] += [start + place for place in column] if name == "source" else column
+        sequence["sample"] += [number] * len(sample["input_ids"])
+    return sequence
+
+
+def samples_of(batch: MultiTFBatch) -> list[list[tuple[int, int]]]:
+    """Of each training sequence its samples in their order: each one's number in the batch, and its tokens."""
+    rows = []
+    for sample in batch.sample:
+        numbers, counts = sample[sample >= 0].unique_consecutive(return_counts=True)
+        rows.append(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
+    return rows
 
 
 def _add_clean(row: Columns, example: Example, size: int) -> None:
@@ -257,6 +305,8 @@ def _add_clean(row: Columns, example: Example, size: int) -> None:
     row["labels"] += [IGNORE] * length
     row["weights"] += [0.0] * length
     row["rollout"] += [False] * length
+    row["slot"] += [0] * length
+    row["ratio"] += [0.0] * length
 
 
 def _labels(example: Example, noisy: NoisyStream, config: StateConfig, *, start: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.tensor_parallel import ExpertsCut, parallelize
 
 Sharding = Literal["replicated", "sharded"]
 """Every worker has all weights, gradients and states (DistributedDataParallel), or its part of them (FSDP2)."""
@@ -26,13 +27,29 @@ ShardingChoice = Literal["auto", "replicated", "sharded"]
 
 
 def shard_model(
-    objective: nn.Module, model: Decoder, *, device: torch.device, world_size: int, in_bfloat16: bool
+    objective: nn.Module,
+    model: Decoder,
+    *,
+    device: torch.device,
+    world_size: int,
+    in_bfloat16: bool,
+    tensor_parallel: int = 1,
+    cut_experts: ExpertsCut = "expert",
 ) -> None:
     """Cut the model among the workers of the default process group; `objective` is what is called in a step.
 
-    A model on a CPU moves to `device` layer by layer; one on the meta device gets memory for its parts, no values.
+    With `tensor_parallel` each so many workers, one after another, share every layer, and what each of them has of it
+    is cut among such groups. A model on a CPU moves to `device` layer by layer; one on the meta device gets memory for
+    its parts, no values.
     """
-    mesh = init_device_mesh(device.type, (world_size,))
+    if tensor_parallel > 1:
+        groups = (world_size // tensor_parallel, tensor_parallel)
+        both = init_device_mesh(device.type, groups, mesh_dim_names=("data", "tensor"))
+        both._flatten("workers")  # the gradients' norm is summed over all in one exchange, so alike on each
+        parallelize(model, both["tensor"], cut_experts)
+        mesh = both["data"]
+    else:
+        mesh = init_device_mesh(device.type, (world_size,))
     # Inputs stay as they are: integers, float32 rotations, and a float64 divisor that bfloat16 would round.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if in_bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False

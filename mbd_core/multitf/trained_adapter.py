@@ -1,16 +1,21 @@
 """LoRA on a model in training, by peft: added before the first step, switched off for a teacher, merged at the end.
 
-The network stays the same object; its adapted projections are peft's modules until `merge_adapter`.
+The network stays the same object; its adapted projections are peft's modules until `merge_adapter`. Base and adapter
+may be cut among workers (`sharding`).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.sample_dropout import CurrentDraws, SampleDropout
+from mbd_core.multitf.sharding import cut_like, own_part, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +43,17 @@ def check_peft() -> None:
         raise ValueError("training an adapter needs peft: install mbd-cluster[lora]") from None
 
 
-def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> None:
-    """Put a fresh adapter on the model, which computes as before; from now on it alone is trained."""
+def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> CurrentDraws:
+    """Put a fresh adapter on the model, which computes as before; from now on it alone is trained.
+
+    Its dropout draws for the samples that the result names. The adapter of a model without values (on the meta device)
+    has none either, until `fill_adapter`.
+    """
     check_peft()
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    device = next(model.parameters()).device
+    device, draws = next(model.parameters()).device, CurrentDraws()
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -52,9 +61,38 @@ def add_adapter(model: Decoder, settings: LoraSettings, *, seed: int) -> None:
         target_modules=list(settings.modules),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         LoraModel(model, {"default": config}, "default")
+    for number, layer in enumerate(_adapted(model).values()):
+        if settings.dropout:
+            layer.lora_dropout["default"] = SampleDropout(settings.dropout, number, draws)
     model.to(device)
+    if device.type != "meta":
+        fill_adapter(model, seed=seed)
+    return draws
+
+
+@torch.no_grad()
+def fill_adapter(model: Decoder, *, seed: int) -> None:
+    """The values that an adapter begins with, LoRA's: down-projections drawn, up-projections zero.
+
+    Where the model is cut among workers each fills its part of the same values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _adapted(model).values():
+        down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        drawn = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
+        own_part(down).copy_(own_part(cut_like(drawn.to(own_part(down).device), down)))
+        own_part(up).zero_()
+
+
+def is_adapters(name: str) -> bool:
+    """Whether the tensor of this name is the adapter's."""
+    return ".lora_" in name
+
+
+def base_tensors(model: Decoder) -> dict[str, Tensor]:
+    """The tensors of the model but the adapter's, by the names that they have without one."""
+    return {name.replace(".base_layer.", "."): t for name, t in model.state_dict().items() if not is_adapters(name)}
 
 
 @contextmanager
@@ -63,6 +101,8 @@ def without_adapter(model: Decoder) -> Iterator[None]:
     layers = list(_adapted(model).values())
     for layer in layers:
         layer.enable_adapters(False)
+        for name in layer.adapter_layer_names:  # what is trained stays so: sharding looks when it gathers a weight
+            getattr(layer, name).requires_grad_(True)
     try:
         yield
     finally:
@@ -70,11 +110,21 @@ def without_adapter(model: Decoder) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+@torch.no_grad()
 def merge_adapter(model: Decoder) -> None:
-    """Add the adapter to the weights that it adapts; the model is then a plain one. Without an adapter nothing."""
+    """Add the adapter to the weights that it adapts; the model is then a plain one. Without an adapter nothing.
+
+    Where the model is sharded every worker calls it, and adds to its own part of each weight.
+    """
     for name, layer in _adapted(model).items():
-        layer.merge(safe_merge=True)
-        model.set_submodule(name, layer.get_base_layer())
+        base = layer.get_base_layer()
+        up, down = whole(layer.lora_B["default"].weight), whole(layer.lora_A["default"].weight)
+        change = up @ down * layer.scaling["default"]
+        own = own_part(base.weight)
+        own.add_(own_part(cut_like(change, base.weight)))
+        if not own.isfinite().all():
+            raise ValueError(f"the adapter of {name} has values that are not finite")
+        model.set_submodule(name, base)
 
 
 def _adapted(model: Decoder) -> dict[str, Any]:

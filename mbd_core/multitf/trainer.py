@@ -1,7 +1,7 @@
 """The training loop's one step, without any launcher: batch, loss, gradients, update.
 
 A step's samples and the noise of each depend on (seed, step) alone: a resumed run repeats exactly what was lost, and
-any number of workers trains on the same global batch.
+any number of workers trains on the same global batch. So do the draws of an adapter's dropout.
 """
 
 import math
@@ -19,15 +19,21 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
-from mbd_core.multitf.loss import DENSE, Distillation, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.layer_compilation import compile_layers
+from mbd_core.multitf.loss import DENSE, Distillation, Measured, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.loss_buckets import BUCKETS, bucket_means
 from mbd_core.multitf.optimizers import OptimizerName, make_optimizers
+from mbd_core.multitf.packing import Together, packed_alike
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.prepared_data import sample_lengths
-from mbd_core.multitf.sample import MultiTFBatch, build_batch
+from mbd_core.multitf.sample import MultiTFBatch, build_batch, samples_of
+from mbd_core.multitf.sample_dropout import SampleDraws
 from mbd_core.multitf.sharding import Sharding, shard_model, whole
 from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.tensor_parallel import ExpertsCut
 from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, without_adapter
 from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
+from mbd_core.multitf.training_flops import update_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +47,14 @@ class TrainConfig:
     The learning rate warms up linearly over `warmup` steps. `trapezoid`: it then stays, and decays linearly to 0 over
     the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
 
-    `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `distillation`: learn
-    from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an adapter, which is
-    merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and compute the layer
-    again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on a GPU. In bfloat16
-    the objective runs under autocast; weights and optimizer states are float32 in either precision.
+    `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `pack`: samples of up
+    to so many tokens together share a training sequence (`packing`), and `micro_batch` counts sequences.
+    `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an
+    adapter, which is merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and
+    compute the layer again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on
+    a GPU. `compile`: `torch.compile` of the layers. `tensor_parallel`: so many workers share their samples and every
+    layer, its experts `cut_experts` by expert or by width. In bfloat16 the objective runs under autocast; weights and
+    optimizer states are float32 in either precision.
     """
 
     steps: int
@@ -62,16 +71,37 @@ class TrainConfig:
     schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"
     lr_min: float = 0.0
     micro_batch: int | None = None
+    pack: int | None = None
     distillation: Distillation | None = None
     lora: LoraSettings | None = None
     activation_checkpointing: bool = False
     attention: AttentionChoice = "auto"
+    compile: bool = False
+    tensor_parallel: int = 1
+    cut_experts: ExpertsCut = "expert"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
             raise ValueError(f"steps={self.steps} and batch_size={self.batch_size} must be at least 1")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch={self.micro_batch} must be at least 1, or None for a worker's whole batch")
+        if self.pack is not None and self.pack < 1:
+            raise ValueError(f"pack={self.pack} must be at least 1 token, or None for a sequence of each sample")
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
+        if self.tensor_parallel > 1 and self.lora is not None:
+            raise ValueError(
+                "an adapter (LoRA) is not trained by tensor-parallel workers: use --sharding sharded alone"
+            )
+        if self.tensor_parallel > 1 and self.compile:
+            raise ValueError(
+                "--compile does not compile the layers of tensor-parallel workers: leave one of --compile and "
+                "--tensor-parallel out"
+            )
+        if self.tensor_parallel == 1 and self.cut_experts != "expert":
+            raise ValueError(
+                f"--cut-experts {self.cut_experts} is for tensor-parallel workers: say how many with --tensor-parallel"
+            )
         if self.distillation is not None and self.lora is None:
             raise ValueError("distillation needs lora: the teacher is the network without its adapter")
 
@@ -90,9 +120,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One update: loss, accuracy on labels, tokens through the model without padding (these are this rank's).
+    """One update: loss, accuracy on labels, tokens through the model without padding and `positions` with it (these
+    are this rank's).
 
-    `grad_norm` is that of all gradients together, before it was clipped.
+    `grad_norm` is that of all gradients together, before it was clipped. This rank's as well: `tflop`, the model's
+    operations (`training_flops`) in units of 10^12, and `sums`, where the loss lies (`loss_buckets.bucket_sums`).
+    Of tensor-parallel workers, who have the same samples, the first one counts tokens, operations and `sums`.
     """
 
     step: int
@@ -100,7 +133,16 @@ class StepMetrics:
     accuracy: float
     lr: float
     tokens: int
+    positions: int
     grad_norm: float
+    tflop: float
+    sums: tuple[float, ...]
+
+    def point(self) -> dict[str, float]:
+        """The update as a point of a run's curve."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        del numbers["sums"], numbers["positions"]
+        return numbers | {"padding": 1.0 - self.tokens / self.positions} | bucket_means(self.sums)
 
 
 class Objective(nn.Module):
@@ -119,7 +161,7 @@ class Objective(nn.Module):
         self.attention, self.rolls_out = attention, rolls_out
         self.distillation = distillation
 
-    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> Measured:
         if self.distillation is None:
             return multitf_loss(self.model, batch, divisor, attention=self.attention, rolls_out=self.rolls_out)
         teacher, attention = partial(without_adapter, self.model), self.attention
@@ -150,12 +192,14 @@ class Trainer:
         device: torch.device | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        check_trainable(len(examples), config, world_size=world_size)
+        check_workers(config, world_size)
+        check_trainable(len(examples), config, world_size=world_size // config.tensor_parallel)
         self.device = next(model.parameters()).device if device is None else device
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
-        if config.lora is not None:
-            add_adapter(model, config.lora, seed=config.seed)
+        self._draws = None if config.lora is None else add_adapter(model, config.lora, seed=config.seed)
+        if config.compile:
+            compile_layers(model)
         if config.activation_checkpointing:
             checkpoint_layers(model)
         attention = TrainingAttention(config.attention, self.device)
@@ -163,8 +207,10 @@ class Trainer:
         self.objective: nn.Module = Objective(model, config.distillation, attention, rolls_out=rolls_out)
         self.examples, self.states, self.config = examples, states, config
         self.lengths = sample_lengths(examples)
-        self.rank, self.world_size, self.mean = rank, world_size, mean
-        self.is_sharded = sharding == "sharded" and world_size > 1
+        self.num_workers, self.mean, group = world_size, mean, config.tensor_parallel
+        self.rank, self.world_size = rank // group, world_size // group  # of those with other samples
+        self.counts = rank % group == 0  # once for each group: what workers count is summed
+        self.is_sharded = group > 1 or (sharding == "sharded" and world_size > 1)
         self._place(sharding)
         self.step_number = 0
         self.optimizers = make_optimizers(
@@ -173,13 +219,14 @@ class Trainer:
 
     def _place(self, sharding: Sharding | None) -> None:
         if self.is_sharded:
-            check_sharded(self.config)
             shard_model(
                 self.objective,
                 self.model,
                 device=self.device,
-                world_size=self.world_size,
+                world_size=self.num_workers,
                 in_bfloat16=self.precision == "bfloat16",
+                tensor_parallel=self.config.tensor_parallel,
+                cut_experts=self.config.cut_experts,
             )
             return
         self.model.to(self.device)
@@ -189,32 +236,54 @@ class Trainer:
 
     def batch(self, step: int) -> MultiTFBatch:
         """This rank's share of the update numbered `step`, on the CPU."""
-        c, model = self.config, self.model.config
-        indices = _batch_indices(self.lengths, c.batch_size, seed=c.seed, step=step)[self.rank :: self.world_size]
+        c, model, indices = self.config, self.model.config, self._indices(step)
         return build_batch(
             [self.examples[i] for i in indices],
             self.states,
             mask_token_id=model.mask_token_id,
             rngs=[random.Random(f"{c.seed}/{step}/{i}") for i in indices],
             shift=model.shift_logits,
+            together=self._together(step),
         )
+
+    def _indices(self, step: int, *, of_all: bool = False) -> list[int]:
+        """The samples of this rank's share, or with `of_all` the whole batch's."""
+        indices = batch_indices(self.lengths, self.config.batch_size, seed=self.config.seed, step=step)
+        return indices if of_all else indices[self.rank :: self.world_size]
+
+    def _together(self, step: int) -> Together | None:
+        """Which samples of this rank's share are packed together."""
+        if self.config.pack is None:
+            return None
+        lengths = [self.lengths[i] for i in self._indices(step, of_all=True)]
+        shares = [lengths[rank :: self.world_size] for rank in range(self.world_size)]
+        return packed_alike(shares, self.config.pack)[self.rank]
+
+    def _announce(self, part: MultiTFBatch, samples: Sequence[int]) -> None:
+        """Say to an adapter's dropout which samples of this rank's share come next."""
+        if self._draws is not None:
+            draws = partial(SampleDraws.of, seed=self.config.seed, step=self.step_number)
+            self._draws.rows = [
+                [draws(samples[number], tokens=tokens) for number, tokens in row] for row in samples_of(part)
+            ]
 
     def step(self) -> StepMetrics:
         """One update of the weights."""
         number, c = self.step_number, self.config
         batch = self.batch(number)
         divisor = self._divisor(batch)
-        if c.lora is not None and c.lora.dropout:  # what it drops depends on the step alone, as the noise does
-            torch.manual_seed(random.Random(f"{c.seed}/{number}/{self.rank}/dropout").getrandbits(63))
-        loss, accuracy = 0.0, 0.0
-        parts = split_batch(batch, c.micro_batch)
+        loss, accuracy, sums = 0.0, 0.0, [0.0] * (2 * len(BUCKETS))
+        parts, samples = split_batch(batch, c.micro_batch), self._indices(number)
         for part in parts:
+            self._announce(part, samples)
             with self._gradients_stay_here(part is not parts[-1]):
                 with self._autocast():
-                    part_loss, part_accuracy = self.objective(part.to(self.device), divisor)
+                    part_loss, measures = self.objective(part.to(self.device), divisor)
                 part_loss.backward()
-            loss += part_loss.item()
-            accuracy += part_accuracy.item() * part.num_samples / batch.num_samples
+            share, part_accuracy, *part_sums = torch.cat([part_loss.detach().double()[None], measures]).tolist()
+            loss += share
+            accuracy += part_accuracy * part.num_samples / batch.num_samples
+            sums = [total + part_sum for total, part_sum in zip(sums, part_sums, strict=True)]
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)).item()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -222,7 +291,15 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step_number += 1
-        return StepMetrics(number, loss, accuracy, c.lr_at(number), batch.num_tokens, norm)
+        tokens, positions, tflop = batch.num_tokens, sum(p.input_ids.numel() for p in parts), self._tflop(batch)
+        if not self.counts:
+            tokens, positions, tflop, sums = 0, 0, 0.0, [0.0] * len(sums)
+        return StepMetrics(number, loss, accuracy, c.lr_at(number), tokens, positions, norm, tflop, tuple(sums))
+
+    def _tflop(self, batch: MultiTFBatch) -> float:
+        c, rolls_out = self.config, self.states.self_denoising != "none"
+        distills, lora = c.distillation is not None, c.lora is not None
+        return update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora) / 1e12
 
     def _autocast(self) -> AbstractContextManager[None]:
         """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
@@ -271,10 +348,17 @@ def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
 
 
-def check_sharded(config: TrainConfig) -> None:
-    """Raise `ValueError` for a run that sharded weights are not for."""
-    if config.lora is not None:
-        raise ValueError("an adapter (LoRA) is trained beside whole weights: leave --sharding at replicated")
+def check_workers(config: TrainConfig, num_workers: int) -> None:
+    """Raise `ValueError` unless the workers divide into groups that share every layer, and a batch over the groups."""
+    groups, rest = divmod(num_workers, config.tensor_parallel)
+    if rest:
+        raise ValueError(
+            f"--tensor-parallel {config.tensor_parallel} does not divide the number of training processes, "
+            f"{num_workers}"
+        )
+    if config.batch_size % groups:
+        kind = "workers" if config.tensor_parallel == 1 else f"groups of {config.tensor_parallel} workers"
+        raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
 def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:
@@ -286,11 +370,12 @@ def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) 
 
 
 def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
-    """The batch in parts of at most `size` samples, each only as long as its longest; `None`: the batch itself."""
-    if size is None or batch.num_samples <= size:
+    """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the batch itself."""
+    count = len(batch.input_ids)
+    if size is None or count <= size:
         return [batch]
     parts = []
-    for start in range(0, batch.num_samples, size):
+    for start in range(0, count, size):
         rows = slice(start, start + size)
         length = int((batch.stream[rows] >= 0).sum(-1).max())
         parts.append(MultiTFBatch(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
@@ -304,7 +389,7 @@ def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _batch_indices(lengths: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
+def batch_indices(lengths: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
     """One batch: shuffled each epoch, drawn from a window sorted by length so that little is padding."""
     per_epoch = len(lengths) // batch_size
     epoch, place = divmod(step, per_epoch)

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from mbd_core.models.decoder import Attend
@@ -46,19 +47,27 @@ class TrainingAttention:
         """The attention of one batch: the Group-Aware Dual-Stream Mask, or with `whole` no mask but the padding."""
         if self.kind == "flex":
             return FlexAttention(self._block_mask(batch, whole=whole))
+        sample = places_of_samples(batch)
         numbers = (batch.stream, batch.block, batch.first)
-        mask = whole_sequence_mask(batch.stream) if whole else dual_stream_mask(*numbers)
+        mask = whole_sequence_mask(batch.stream, sample) if whole else dual_stream_mask(*numbers, sample)
         return DenseAttention(mask[:, None])
 
     def _block_mask(self, batch: MultiTFBatch, *, whole: bool) -> BlockMask:
-        numbers = (batch.stream, batch.block, batch.first)
+        numbers = (batch.stream, batch.block, batch.first, places_of_samples(batch))
         content = torch.stack(numbers).cpu().numpy().tobytes()
         key = sha256(content + bytes([whole]) + str((*batch.stream.shape, batch.stream.device)).encode()).digest()
         if key not in self._masks:
-            sees = whole_sequence_sees(batch.stream) if whole else dual_stream_sees(*numbers)
+            sees = whole_sequence_sees(batch.stream, numbers[-1]) if whole else dual_stream_sees(*numbers)
             samples, length = batch.stream.shape
             self._masks[key] = block_mask(sees, batch=samples, length=length, device=batch.stream.device)
             if len(self._masks) > KEPT_MASKS:
                 self._masks.popitem(last=False)
         self._masks.move_to_end(key)
         return self._masks[key]
+
+
+def places_of_samples(batch: MultiTFBatch) -> Tensor:
+    """Of each token its sample's place in the row, from 0: batches of one shape have equal ones (S, L)."""
+    places = torch.zeros_like(batch.sample)
+    places[:, 1:] = (batch.sample[:, 1:] != batch.sample[:, :-1]).cumsum(-1)
+    return places

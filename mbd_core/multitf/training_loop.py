@@ -1,15 +1,16 @@
 """The updates of a run from where it stands to its last, with checkpoints; the same under any launcher."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.loading import fill_parts
+from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.sharding import Sharding
+from mbd_core.multitf.trained_adapter import base_tensors, fill_adapter
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.multitf.workers import Workers
@@ -35,10 +36,13 @@ def start(
         device=workers.device,
         sharding=sharding,
     )
+    if checkpoints is not None and workers.is_first and recipe.train.lora is not None and recipe.base is not None:
+        checkpoints.base = model_digest(model_folder(recipe.base))
     record = None if checkpoints is None else checkpoints.newest()
     if in_parts:
         assert recipe.base is not None
-        fill_parts(model, model_folder(recipe.base))
+        fill_parts(base_tensors(model), model.config, model_folder(recipe.base))
+        fill_adapter(model, seed=recipe.train.seed)
     if checkpoints is None or record is None:
         return trainer, tokenizer, []
     checkpoints.load(trainer, record)
@@ -52,17 +56,19 @@ def train(
     *,
     checkpoints: Checkpoints | None = None,
     every: int = 1,
-    before_checkpoint: Callable[[], None] = lambda: None,
+    before_step: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
+    before_checkpoint: Callable[[], None] = lambda: None,
 ) -> None:
     """Do the remaining updates; `curve` grows by a point with each, averaged over the workers.
 
-    A checkpoint is begun every `every` steps and after the last one. `after_step` and `before_checkpoint` are called
-    on every worker.
+    A checkpoint is begun every `every` steps and after the last one. `before_step`, `after_step` and
+    `before_checkpoint` are called on every worker.
     """
     steps = trainer.config.steps
     while trainer.step_number < steps:
-        curve.append(asdict(workers.mean_metrics(trainer.step())))
+        before_step()
+        curve.append(workers.mean_metrics(trainer.step()).point())
         after_step()
         if checkpoints is not None:
             checkpoints.poll()

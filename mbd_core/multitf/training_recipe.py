@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -13,6 +13,7 @@ from mbd_core.multitf.fitted_noise import read_noise
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.tensor_parallel import ExpertsCut
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import TrainConfig
 from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
@@ -54,7 +55,7 @@ def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
         return replace(recipe, train=train)
     consumed = steps * train.batch_size
     pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
-    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // 2)))
+    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // len(recipe.data.tasks))))
     return replace(recipe, train=train, data=data)
 
 
@@ -63,25 +64,41 @@ def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingReci
     return replace(recipe, train=replace(recipe.train, precision=precision))
 
 
+class Computed(TypedDict, total=False):
+    """How updates are computed, which leaves them as they are up to the order of sums; `None` is the recipe's own."""
+
+    micro_batch: int | None
+    pack: int | None
+    activation_checkpointing: bool | None
+    attention: AttentionChoice | None
+    compile: bool | None
+    tensor_parallel: int | None
+    cut_experts: ExpertsCut | None
+
+
+WITHOUT_EFFECT = tuple(Computed.__annotations__)
+"""What a resumed run may change."""
+
+
 def with_options(
     recipe: TrainingRecipe,
     *,
-    micro_batch: int | None = None,
-    activation_checkpointing: bool | None = None,
+    fitted_noise: Path | None = None,
+    steps: int | None = None,
     lora: int | None = None,
-    attention: AttentionChoice | None = None,
+    **computed: Unpack[Computed],
 ) -> TrainingRecipe:
-    """The recipe with what a command says of how it computes; `None` leaves the recipe's own.
+    """The recipe with what a command says of it; `None` leaves the recipe's own.
 
-    `lora` is an adapter's rank; raises `ValueError` for one below 1.
+    `fitted_noise` is a file of mask ratios, `steps` the updates, `lora` an adapter's rank; `computed` are fields of
+    `TrainConfig` without effect on what is learned. Raises `ValueError` for a rank below 1, and as
+    `read_noise` does.
     """
-    changes: dict[str, Any] = {}
-    if micro_batch is not None:
-        changes["micro_batch"] = micro_batch
-    if activation_checkpointing is not None:
-        changes["activation_checkpointing"] = activation_checkpointing
-    if attention is not None:
-        changes["attention"] = attention
+    if fitted_noise is not None:
+        recipe = with_fitted_noise(recipe, fitted_noise)
+    if steps is not None:
+        recipe = shortened(recipe, steps)
+    changes: dict[str, Any] = {name: value for name, value in computed.items() if value is not None}
     if lora is not None:
         changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
     return replace(recipe, train=replace(recipe.train, **changes))
@@ -96,10 +113,6 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 
 
-WITHOUT_EFFECT = ("micro_batch", "activation_checkpointing", "attention")
-"""How updates are computed, which leaves them as they are up to the order of sums: a resumed run may change it."""
-
-
 def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
     """The recipe as JSON gives it back."""
     recorded = json.loads(json.dumps(asdict(recipe), default=str))
@@ -109,12 +122,16 @@ def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
 
 def same_run(recorded: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether two recipes, as they were recorded, are of one run: alike in all but `WITHOUT_EFFECT`."""
-    first, second = ({**recipe, "train": _with_effect(recipe["train"])} for recipe in (recorded, wanted))
-    return first == second
+    return _with_effect(recorded) == _with_effect(wanted)
 
 
-def _with_effect(train: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in train.items() if name not in WITHOUT_EFFECT}
+def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without what has no effect; generated data of before `tasks` could be chosen are of both."""
+    train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
+    data = recipe["data"]
+    if isinstance(data, dict) and "per_task" in data:
+        data = {"tasks": list(TinyData.tasks)} | data
+    return {**recipe, "train": train, "data": data}
 
 
 def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
@@ -123,9 +140,10 @@ def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int
     Raises `ValueError` for an attention that cannot be trained on `device`.
     """
     train, data = recipe.train, recipe.data
+    packed = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"
     problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
     return (
         f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
         f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}, "
-        f"{TrainingAttention(train.attention, device).describe()}"
+        f"{TrainingAttention(train.attention, device).describe()}{', compiled layers' * train.compile}{packed}"
     )

@@ -36,12 +36,23 @@ class Workers:
         return total / self.size
 
     def mean_metrics(self, metrics: StepMetrics) -> StepMetrics:
-        """A step's loss and accuracy averaged over the workers, its tokens summed."""
+        """A step's loss and accuracy averaged over the workers, what it counts summed, in one exchange."""
         if self.size == 1:
             return metrics
-        own = torch.tensor([metrics.loss, metrics.accuracy, metrics.tokens], dtype=torch.float64, device=self.device)
-        loss, accuracy, tokens = self.mean(own).tolist()
-        return replace(metrics, loss=loss, accuracy=accuracy, tokens=round(tokens * self.size))
+        m = metrics
+        numbers = [m.loss, m.accuracy, m.tokens, m.positions, m.tflop, *m.sums]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        loss, accuracy, *counted = self.mean(own).tolist()
+        tokens, positions, tflop, *sums = (number * self.size for number in counted)
+        return replace(
+            m,
+            loss=loss,
+            accuracy=accuracy,
+            tokens=round(tokens),
+            positions=round(positions),
+            tflop=tflop,
+            sums=tuple(sums),
+        )
 
     def least(self, number: int) -> int:
         """The least of the workers' numbers."""

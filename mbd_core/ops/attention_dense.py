@@ -22,18 +22,20 @@ class DenseAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, L, H, C), keys and values (B, L, K, C) -> (B, L, H, C)."""
+        is_grouped = False
+        if q.shape[2] != k.shape[2]:  # compiled, the comparison is symbolic, and only a branch makes it a bool
+            is_grouped = True
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=self._scores(q),
-            enable_gqa=q.shape[2] != k.shape[2],
+            attn_mask=self.added(q.device.type, q.dtype),
+            enable_gqa=is_grouped,
         )
         return out.transpose(1, 2)
 
-    def _scores(self, q: Tensor) -> Tensor:
-        """0 where the mask is true and -inf elsewhere, in the dtype that is computed in."""
-        kind, dtype = q.device.type, q.dtype
+    def added(self, kind: str, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores of such queries: 0 where the mask is true and -inf elsewhere."""
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
         if dtype not in self._added:

@@ -18,6 +18,10 @@ Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of a sample, a head, a query's and a key's place: whether the query may attend to the key."""
 
 
+COMPILATIONS = 64
+"""So many variants of a function are compiled at most."""
+
+
 @dataclass(frozen=True)
 class FlexAttention:
     """Scaled dot-product attention under a block mask; each query must see at least one key."""
@@ -30,7 +34,8 @@ class FlexAttention:
             q.to(v.dtype),
             k.to(v.dtype),
         )  # norms may leave them in float32, and autocast has no rule for flex_attention
-        attend: Any = _compiled(flex_attention) if q.device.type == "cuda" else flex_attention
+        on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()  # a compiled layer compiles it with it
+        attend: Any = _compiled(flex_attention, fullgraph=True) if on_gpu else flex_attention
         out: Tensor = attend(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -48,5 +53,21 @@ def block_mask(sees: Sees, *, batch: int, length: int, device: torch.device) -> 
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+    """The function compiled for all lengths: sizes but 1 are symbols from its first compilation on.
+
+    Numbers of samples, kinds of masks, gradients or none each compile once more, so that torch's own limit of 8 is too
+    low. Past the limit the kernel would silently give way to its eager reference, which
+    has all pairs of tokens in memory, as a block mask's would; `fullgraph` makes an error of that.
+    """
+    return in_many_variants(torch.compile(function, dynamic=True, fullgraph=fullgraph))
+
+
+def in_many_variants(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function, of which up to `COMPILATIONS` variants are compiled."""
+
+    def call(*args: Any, **settings: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            return compiled(*args, **settings)
+
+    return call

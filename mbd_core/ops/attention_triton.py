@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.ops.row_layout import RowLayout
+from mbd_core.ops.triton_launch import launch
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
@@ -190,7 +191,8 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
     if cut.splits > 1:
         parts = torch.empty((cut.splits, *q_THC.shape), dtype=torch.float32, device=q_THC.device)
         lse = torch.empty((cut.splits, num_tokens, heads), dtype=torch.float32, device=q_THC.device)
-    split_kernel[(sequences * cut.tiles, kv_heads, cut.splits)](
+    launch(
+        split_kernel, (sequences * cut.tiles, kv_heads, cut.splits),
         q_THC, k_pages, v_pages, parts, lse, rows.cu_seqlens_q, rows.kv_lens_R, rows.page_table_RP,
         *q_THC.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
         rows.page_table_RP.stride(0), cut.tiles, rows.max_q, num_tokens, channels**-0.5 * math.log2(math.e),
@@ -198,7 +200,8 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_C=cut.block_c, num_warps=cut.num_warps, num_stages=2,
     )  # fmt: skip
     if cut.splits > 1:
-        join_kernel[(num_tokens * heads,)](
+        launch(
+            join_kernel, (num_tokens * heads,),
             parts, lse, out, num_tokens * heads,
             C=channels, SPLITS=cut.splits, BLOCK_S=_power_of_two(cut.splits), BLOCK_C=cut.block_c,
         )  # fmt: skip

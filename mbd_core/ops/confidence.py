@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.ops.triton_launch import launch
+
 _BLOCK = 1024  # logits that a program holds at once
 _PROGRAMS = 1024  # fills the largest GPU; more programs would only add work for the second kernel
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
@@ -108,11 +110,13 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
     chosen_P = torch.empty(positions, dtype=torch.int64, device=device)
     probability_P = torch.empty(positions, dtype=torch.float32, device=device)
     if positions:
-        stretch_kernel[(positions, count)](
+        launch(
+            stretch_kernel, (positions, count),
             logits_PV, top, total, best, token, logits_PV.stride(0), vocabulary, size, mask_token_id, span,
             BLOCK=_BLOCK,
         )  # fmt: skip
-        join_kernel[(positions,)](
-            top, total, best, token, chosen_P, probability_P, count, BLOCK=triton.next_power_of_2(count)
-        )
+        launch(
+            join_kernel, (positions,),
+            top, total, best, token, chosen_P, probability_P, count, BLOCK=triton.next_power_of_2(count),
+        )  # fmt: skip
     return chosen_P, probability_P

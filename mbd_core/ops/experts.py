@@ -1,8 +1,9 @@
 """The experts of a mixture-of-experts layer: the loop that defines the result, and faster implementations of it.
 
 `loop_experts` loops over the chosen experts. `grouped_experts` sorts the tokens by expert and multiplies all experts
-at once with torch's grouped matmul. `experts_triton.fused_experts` gathers, multiplies and scatters in two kernels,
-for the few tokens that an expert gets while decoding. All three take the same arguments and return the same result.
+at once with torch's grouped matmul. `fused_experts` (`experts_triton.py`) gathers, multiplies and scatters in two
+kernels, for the few tokens that an expert gets while decoding. All three take the same arguments and return the same
+result.
 
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width.
 """
@@ -10,15 +11,21 @@ Shape legend: T tokens, K experts a token, A = T * K assignments, D model width,
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mbd_core.ops.expert_order import sort_by_expert, unsort, without_sentinels
+from mbd_core.ops.experts_triton import expert_parts
+from mbd_core.ops.residual_norm import ExpertParts, sum_experts
 
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
+PartsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], ExpertParts | Tensor]
+"""The same, but not summed yet if that is left to what follows."""
+Experts = TypeVar("Experts", ExpertsFunction, PartsFunction)
 
 
 def loop_experts(
@@ -60,7 +67,7 @@ def grouped_experts(
     return without_sentinels(unsort(y_AD, order_A, weights_TK), ids_TK, gate_EFD.shape[0]).to(x_TD.dtype)
 
 
-def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: int = 32) -> ExpertsFunction:
+def by_load(*, few: Experts, many: ExpertsFunction, tokens_per_expert: int = 32) -> Experts:
     """A function that calls `many` if an expert gets at least `tokens_per_expert` tokens on average, else `few`.
 
     Shapes alone decide, so a CUDA graph can capture it. The default has not been measured: it is two tiles of the
@@ -69,19 +76,30 @@ def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: i
 
     def call(
         x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    ) -> Any:
         chosen = many if ids_TK.numel() >= tokens_per_expert * gate_EFD.shape[0] else few
         return chosen(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
 
     return call
 
 
+def fused_experts(
+    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """`loop_experts` by Triton kernels."""
+    return sum_experts(expert_parts(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK), x_TD.dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """The implementation in use. `reasons` says of every other one, in one sentence, why it is not used."""
+    """The implementation in use. `reasons` says of every other one, in one sentence, why it is not used.
+
+    parts  the same as `call`, but not summed yet where the Triton kernels compute it: an `ExpertParts`
+    """
 
     name: str
     call: ExpertsFunction
+    parts: PartsFunction
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -113,11 +131,14 @@ def resolve_experts(
         "grouped": no_grouped,
         "loop": None,
     }
-    calls: dict[str, Callable[[], ExpertsFunction]] = {
-        "triton+grouped": lambda: by_load(few=_fused(), many=grouped_experts),
-        "triton": _fused,
-        "grouped": lambda: grouped_experts,
-        "loop": lambda: loop_experts,
+    calls: dict[str, tuple[ExpertsFunction, PartsFunction]] = {
+        "triton+grouped": (
+            by_load(few=fused_experts, many=grouped_experts),
+            by_load(few=expert_parts, many=grouped_experts),
+        ),
+        "triton": (fused_experts, expert_parts),
+        "grouped": (grouped_experts, grouped_experts),
+        "loop": (loop_experts, loop_experts),
     }
     if preference is not None and preference not in calls:
         raise ValueError(f"experts={preference!r} is unknown; choose one of {', '.join(calls)}")
@@ -129,13 +150,8 @@ def resolve_experts(
         for name, obstacle in obstacles.items()
         if name != chosen
     }
-    return ExpertsKernel(name=chosen, call=calls[chosen](), reasons=reasons)
-
-
-def _fused() -> ExpertsFunction:
-    from mbd_core.ops.experts_triton import fused_experts
-
-    return fused_experts
+    call, parts = calls[chosen]
+    return ExpertsKernel(name=chosen, call=call, parts=parts, reasons=reasons)
 
 
 def _triton_obstacle(device: torch.device, has_triton: bool) -> str | None:

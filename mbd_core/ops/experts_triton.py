@@ -2,9 +2,9 @@
 """Experts in two Triton kernels: gather, both input projections and SwiGLU in one, the output projection in the other.
 
 While decoding, an expert gets a handful of tokens, and the time is that of reading the chosen experts' weights once.
-Assignments are sorted by expert and cut into tiles of one expert each. The launch has as many tiles as these
-shapes can need, so the host reads nothing back; surplus tiles return at once. Weights may be FP8 with a scale per
-output channel. They are widened in registers, so that half the bytes are read.
+Assignments are sorted by expert and cut into tiles of one expert each (`expert_tiles.py`). The launch has as many
+tiles as these shapes can need, so the host reads nothing back; surplus tiles return at once. Weights may be FP8 with a
+scale per output channel. They are widened in registers, so that half the bytes are read.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mbd_core.ops.expert_order import sort_by_expert, without_sentinels
+from mbd_core.ops.expert_tiles import sorted_tiles
+from mbd_core.ops.residual_norm import ExpertParts
+from mbd_core.ops.triton_launch import launch
 
 
 class ExpertTiles(NamedTuple):
@@ -136,25 +138,7 @@ def too_large() -> type[Exception]:
     return found
 
 
-def cut_tiles(ends_E: Tensor, num_assignments: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every tile's expert, first and end row, int32 each; surplus tiles have end = first. No host reads.
-
-    `ends_E` says where each expert's sorted assignments end. At most `A // tile + min(E, A)` tiles are not empty.
-    """
-    num_experts = ends_E.shape[0]
-    begins_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
-    tiles_E = ((ends_E - begins_E + tile - 1) // tile).cumsum(0)
-    number = torch.arange(num_assignments // tile + min(num_experts, num_assignments), device=ends_E.device)
-    expert = torch.searchsorted(tiles_E, number, right=True)
-    surplus = expert >= num_experts
-    expert = expert.clamp(max=num_experts - 1)
-    earlier = torch.cat((tiles_E.new_zeros(1), tiles_E[:-1]))[expert]
-    first = begins_E[expert] + (number - earlier) * tile
-    end = torch.where(surplus, first, torch.minimum(first + tile, ends_E[expert]))
-    return expert.int(), first.int(), end.int()
-
-
-def fused_experts(
+def expert_parts(
     x_TD: Tensor,
     gate_EFD: Tensor,
     up_EFD: Tensor,
@@ -164,8 +148,10 @@ def fused_experts(
     *,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
     tiles: ExpertTiles | None = None,
-) -> Tensor:
-    """`experts.loop_experts` (T, D); `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
+) -> ExpertParts:
+    """What `experts.loop_experts` sums (T, K, D).
+
+    `scales` are those of FP8 gate (E, F), up (E, F) and down (E, D), float32.
 
     `tiles` are by default those of `tiles_for`; they change times and rounding.
 
@@ -177,9 +163,8 @@ def fused_experts(
     triton, swiglu_kernel, down_kernel = _compiled()
     num_tokens, per_token = ids_TK.shape
     num_experts, width, depth = gate_EFD.shape
-    order_A, ends_E = sort_by_expert(ids_TK, num_experts)
     cut = tiles or tiles_for(num_tokens, width, gate_EFD.element_size())
-    expert, first, end = cut_tiles(ends_E, order_A.shape[0], cut.rows)
+    order_A, expert, first, end = sorted_tiles(ids_TK, num_experts, cut.rows)
     x_TD = x_TD.contiguous()
     hidden_AF = x_TD.new_empty(order_A.shape[0], width)
     y_AD = torch.empty(order_A.shape[0], depth, dtype=torch.float32, device=x_TD.device)
@@ -190,13 +175,15 @@ def fused_experts(
         return max(16, min(most, int(triton.next_power_of_2(size))))
 
     block_f, block_d = block(cut.columns, width), block(cut.depth, depth)
-    swiglu_kernel[(expert.shape[0], triton.cdiv(width, block_f))](
+    launch(
+        swiglu_kernel, (expert.shape[0], triton.cdiv(width, block_f)),
         x_TD, gate_EFD, up_EFD, gate_scale, up_scale, hidden_AF, order_A, expert, first, end,
         depth, width, per_token, BLOCK_F=block_f, BLOCK_D=block_d, **options,
     )  # fmt: skip
     block_f, block_d = block(cut.depth, width), block(cut.columns, depth)
-    down_kernel[(expert.shape[0], triton.cdiv(depth, block_d))](
+    launch(
+        down_kernel, (expert.shape[0], triton.cdiv(depth, block_d)),
         hidden_AF, down_EDF, down_scale, weights_TK.float().contiguous(), y_AD, order_A, expert, first, end,
         depth, width, BLOCK_D=block_d, BLOCK_F=block_f, **options,
     )  # fmt: skip
-    return without_sentinels(y_AD.view(num_tokens, per_token, depth).sum(1), ids_TK, num_experts).to(x_TD.dtype)
+    return ExpertParts(y_AD.view(num_tokens, per_token, depth), ids_TK, num_experts)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mbd_core.ops.experts import loop_experts
+from mbd_core.ops.experts_triton import expert_parts
+from mbd_core.ops.residual_norm import ExpertParts, sum_experts
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
@@ -133,12 +135,18 @@ def fp8_experts(
     On CUDA with a scale per channel the fused kernel widens them in registers. Otherwise the chosen experts' weights
     are widened and the loop runs on them.
     """
+    found = fp8_parts(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
+    return found if isinstance(found, Tensor) else sum_experts(found, x_TD.dtype)
+
+
+def fp8_parts(
+    x_TD: Tensor, gate_EFD: Fp8Weight, up_EFD: Fp8Weight, down_EDF: Fp8Weight, ids_TK: Tensor, weights_TK: Tensor
+) -> ExpertParts | Tensor:
+    """`fp8_experts`, not summed yet where the fused kernel computes it."""
     stacks = (gate_EFD, up_EFD, down_EDF)
     if x_TD.device.type == "cuda" and all(stack.block is None for stack in stacks):
-        from mbd_core.ops.experts_triton import fused_experts
-
         scales = (gate_EFD.scale, up_EFD.scale, down_EDF.scale)
-        return fused_experts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)
+        return expert_parts(x_TD, gate_EFD.values, up_EFD.values, down_EDF.values, ids_TK, weights_TK, scales=scales)
     chosen = ids_TK.unique()
     chosen = chosen[chosen < len(gate_EFD.values)]  # the sentinel is no expert
     local_TK = torch.searchsorted(chosen, ids_TK)
@@ -198,5 +206,11 @@ class Fp8Experts(Fp8Module):
             self.register_weight(name, quantize(take(name), block=block))
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        gate, up, down = (self.weight(name) for name in ("gate_proj", "up_proj", "down_proj"))
-        return fp8_experts(x_TD, gate, up, down, ids_TK, weights_TK)
+        return fp8_experts(x_TD, *self._stacks(), ids_TK, weights_TK)
+
+    def parts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertParts | Tensor:
+        """`forward`, not summed yet where the fused kernel computes it."""
+        return fp8_parts(x_TD, *self._stacks(), ids_TK, weights_TK)
+
+    def _stacks(self) -> tuple[Fp8Weight, Fp8Weight, Fp8Weight]:
+        return self.weight("gate_proj"), self.weight("up_proj"), self.weight("down_proj")

@@ -1,16 +1,18 @@
 """The answer to one API request, from the engine's steps: whole, or as server-sent events."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mbd_core.decoding.request import Counts, Output
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.serving.frame_events import FRAME, frame_fields
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
-from mbd_core.serving.text_stream import TextStream
+from mbd_core.serving.text_stream import TextStep, TextStream
 from mbd_core.serving.token_details import TokenDetails
 from mbd_core.serving.tool_text import CallReader, Said
 
@@ -21,6 +23,32 @@ def event(value: dict[str, Any]) -> str:
     """One server-sent event; a frame has a type of its own."""
     kind = f"event: {FRAME}\n" if FRAME in value else ""
     return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def by_tokens(step: TextStep) -> Iterator[TextStep]:
+    """The step in parts of one token each, which join to it; its end is the last part's."""
+    last = len(step.new_tokens) - 1
+    if last < 1:
+        yield step
+        return
+    rest = step.text[sum(map(len, step.pieces)) :]
+    for i, (token, text) in enumerate(zip(step.new_tokens, step.pieces, strict=True)):
+        yield replace(
+            step,
+            text=text if i < last else text + rest,
+            new_tokens=(token,),
+            output=step.output if i == last else None,
+            logprobs=None if step.logprobs is None else step.logprobs[i : i + 1],
+            rollout=None if step.rollout is None else _part(step.rollout, i, ends=i == last),
+            pieces=(text,),
+        )
+
+
+def _part(rollout: Rollout, i: int, *, ends: bool) -> Rollout:
+    """What it says of its i-th token, and behind the last one its tail."""
+    if ends:
+        return rollout.without(i)
+    return Rollout(steps=rollout.steps[i : i + 1], logprobs=rollout.logprobs[i : i + 1])
 
 
 class Answer:
@@ -109,14 +137,20 @@ class Answer:
         The status has been sent by then: a failure becomes the last event, with the error that `on_failure` returns,
         and no `[DONE]` follows.
         """
-        try:
-            async for chunk in self._chunks():
-                yield event(chunk)
-            yield DONE
-        except Exception as error:
-            yield event(on_failure(error).body)
+        async for group in self.event_groups(on_failure):
+            for one in group:
+                yield one
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
+        """The events, those together that are there at once: a step's, whose text goes out token by token."""
+        try:
+            async for chunks in self._chunks():
+                yield list(map(event, chunks))
+            yield [DONE]
+        except Exception as error:
+            yield [event(on_failure(error).body)]
+
+    async def _chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
@@ -125,28 +159,33 @@ class Answer:
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
             if reply.chat or prompt or echo:
-                yield reply.chunk(i, text=echo, first=True, details=prompt) | no_usage
+                yield [reply.chunk(i, text=echo, first=True, details=prompt) | no_usage]
         async for step in self._stream:
             i = index[step.request_id]
+            chunks = [chunk | no_usage for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
             if step.frame is not None and self._texts is not None:
-                yield reply.frame(frame_fields(step.frame, i, self._texts))
-            logprobs = self._logprobs_of(i, step.new_tokens, step.logprobs) if step.new_tokens else None
-            details = self._details.of(step.new_tokens, step.rollout, ends=step.output is not None)
-            said = self._read(i, step.text, ends=step.output is not None)
-            if said.content or said.calls or logprobs or (details and (step.new_tokens or step.output is not None)):
-                piece = reply.chunk(i, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
-                yield piece | no_usage
-            if step.output is None:
-                continue
-            counts[i] = step.output.counts
-            weights.append(step.weights)
-            end = self._details.of_answer(step.output.tokens)
-            last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
-            if len(counts) == len(index) and not self._include_usage:
-                last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
-            yield last
+                chunks.insert(0, reply.frame(frame_fields(step.frame, i, self._texts)))
+            if step.output is not None:
+                counts[i] = step.output.counts
+                weights.append(step.weights)
+                end = self._details.of_answer(step.output.tokens)
+                last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
+                if len(counts) == len(index) and not self._include_usage:
+                    last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
+                chunks.append(last)
+            yield chunks
         if self._include_usage:
-            yield reply.usage_chunk([counts[i] for i in sorted(counts)], weights)
+            yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights)]
+
+    def _chunk_of(self, index: int, step: TextStep) -> dict[str, Any] | None:
+        """The chunk of a part of a step, `None` where it has nothing to say."""
+        ends = step.output is not None
+        logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs) if step.new_tokens else None
+        details = self._details.of(step.new_tokens, step.rollout, ends=ends)
+        said = self._read(index, step.text, ends=ends)
+        if not (said.content or said.calls or logprobs or (details and (step.new_tokens or ends))):
+            return None
+        return self._reply.chunk(index, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
 
     def _logprobs_of(
         self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None

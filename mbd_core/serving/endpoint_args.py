@@ -5,11 +5,10 @@ from pathlib import Path
 
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.attention import KERNELS
-from mbd_core.serving.load import decoding_defaults
+from mbd_core.serving.load import recommended, slots_chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def endpoint_args(
     whose own defaults cannot be served.
     """
     folder = read_folder(model_folder(model).resolve())
-    _check_decoding(folder, engine)
+    engine = _check_decoding(folder, engine)
     if engine.attention not in (None, "reference", *KERNELS):
         raise ValueError(
             f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"
@@ -80,14 +79,15 @@ def endpoint_args(
     )
 
 
-def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> None:
-    """The engine can serve a request that asks for nothing special."""
+def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> EngineConfig:
+    """The engine with a buffer size; it can serve a request that asks for nothing special."""
     name, block_size = folder.path.name, engine.block_size or folder.config.block_size
     if block_size != folder.config.block_size and folder.config.attention != "full":
         raise ValueError(f"block_size={block_size} cannot be honoured: {name} has {folder.config.block_size}")
-    default = decoding_config(decoding_defaults(folder, engine), {}, block_size=block_size)
-    if default.buffer_size > engine.buffer_size:
+    default, engine = recommended(folder, engine), slots_chosen(folder, engine)
+    if default.buffer_size > engine.num_slots:
         raise ValueError(
             f"{name} decodes with buffer_size={default.buffer_size} unless a request says otherwise; "
             f"the engine's buffer_size={engine.buffer_size} must be at least that"
         )
+    return engine

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mbd_core.serving.committed_text import Decode
+from mbd_core.serving.strict_model import items
 
 MAX_PARTS = 256
 MAX_HOLE = 65_536
@@ -19,7 +20,7 @@ class Hole(BaseModel):
     hole: Annotated[int, Field(ge=1, le=MAX_HOLE)]
 
 
-Template = Annotated[list[str | Hole], Field(min_length=1, max_length=MAX_PARTS)]
+Template = Annotated[list[str | Hole], items(MAX_PARTS, least=1)]
 
 
 def check_template(parts: Sequence[str | Hole]) -> None:
@@ -53,8 +54,14 @@ class TemplateTokens:
         return whole, holes
 
 
-def template_tokens(parts: Sequence[str | Hole], encode: Callable[[str], Sequence[int]]) -> TemplateTokens:
-    """`encode` gives the tokens of fixed text, without special ones."""
+def template_tokens(
+    parts: Sequence[str | Hole], encode: Callable[[str], Sequence[int]], *, limit: int
+) -> TemplateTokens:
+    """`encode` gives the tokens of fixed text, without special ones. Raises `ValueError` where the holes alone are
+    more than `limit` tokens."""
+    in_holes = sum(part.hole for part in parts if isinstance(part, Hole))
+    if in_holes > limit:
+        raise ValueError(f"its holes are {in_holes} tokens; the limit is {limit} in all")
     tokens: list[int | None] = []
     lengths: list[int] = []
     for part in parts:

@@ -89,6 +89,7 @@ def load_engine(
     adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """
     contents = read_folder(folder)
+    config = slots_chosen(contents, config)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else None
     grammars = grammars_of(contents.tokenizer, contents.config)
@@ -133,6 +134,22 @@ def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, An
     if config.block_size is None or folder.config.attention != "full":
         return folder.defaults
     return {**folder.defaults, "block_size": config.block_size}
+
+
+def slots_chosen(folder: ModelFolder, config: EngineConfig) -> EngineConfig:
+    """The engine's configuration with a buffer size: its own, else as many slots as the folder's model decodes with.
+
+    Raises `ValueError` for a `generation_config.json` that cannot be honoured.
+    """
+    if config.buffer_size is not None:
+        return config
+    return config.for_decoding(recommended(folder, config).buffer_size)
+
+
+def recommended(folder: ModelFolder, config: EngineConfig) -> DecodingConfig:
+    """How the folder's model decodes unless a request says otherwise."""
+    block_size = config.block_size or folder.config.block_size
+    return decoding_config(decoding_defaults(folder, config), {}, block_size=block_size)
 
 
 def _name(dtype: torch.dtype) -> str:

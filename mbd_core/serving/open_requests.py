@@ -1,8 +1,6 @@
 """The API requests of a server that have not been answered, and its drain: it takes no more and finishes these."""
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.token_stream import TooManyRequests
@@ -11,13 +9,34 @@ DRAIN_SECONDS = 30.0  # that a drain may take, unless somebody says otherwise
 RETRY_SECONDS = 10  # a server that shuts down is replaced or started again, which takes a while
 
 
+class OpenRequest:
+    """A client's request, from `OpenRequests.begin` to `end`. It is one choice until `take_choices` says more."""
+
+    def __init__(self, requests: "OpenRequests", client: str) -> None:
+        """`client` is empty for one whose choices are not counted."""
+        self._requests, self.client, self.num_choices = requests, client, 1
+
+    def take_choices(self, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
+        """Count the request as `num_each` choices for each of its prompts.
+
+        Raises `ApiError` (400) for more than a client may ever have, and `TooManyRequests` for more than it may have
+        beside its others.
+        """
+        self._requests.check_choices(self, num_prompts, num_each, prompt_field=prompt_field)
+        self.num_choices = num_prompts * num_each
+
+    def end(self) -> None:
+        """The answer has ended; a second call does nothing."""
+        self._requests.remove(self)
+
+
 class OpenRequests:
-    """Requests from `begin` until the function that it returned is called. All methods belong to one event loop."""
+    """Requests that have begun and not ended. All methods belong to one event loop."""
 
     def __init__(self, *, most_each: int | None = None) -> None:
-        """`most_each`: how many a client may have open; `None`, and for clients without a name: any number."""
+        """`most_each`: how many choices a client may have open; `None`, and for clients without a name: any number."""
         self._most_each = most_each
-        self._open: dict[object, str] = {}
+        self._open: dict[OpenRequest, None] = {}
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -26,10 +45,10 @@ class OpenRequests:
         """Whether new requests are refused."""
         return self._draining
 
-    def begin(self, client: str = "") -> Callable[[], None]:
-        """Count a client's new request; call the result when its answer ends.
+    def begin(self, client: str = "", *, limited: bool = True) -> OpenRequest:
+        """Count a client's new request, as one choice; where it is not `limited`, only a drain counts it.
 
-        Raises `ApiError` (503) while draining, and `TooManyRequests` for a client that has as many as it may.
+        Raises `ApiError` (503) while draining, and `TooManyRequests` for a client that has as many choices as it may.
         """
         if self._draining:
             raise ApiError(
@@ -38,11 +57,30 @@ class OpenRequests:
                 code="shutting_down",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
-        if client and self._most_each is not None and list(self._open.values()).count(client) >= self._most_each:
-            raise TooManyRequests(f"{self._most_each} requests of this API key are under way, as many as may be")
-        request = object()
-        self._open[request] = client
-        return partial(self._end, request)
+        request = OpenRequest(self, client if limited else "")
+        self._check_room(request, 1)
+        self._open[request] = None
+        return request
+
+    def check_choices(self, request: OpenRequest, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
+        """Raises as `OpenRequest.take_choices`."""
+        most = self._most_each
+        if request.client and most is not None and num_prompts * num_each > most:
+            field = prompt_field if num_prompts > most else "n"
+            message = f"{field}: {num_prompts * num_each} choices at once; one API key may have {most} under way here"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        self._check_room(request, num_prompts * num_each)
+
+    def _check_room(self, request: OpenRequest, number: int) -> None:
+        """Raise `TooManyRequests` where a client's others leave no room for `number` choices of its request."""
+        if not request.client or self._most_each is None:
+            return
+        others = sum(r.num_choices for r in self._open if r.client == request.client and r is not request)
+        if others + number > self._most_each:
+            raise TooManyRequests(
+                f"{others} choices of this API key are under way, and {number} more are asked for; it may have "
+                f"{self._most_each}; try again when some have ended"
+            )
 
     def begin_drain(self) -> int:
         """Take no more requests; how many are open."""
@@ -59,7 +97,8 @@ class OpenRequests:
             pass
         return len(self._open)
 
-    def _end(self, request: object) -> None:
+    def remove(self, request: OpenRequest) -> None:
+        """The request has ended."""
         self._open.pop(request, None)
         self._note_the_end()
 

@@ -22,13 +22,19 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
-from mbd_core.serving.strict_model import Strict
+from mbd_core.serving.strict_model import Strict, items
 from mbd_core.serving.structured_fields import StructuredFields
 from mbd_core.serving.tool_fields import AssistantCall, ToolFields, ordered_results
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
+MAX_PROMPTS = 128  # of one body, unless the server says otherwise
+MOST_PROMPTS = 4096  # that it may say
+MAX_IDS = 2**18  # of one prompt
+MAX_MESSAGES, MAX_TEXT_PARTS, MAX_CALLS = 4096, 1024, 128
+MAX_BRACKETS = 250_000  # of a body, those in its texts included
+MAX_ERRORS = 1000  # that are looked at
 SEEDS = 2**64  # a seed has 64 bits, with sign
 
 
@@ -48,10 +54,20 @@ class Only:
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
             return value
         accepted = " or ".join(json.dumps(v) for v in self._values) or "null"
-        raise ValueError(f"{clipped(json.dumps(value))} is not supported; leave it out or give {accepted}")
+        raise ValueError(f"{_shown(value)} is not supported; leave it out or give {accepted}")
+
+
+def _shown(value: Any) -> str:
+    """A value of a body for a message; a list, an object or a huge number is not written out, which takes long."""
+    if isinstance(value, str):
+        return clipped(json.dumps(clipped(value)))
+    if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > 64):
+        return "this value"
+    return json.dumps(value)
 
 
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], items(MAX_IDS)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Speed = Annotated[float, Field(ge=0, le=1)]
@@ -81,7 +97,7 @@ class GenerationRequest(StructuredFields):
     max_tokens: PositiveInt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
     decoding: dict[str, Any] | None = None
     speed: Speed | None = None
     temperature: Temperature | None = None
@@ -116,8 +132,6 @@ class GenerationRequest(StructuredFields):
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
-        if len(self.stop_strings) > MAX_STOPS:
-            raise ValueError(f"stop: {len(self.stop_strings)} strings given, at most {MAX_STOPS} are taken")
         longest = max(map(len, self.stop_strings), default=0)
         if longest > MAX_STOP_LENGTH:
             raise ValueError(f"stop: a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
@@ -147,6 +161,16 @@ class GenerationRequest(StructuredFields):
     def num_choices(self) -> int:
         """Answers to each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, each of which gets `num_choices` answers."""
+        return 1
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that the prompts are in, and that an error about them names."""
+        raise NotImplementedError
 
     @property
     def draws(self) -> bool:
@@ -191,7 +215,7 @@ class GenerationRequest(StructuredFields):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Annotated[list[str], items(MOST_PROMPTS)] | TokenIds | Annotated[list[TokenIds], items(MOST_PROMPTS)]
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[Any, Only(0, 1)] = None
@@ -250,6 +274,14 @@ class CompletionRequest(GenerationRequest):
         fixed = [part for part in self.template or () if isinstance(part, str)]
         return sum(len(text) for text in (*self.prompts, *fixed) if isinstance(text, str))
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def prompt_field(self) -> str:
+        return "prompt"
+
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
         """The text before each choice's own: its prompt, where the client asked for that."""
         if not self.echo:
@@ -263,7 +295,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [[t for t in self.prompt if isinstance(t, int)]]
+            return [self.prompt]
         return self.prompt  # type: ignore[return-value]  # validated: all strings or all lists
 
 
@@ -279,8 +311,10 @@ class ChatMessage(Strict):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[AssistantCall] | None = None
-    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    tool_calls: Annotated[list[AssistantCall], items(MAX_CALLS)] | None = None
+    content: Annotated[str | Annotated[list[TextPart], items(MAX_TEXT_PARTS)] | None, Field(validate_default=True)] = (
+        None
+    )
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     name: str | None = None  # changes nothing: chat templates have no place for it
     parsed: dict[str, Any] | None = None  # what OpenAI's client reads in the content; changes nothing
@@ -333,15 +367,22 @@ class ChatMessage(Strict):
         return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
 
 
+Messages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
+
+
 def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The messages as a chat template takes them, results in the order of their calls. Raises `ValueError` naming a
     message whose calls have no result, or that is no call's result."""
+    return [messages[i].turn for i in _order(messages)]
+
+
+def _order(messages: Sequence[ChatMessage]) -> list[int]:
     calls = [[call.id for call in message.tool_calls or ()] for message in messages]
-    return [messages[i].turn for i in ordered_results(calls, [message.tool_call_id for message in messages])]
+    return ordered_results(calls, [message.tool_call_id for message in messages])
 
 
 class ChatRequest(GenerationRequest, ToolFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Any, Only(0)] = None
@@ -359,6 +400,10 @@ class ChatRequest(GenerationRequest, ToolFields):
         return sum(message.num_characters for message in self.messages) + len(json.dumps(self.shown_tools))
 
     @property
+    def prompt_field(self) -> str:
+        return "messages"
+
+    @property
     def turns(self) -> list[dict[str, Any]]:
         return turns(self.messages)
 
@@ -368,7 +413,7 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     @model_validator(mode="after")
     def _check_calls(self) -> "ChatRequest":
-        turns(self.messages)
+        _order(self.messages)
         other = super().grammar_field
         if self.call_rule is not None and other is not None:
             raise ValueError(f"{other}: tools hold the answer to their form; give one of them, or tool_choice none")
@@ -399,6 +444,9 @@ R = TypeVar("R", bound=Strict)
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request in a JSON body; raises `ApiError` (400) naming the first field that is wrong."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        message = f"the body has more than {MAX_BRACKETS} brackets, the most that are read here; send less at once"
+        raise ApiError(400, message, code="invalid_json")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -407,9 +455,10 @@ def parse(kind: type[R], body: bytes) -> R:
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
 FORMS = {
-    "prompt": "must be a string, a list of strings, a list of token ids (0 or more), or a list of such lists",
-    "content": "must be a string or a list of text parts",
-    "stop": "must be a string or a list of strings",
+    "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
+    f"such lists; at most {MOST_PROMPTS} prompts",
+    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts",
+    "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
     "template": 'must be a list of strings and holes, {"hole": N}',
     "guided_json": "must be a JSON schema, as an object or as its text",
     "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}',
@@ -417,6 +466,8 @@ FORMS = {
 
 
 def _refusal(error: ValidationError) -> ApiError:
+    if error.error_count() > MAX_ERRORS:  # to list them takes long
+        return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
     first = error.errors(include_url=False, include_context=False)[0]
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":

@@ -18,12 +18,12 @@ from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_requests import check_number, engine_requests
 from mbd_core.serving.grammar_compiling import GrammarCompiler
-from mbd_core.serving.infilling import TemplateTokens, template_tokens
+from mbd_core.serving.infilling import Template, TemplateTokens, template_tokens
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
-from mbd_core.serving.open_requests import OpenRequests
+from mbd_core.serving.open_requests import OpenRequest, OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
-from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.openai_requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, parse
 from mbd_core.serving.prompt_scores import ScoredAnswer, score_requests
 from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, check_calls, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
@@ -39,6 +39,8 @@ from mbd_core.serving.tokenizer_requests import (
     tokenizer_info,
 )
 
+Body = bytes | Callable[[], Awaitable[bytes]]
+
 
 class OpenAIServer:
     """The models by the names that clients call them. Its methods belong to one event loop.
@@ -52,12 +54,14 @@ class OpenAIServer:
         *,
         request_seconds: float | None = None,
         client_requests: int | None = None,
+        body_prompts: int = MAX_PROMPTS,
         measures: ServerMeasures | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`models` gives each model when it is first asked for; an answer may take `request_seconds` from the arrival
-        of its request on, and a client may have `client_requests` under way. `measures` are told of every request."""
-        self._models, self._request_seconds = dict(models), request_seconds
+        of its request's whole body on. A client may have `client_requests` choices under way, and a body
+        `body_prompts` prompts. `measures` are told of every request."""
+        self._models, self._request_seconds, self._body_prompts = dict(models), request_seconds, body_prompts
         self._log = log or logging.getLogger(__name__)
         self.measures = measures or ServerMeasures(self._models)
         self._routes: dict[str, _Route] = {}
@@ -117,7 +121,8 @@ class OpenAIServer:
         """The text of token ids; raises as `complete` does."""
         asked = parse(DetokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
-            return token_text(asked, (await self._route(self._name(asked.model))).model.tokenizer)
+            call = partial(token_text, asked, (await self._route(self._name(asked.model))).model.tokenizer)
+            return await self._tokenizing.run(call, characters=len(asked.tokens))
 
     async def tokenizer_info(self, name: str | None) -> dict[str, Any]:
         """The special tokens and the chat template; raises as `complete` does."""
@@ -135,39 +140,54 @@ class OpenAIServer:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def complete(self, body: bytes, *, key: str = "") -> Answer:
+    async def complete(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
         """The answer to a completion request; clients of different `key` take turns where requests wait.
 
-        Raises `ApiError`, `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
+        Unless `limited`, a key may have any number of choices under way. A body that is still to be read counts as one
+        choice of its client from now on. Raises `ApiError`,
+        `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
         """
-        return await self._answer(CompletionRequest, body, key=key)
+        return await self._answer(CompletionRequest, body, key=key, limited=limited)
 
-    async def chat(self, body: bytes, *, key: str = "") -> Answer:
+    async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
         """The answer to a chat request; as `complete`."""
-        return await self._answer(ChatRequest, body, key=key)
+        return await self._answer(ChatRequest, body, key=key, limited=limited)
 
-    async def _answer(self, kind: type[CompletionRequest] | type[ChatRequest], body: bytes, *, key: str) -> Answer:
+    async def _answer(
+        self, kind: type[CompletionRequest] | type[ChatRequest], body: Body, *, key: str, limited: bool
+    ) -> Answer:
         """The answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
-            end_request = self._open_requests.begin(key)
+            request = self._open_requests.begin(key, limited=limited)
             try:
-                return await self._submit(parse(kind, body), key=key, watch=watch, on_close=end_request)
+                whole = body if isinstance(body, bytes) else await body()
+                watch.on_body()
+                return await self._submit(parse(kind, whole), key=key, watch=watch, request=request)
             except BaseException:
-                end_request()
+                request.end()
                 raise
 
+    def _count(self, asked: CompletionRequest | ChatRequest, request: OpenRequest) -> None:
+        """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
+        number, field = asked.num_prompts, asked.prompt_field
+        if number > self._body_prompts:
+            message = f"{field}: {number} prompts in one body; this server takes at most {self._body_prompts}"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        request.take_choices(number, asked.num_choices, prompt_field=field)
+
     async def _submit(
-        self, asked: CompletionRequest | ChatRequest, *, key: str, watch: RequestWatch, on_close: Callable[[], None]
+        self, asked: CompletionRequest | ChatRequest, *, key: str, watch: RequestWatch, request: OpenRequest
     ) -> Answer:
         limit = TimeLimit(self._request_seconds)
         self.model(asked.model)
         watch.on_model(asked.model)
+        self._count(asked, request)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
         async with limit.watch():
             route = await self._route(asked.model)
             call = partial(route.requests, asked, seed=seed)
-            requests, template = await self._tokenizing.run(call, characters=asked.num_characters)
+            requests, template, echoes = await self._tokenizing.run(call, characters=asked.num_characters)
             await route.check_grammar(asked, requests)
         rule = asked.call_rule if isinstance(asked, ChatRequest) else None
         stream = await TextStream.open(
@@ -197,8 +217,8 @@ class OpenAIServer:
                 texts=route.token_texts,
                 decode=route.decode,
                 details=token_details(asked, None, route.decode),
-                echoes=asked.echoes(route.decode),
-                on_close=on_close,
+                echoes=echoes,
+                on_close=request.end,
             )
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
@@ -209,10 +229,10 @@ class OpenAIServer:
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
             calls=rule is not None,
-            echoes=asked.echoes(route.decode) if isinstance(asked, CompletionRequest) else (),
+            echoes=echoes,
             texts=route.token_texts if asked.frames else None,
             include_usage=asked.usage_in_stream,
-            on_close=on_close,
+            on_close=request.end,
         )
 
     async def _route(self, name: str) -> "_Route":
@@ -239,22 +259,21 @@ class _Route:
 
     def requests(
         self, asked: CompletionRequest | ChatRequest, *, seed: int
-    ) -> tuple[list[Request], TemplateTokens | None]:
-        """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, and their template."""
-        if isinstance(asked, ChatRequest):
-            field, number, read = "messages", 1, partial(self._chat_prompts, asked)
-        else:
-            field, number, read = "prompt", len(asked.prompts), partial(self._plain_prompts, asked)
-        check_number(number, asked.num_choices, self.model.capacity, prompt_field=field)
+    ) -> tuple[list[Request], TemplateTokens | None, list[str]]:
+        """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
+        text before each."""
+        read = self._read(asked)
+        check_number(asked.num_prompts, asked.num_choices, self.model.capacity, prompt_field=asked.prompt_field)
         if isinstance(asked, CompletionRequest) and asked.scores_prompt:
-            return score_requests(asked, read(), self.model, seed=seed), None
+            requests = score_requests(asked, read(), self.model, seed=seed)
+            return requests, None, asked.echoes(self.decode)
         template = None
         if isinstance(asked, CompletionRequest) and asked.template is not None:
-            template = template_tokens(asked.template, partial(text_ids, self.model, field="template", special=False))
+            template = self._template(asked.template)
         requests = engine_requests(
             asked,
             read(),
-            prompt_field=field,
+            prompt_field=asked.prompt_field,
             decoding=self._decoding(asked),
             seed=seed,
             admission=self.model.limits.admission,
@@ -262,7 +281,21 @@ class _Route:
             template=template,
             added_tokens=self.model.tokenizer.get_added_vocab(),
         )
-        return requests, template
+        echoes = asked.echoes(self.decode) if isinstance(asked, CompletionRequest) else []
+        return requests, template, echoes
+
+    def _read(self, asked: CompletionRequest | ChatRequest) -> Callable[[], list[list[int]]]:
+        if isinstance(asked, ChatRequest):
+            return partial(self._chat_prompts, asked)
+        return partial(self._plain_prompts, asked)
+
+    def _template(self, parts: Template) -> TemplateTokens:
+        encode = partial(text_ids, self.model, field="template", special=False)
+        try:
+            return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
+        except ValueError as error:
+            message = f"template: {error}"
+            raise ApiError(400, message, param="template", code="context_length_exceeded") from None
 
     def stop(self) -> None:
         """End its threads."""

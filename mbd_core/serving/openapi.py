@@ -5,7 +5,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from mbd_core.serving.frame_events import FrameEvent
-from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest
+from mbd_core.serving.openai_requests import MAX_PROMPTS, ChatRequest, CompletionRequest
 from mbd_core.serving.operations import ModelOrder, SleepOrder, WeightsUpdate
 from mbd_core.serving.reply_shapes import COMPONENTS, SHAPES
 from mbd_core.serving.tokenizer_requests import DetokenizeRequest, TokenizeRequest
@@ -19,7 +19,8 @@ RESPONSES = {  # status: what it means
     409: "An administrator's order that the replicas refuse.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "Too many requests wait; `Retry-After` says when to try again.",
+    429: "As many requests wait as may, too many long prompts are being read, or the client has as many choices under "
+    "way as it may; `Retry-After` says when to try again.",
     500: "The engine failed.",
     503: "The server shuts down or has no engine, for now.",
     504: "The time limit of a request is over.",
@@ -43,16 +44,20 @@ MAY_BE_EMPTY = {kind.__name__ for kind in (SleepOrder, ModelOrder)}  # all of th
 _TEXT = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-def openapi_document() -> dict[str, Any]:
+def openapi_document(*, body_prompts: int = MAX_PROMPTS) -> dict[str, Any]:
     """OpenAPI 3.1: the routes, the requests' fields with their bounds, the shapes of answers and errors.
 
-    A rule over several fields (`top_p` needs `temperature`) or of the model (its names, its length) is in no schema;
-    a request that breaks one is answered with 400 or 404.
+    `body_prompts` is how many prompts this server takes in one body. A rule over several fields (`top_p` needs
+    `temperature`) or of the model (its names, its length) is in no schema; a request that breaks one is answered with
+    400 or 404.
     """
     _, requests = models_json_schema(
         [(kind, "validation") for kind in REQUESTS] + [(FrameEvent, "serialization")],
         ref_template=COMPONENTS,
     )
+    for form in requests["$defs"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
+        if form["type"] == "array" and form["items"]["type"] != "integer":  # several prompts, not one of token ids
+            form["maxItems"] = body_prompts
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": VERSION},

@@ -146,7 +146,7 @@ STATES: dict[str, Shape] = {
             "tensor_parallel": INTEGER,
             "attention": {"type": "object"},
             "defaults": {"type": "object"},
-            "speed_front": {"type": ["array", "null"]},
+            "speed_front": {"anyOf": [_refer("Front"), {"type": "null"}]},
             "engine": {"type": "object"},
             "kv_cache": {"type": "object"},
             "graphs": {"type": "object"},
@@ -154,6 +154,8 @@ STATES: dict[str, Shape] = {
         },
         "Of a replica that does not answer, `error` says why, and the rest is missing.",
     ),
+    "Front": _object({"tasks": STRINGS, "num_samples": INTEGER, "points": _array("FrontPoint")}),
+    "FrontPoint": _object({"speed": NUMBER, "decoding": {"type": "object"}, "accuracy": NUMBER, "tpf": NUMBER}),
     "Ready": _object(_STATE),
     "Version": _object({"version": STRING}),
     "TokenIds": _object(

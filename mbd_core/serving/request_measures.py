@@ -85,7 +85,7 @@ class _Choice:
 class RequestWatch:
     """One API request:
 
-        on_arrival -> on_model -> on_accepted -> on_tokens, on_end of each choice -> on_close
+        on_arrival -> on_body -> on_model -> on_accepted -> on_tokens, on_end of each choice -> on_close
 
     `on_error` may come at any time and is the last that counts; `on_close` may come twice.
     """
@@ -96,6 +96,10 @@ class RequestWatch:
         self._arrived = clock()
         self._choices: dict[str, _Choice] = {}
         self._accepted = self._ended = False
+
+    def on_body(self) -> None:
+        """All of it is there: how long a client takes to send it is no latency of ours."""
+        self._arrived = self._clock()
 
     def on_model(self, name: str) -> None:
         """It is for this model, which is served."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar
-from mbd_core.serving.strict_model import Strict
+from mbd_core.serving.strict_model import Strict, items
 
 MAX_CHOICES_GUIDED = 1000
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
@@ -51,9 +51,9 @@ class StructuredFields(Strict):
     guided_json: dict[str, Any] | GrammarText | None = None
     guided_regex: GrammarText | None = None
     guided_grammar: GrammarText | None = None
-    guided_choice: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES_GUIDED)] | None
-    ) = None
+    guided_choice: Annotated[list[Annotated[str, Field(min_length=1)]], items(MAX_CHOICES_GUIDED, least=1)] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredFields":

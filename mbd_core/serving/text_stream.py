@@ -19,7 +19,8 @@ MAX_UNREAD_FRAMES = 64  # of one API request
 
 @dataclass(frozen=True, kw_only=True)
 class TextStep:
-    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer.
+    """What one step committed for one request; `output` is set with the last. Texts join to the whole answer; `pieces`
+    are what each of the new tokens made certain of it, in the first place of the text.
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
@@ -34,6 +35,7 @@ class TextStep:
     rollout: Rollout | None = None
     frame: Frame | None = None
     weights: tuple[int, int] = (0, 0)
+    pieces: tuple[str, ...] = ()
 
 
 class TextStream:
@@ -150,8 +152,7 @@ class _AnswerText:
             if self._text.stopped:
                 break
         output = step.output
-        if output is not None:
-            pieces.append(self._text.finish())
+        rest = "" if output is None else self._text.finish()
         num_new = self._text.num_tokens - num_earlier
         logprobs = None if step.logprobs is None else step.logprobs[:num_new]
         rollout = step.rollout
@@ -173,13 +174,14 @@ class _AnswerText:
             )
         return TextStep(
             request_id=self._request.request_id,
-            text="".join(pieces),
+            text="".join(pieces) + rest,
             new_tokens=step.new_tokens[:num_new],
             output=output,
             logprobs=logprobs,
             rollout=rollout,
             frame=step.frame,
             weights=step.weights,
+            pieces=tuple(pieces),
         )
 
 

@@ -3,15 +3,17 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import ChatMessage, TokenId, turns
+from mbd_core.serving.openai_requests import Messages, TokenId, turns
 from mbd_core.serving.prompt_text import chat_ids, text_ids
 from mbd_core.serving.served_model import ServedModel
-from mbd_core.serving.strict_model import Strict
+from mbd_core.serving.strict_model import Strict, items
 from mbd_core.serving.tool_fields import ToolFields
+
+MAX_TOKENS = 2**17  # of a text that is asked for
 
 
 class TokenizeRequest(ToolFields):
@@ -19,7 +21,7 @@ class TokenizeRequest(ToolFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -44,7 +46,7 @@ class DetokenizeRequest(Strict):
     """Token ids; `model` may be left out where one model is served."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], items(MAX_TOKENS)]
 
 
 def token_ids(asked: TokenizeRequest, model: ServedModel) -> dict[str, Any]:

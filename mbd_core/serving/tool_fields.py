@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mbd_core.checkpoint.tool_turns import CallRule
-from mbd_core.serving.strict_model import Strict
+from mbd_core.serving.strict_model import Strict, items
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -57,7 +57,7 @@ class ToolFields(Strict):
     parallel_tool_calls  whether an answer may have several calls (it may, unless this is false)
     """
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], items(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -166,10 +166,10 @@ def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None
         if result is None:
             close()
             order.append(number)
-            twice = next((call for call in ids if ids.count(call) > 1), None)
-            if twice is not None:
-                raise ValueError(f"messages.{number}.tool_calls: two calls have the id {twice}")
             asked_by, open_calls = number, dict.fromkeys(ids)
+            if len(open_calls) < len(ids):
+                twice = next(call for call in open_calls if ids.count(call) > 1)
+                raise ValueError(f"messages.{number}.tool_calls: two calls have the id {twice}")
         elif open_calls.get(result, number) is not None:
             raise ValueError(f"messages.{number}.tool_call_id: the turn before has no open call with this id")
         else:

@@ -23,8 +23,10 @@ class FixedRouter(nn.Module):
         super().__init__()
         self.config, self.ids = like.config, torch.tensor(ids)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ids.expand(len(x_TD), -1), torch.ones(len(x_TD), len(self.ids))
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        ids = self.ids.expand(len(x_TD), -1)
+        ids = ids if live_T is None else ids.masked_fill(~live_T[:, None], self.config.num_experts)
+        return ids, torch.ones(len(x_TD), len(self.ids))
 
 
 def test_a_layers_experts_are_counted_once_and_the_sentinel_never() -> None:
@@ -39,7 +41,7 @@ def test_a_layers_experts_are_counted_once_and_the_sentinel_never() -> None:
         for layer in layers:
             layer.routed(x, live)
         assert mean() == (4 + 2) / 2
-    assert not layers[0].experts._forward_hooks
+    assert not layers[0].gate._forward_hooks
 
 
 def test_uniform_routing_touches_what_independent_draws_do() -> None:

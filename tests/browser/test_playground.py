@@ -1,7 +1,6 @@
 """The playground in headless Chromium, before a gateway in this process: what it shows is what the API says."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from chromium_pages import WatchedPages, watched_pages
 from gateway_in_process import running_gateway
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, Route
 
 from actors.serving_args import ServingArgs
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 MODEL, LIMIT = "tiny-mbd", 120
 KEY = "ann-0123456789abcdef"
 EVIL = "</script><b>'\"&"
@@ -43,39 +41,16 @@ def url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-class Watched:
-    """Pages whose every complaint and every request to another server is an error."""
-
-    def __init__(self, browser: Browser, url: str) -> None:
-        self._browser, self._url = browser, url
-        self.complaints: list[str] = []
-
-    def open(self, **settings: Any) -> Page:
-        page = self._browser.new_page(**({"viewport": {"width": 1400, "height": 1000}} | settings))
-        page.set_default_timeout(LIMIT * 1000)
-        page.on("console", lambda message: self.complaints.append(message.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith((self._url, "data:")) else self.complaints.append(r.url))
-        page.goto(f"{self._url}/")
-        page.wait_for_selector('#sides [data-side="multibd"]')
-        return page
-
-
 @pytest.fixture
-def watched(browser: Browser, url: str) -> Iterator[Watched]:
-    pages = Watched(browser, url)
-    yield pages
-    for context in browser.contexts:
-        context.close()
-    assert pages.complaints == []
+def watched(browser: Browser, url: str) -> Iterator[WatchedPages]:
+    with watched_pages(browser, url) as pages:
+        yield pages
+
+
+def playground(pages: WatchedPages, url: str, **settings: Any) -> Page:
+    page = pages.open(f"{url}/", time_limit=LIMIT, **settings)
+    page.wait_for_selector('#sides [data-side="multibd"]')
+    return page
 
 
 def finish(page: Page) -> str:
@@ -112,8 +87,8 @@ def streamed(url: str, page: Page, slots: int) -> tuple[list[dict[str, Any]], st
     return [d["frame"] for d in data if "frame" in d], answer, chunks[-1]["mbd"]
 
 
-def test_both_answers_are_shown_forward_by_forward(watched: Watched, url: str, tmp_path: Path) -> None:
-    page = watched.open()
+def test_both_answers_are_shown_forward_by_forward(watched: WatchedPages, url: str, tmp_path: Path) -> None:
+    page = playground(watched, url)
     status = finish(page)
     page.screenshot(path=tmp_path / "playground.png", full_page=True)
     assert (tmp_path / "playground.png").stat().st_size > 20_000
@@ -147,8 +122,8 @@ def test_both_answers_are_shown_forward_by_forward(watched: Watched, url: str, t
     assert int(counter(page, "multibd", "forwards")) < int(counter(page, "singlebd", "forwards"))
 
 
-def test_settings_reach_the_requests(watched: Watched) -> None:
-    page = watched.open()
+def test_settings_reach_the_requests(watched: WatchedPages, url: str) -> None:
+    page = playground(watched, url)
     bodies: list[dict[str, Any]] = []
     page.on("request", lambda r: bodies.append(r.post_data_json) if r.method == "POST" else None)
     page.fill("#tau_m2t", "0.35")
@@ -169,8 +144,8 @@ def test_an_api_key_is_asked_for_and_kept_in_memory_alone(browser: Browser, tmp_
     keys = tmp_path / "keys"
     keys.write_text(f"ann {KEY}\n")
     with running_gateway(serving_args(keys)) as (url, _):
-        pages = Watched(browser, url)
-        page = pages.open()
+        pages = WatchedPages(browser, url)
+        page = playground(pages, url)
         status = finish(page)
         assert status.startswith("A request failed")
         alert = page.inner_text('[data-side="singlebd"] [role="alert"]')
@@ -204,8 +179,8 @@ def event(frame: dict[str, Any]) -> str:
     return f"event: frame\ndata: {json.dumps({'choices': [], 'frame': fields})}\n\n"
 
 
-def test_texts_are_text_and_edits_are_marked(watched: Watched) -> None:
-    page = watched.open()
+def test_texts_are_text_and_edits_are_marked(watched: WatchedPages, url: str) -> None:
+    page = playground(watched, url)
     slot = {"state": "ACTIVE", "tokens": [3, 4, 5, None], "texts": [" ", EVIL, "\n", None], "accepted": [1]}
     chunk = {"choices": [{"delta": {"content": EVIL}, "token_ids": [4, 5]}]}
     sent = event({"slots": [slot | {"edited": [2]}]}) + f"data: {json.dumps(chunk)}\n\n"
@@ -226,8 +201,8 @@ def test_texts_are_text_and_edits_are_marked(watched: Watched) -> None:
     assert page.locator("main b").count() == 0
 
 
-def test_a_run_can_be_stopped(watched: Watched) -> None:
-    page = watched.open()
+def test_a_run_can_be_stopped(watched: WatchedPages, url: str) -> None:
+    page = playground(watched, url)
     page.route("**/v1/chat/completions", lambda route: None)  # never answered
     page.click("#run")
     assert page.inner_text("#status") == "Decoding…"
@@ -236,8 +211,8 @@ def test_a_run_can_be_stopped(watched: Watched) -> None:
     assert "SingleBD was stopped" in page.inner_text("#status")
 
 
-def test_it_works_by_keyboard_and_names_every_control(watched: Watched) -> None:
-    page = watched.open()
+def test_it_works_by_keyboard_and_names_every_control(watched: WatchedPages, url: str) -> None:
+    page = playground(watched, url)
     nameless = "[...document.querySelectorAll('input, select, textarea')].filter((e) => !e.labels.length).length"
     assert page.evaluate(nameless) == 0
     snapshot = page.locator("main").aria_snapshot()
@@ -275,9 +250,13 @@ def test_it_works_by_keyboard_and_names_every_control(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_readable_in_any_light_on_any_screen(watched: Watched, scheme: Any, tmp_path: Path) -> None:
+def test_it_is_readable_in_any_light_on_any_screen(
+    watched: WatchedPages, url: str, scheme: Any, tmp_path: Path
+) -> None:
     for width in (380, 1400):
-        page = watched.open(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+        page = playground(
+            watched, url, viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
         finish(page)
         for side in SIDES:  # a forward in the middle has slots in several states
             page.focus(f'[data-side="{side}"] .forward input')

@@ -1,11 +1,11 @@
 """The replay page in headless Chromium: what it draws is what the trace says, and it needs nothing but itself."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from chromium_pages import check_small_and_dark, watched_pages
+from playwright.sync_api import Browser, Page
 from simulated_trace import EOS, SIZE, simulate
 
 from mbd_core.decoding.decoding_config import T2T
@@ -13,8 +13,6 @@ from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.replay import ReplaySide, replay_side, write_replay
 from mbd_core.trace.traced_run import traced_run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 EVIL = "</script><b>'\"&"
 TEXTS = {token: f"w{token}" for token in range(2, 40)} | {EOS: "<eos>", 5: EVIL, 6: "\n", 7: " "}
 
@@ -32,26 +30,10 @@ def sides() -> list[ReplaySide]:
     return [side(simulate(buffer_size), name) for name, buffer_size in SIDES.items()]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page whose every complaint and every request but for its own file is an error."""
-    page = browser.new_page(viewport={"width": 1400, "height": 950})
-    page.set_default_timeout(10_000)
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url))
-    yield page
-    page.close()
-    assert complaints == []
+    with watched_pages(browser) as pages:
+        yield pages.open("about:blank")
 
 
 def show(page: Page, sides: list[ReplaySide], folder: Path) -> None:
@@ -177,13 +159,4 @@ def test_it_is_readable_in_the_dark_and_on_a_small_screen(
     browser: Browser, sides: list[ReplaySide], tmp_path: Path
 ) -> None:
     write_replay(sides, tmp_path / "r.html", title="t")
-    shades = []
-    for scheme in ("light", "dark"):
-        page = browser.new_page(viewport={"width": 380, "height": 700}, color_scheme=scheme)
-        page.goto((tmp_path / "r.html").as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380
-        shades.append(
-            page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        )
-        page.close()
-    assert len({shade for pair in shades for shade in pair}) == 4
+    check_small_and_dark(browser, (tmp_path / "r.html").as_uri())

@@ -1,7 +1,6 @@
 """A report's page in headless Chromium: what it shows is what the rows say, and it needs nothing but itself."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from chromium_pages import check_small_and_dark, watched_pages
+from playwright.sync_api import Browser, Page
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
 from mbd_core.evaluation.sample_tables import GRADED_COLUMNS
@@ -17,8 +17,6 @@ from mbd_core.evaluation.sweep_folder import SweepFolder, read_report
 from mbd_core.evaluation.sweep_parts import Part, cut
 from mbd_core.evaluation.sweep_summary import write_summary
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 EVIL = "</script><img src=x onerror=document.title='evil'><b>'\"&"
 PIECES = ["Tom", " has", "\n", EVIL, "12", ""]
 STEPS = [1, 2, 2, 4, 1, 4]
@@ -28,7 +26,7 @@ MODELS = ("first", f"second {EVIL[9:]}".replace("/", ""))
 def sample(row: dict[str, Any]) -> dict[str, Any]:
     """What becomes of a planned row: its number decides whether it is right, and what it holds of its decoding."""
     number = row["sample"]
-    replay = {"pieces": PIECES, "steps": STEPS} if number % 4 != 3 else {"pieces": None, "steps": None}
+    replay = {"pieces": PIECES, "steps": STEPS} if number % 4 != 3 else {"seconds": None if number % 8 == 3 else 1.5}
     return {
         **row,
         **replay,
@@ -59,27 +57,10 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 @pytest.fixture
 def page(browser: Browser, sweep: Path) -> Iterator[Page]:
-    """The page of the sweep. Every complaint and every request but for its own file is an error."""
-    page = browser.new_page(viewport={"width": 1400, "height": 950})
-    page.set_default_timeout(10_000)
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else complaints.append(r.url))
-    page.goto((sweep / "report.html").as_uri())
-    yield page
-    page.close()
-    assert complaints == []
+    with watched_pages(browser) as pages:
+        yield pages.open((sweep / "report.html").as_uri())
 
 
 def cells(page: Page, section: str) -> list[list[str]]:
@@ -94,7 +75,7 @@ def test_the_tables_are_those_of_the_markdown(page: Page, sweep: Path) -> None:
     found = page.eval_on_selector_all("table tr", "all => all.map((r) => [...r.cells].map((c) => c.textContent))")
     assert [row for row in found if len(row) > 1] == [row for row in expected if not row[0].startswith("*")]
     assert [row[0] for row in found if len(row) == 1] == [row[0].strip("*") for row in expected if row[0][0] == "*"]
-    assert "Batch-1 TPS (tok/s)" in cells(page, "Speed")[0]
+    assert "Batch-1 TPS (per request, end to end, tok/s)" in cells(page, "Speed")[0]
     assert "TPS gain, predicted and measured" in page.locator("section h3").all_inner_texts()
     assert "Difference [95 %]" in cells(page, "Differences in accuracy")[0]
     papers = page.locator("section:has(> h2:text('Beside the papers'))")
@@ -187,15 +168,54 @@ def test_the_replay_shows_each_token_from_the_forward_that_accepted_it(page: Pag
     assert page.inner_text(".replay .main") == "Replay"
 
 
-def test_a_sample_without_a_step_map_says_so(page: Page) -> None:
+def test_a_token_that_was_overwritten_is_replayed_as_it_stood(page: Page) -> None:
+    edits = [
+        {"index": 0, "step": 1, "piece": EVIL},
+        {"index": 2, "step": 2, "piece": "x"},
+        {"index": 0, "step": 2, "piece": "Ann"},
+    ]
+    page.evaluate(
+        "s => byId('sample').replaceChildren(replayOf(s))",
+        {"pieces": ["Tom", " has", "3"], "steps": [4, 1, 3], "edits": edits, "num_forwards": 4},
+    )
+    page.focus(".replay")
+    page.keyboard.press("Home")
+    expected = [
+        (["masked"] * 3, ["░" * 3, "░" * 4, "░"], "Before forward 1 of 4. 0 of 3 are there."),
+        (["fresh", "fresh", "masked"], [EVIL, " has", "░"], "accepts 2 tokens. 2 of 3 are there."),
+        (["edited", "seen", "fresh"], ["Ann", " has", "x"], "accepts 1 token and changes 1 token. 3 of 3"),
+        (["seen", "seen", "edited"], ["Ann", " has", "3"], "accepts no token of the answer and changes 1 token."),
+        (
+            ["edited", "seen", "seen"],
+            ["Tom", " has", "3"],
+            "Forward 4 of 4 accepts no token of the answer and",
+        ),
+    ]
+    for states, texts, told in expected:
+        pieces = page.locator(".piece")
+        assert pieces.evaluate_all("all => all.map((e) => e.className.split(' ')[1])") == states
+        assert pieces.all_text_contents() == texts and told in page.inner_text(".told")
+        page.keyboard.press("ArrowRight")
+    first = page.get_attribute(".piece >> nth=0", "title")
+    assert first == "accepted by forward 1, changed by forward 2, changed by forward 4"
+
+
+def test_what_a_replay_does_not_show_of_its_method_is_said(page: Page) -> None:
+    remarks = "c => remarksOf(c).map((e) => e.textContent)"
+    assert page.evaluate(remarks, {"t2t": {"tau": 0.5}, "soft": None, "canvas": {"branches": None}}) == []
+    assert "mixture" in page.evaluate(remarks, {"soft": {}})[0]
+    assert "the branch that won" in page.evaluate(remarks, {"canvas": {"branches": {"tau_sync": 8}}})[0]
+
+
+def test_a_sample_without_a_step_map_says_why(page: Page) -> None:
     page.select_option("#configuration", "2")
-    missing = page.locator(".replay-missing")
+    missing, reasons = page.locator(".replay-missing"), set()
     for button in page.locator("#list button").all():
         button.click()
         if missing.count():
-            break
-    assert "no step map" in missing.inner_text() and page.locator(".replay").count() == 0
-    assert "an endpoint answered" in missing.inner_text()
+            assert page.locator(".replay").count() == 0
+            reasons.add((missing.inner_text()[:21], "seconds, network included" in page.inner_text("#sample dl")))
+    assert reasons == {("An endpoint answered:", True), ("An earlier version of", False)}
 
 
 def test_a_value_that_is_not_known_is_not_shown(page: Page) -> None:
@@ -246,13 +266,4 @@ def test_everything_is_reached_and_named_without_a_mouse(page: Page) -> None:
 
 
 def test_it_is_readable_in_the_dark_and_on_a_small_screen(browser: Browser, sweep: Path) -> None:
-    shades = []
-    for scheme in ("light", "dark"):
-        page = browser.new_page(viewport={"width": 380, "height": 700}, color_scheme=scheme)
-        page.goto((sweep / "report.html").as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380
-        shades.append(
-            page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        )
-        page.close()
-    assert len({shade for pair in shades for shade in pair}) == 4
+    check_small_and_dark(browser, (sweep / "report.html").as_uri())

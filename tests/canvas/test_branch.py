@@ -10,7 +10,7 @@ from mbd_core.canvas.lane import Lane
 def test_incompatible_lanes_do_not_merge() -> None:
     def lane(*tokens: int) -> Lane:
         values = torch.tensor(tokens)
-        return Lane(values, values == MASK, torch.zeros(len(tokens), dtype=torch.float64))
+        return Lane(values, values == MASK, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros(len(tokens)))
 
     assert compatible(lane(5, 0, 7), lane(5, 6, 0))
     assert not compatible(lane(5, 0, 7), lane(5, 6, 8))

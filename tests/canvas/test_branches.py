@@ -59,6 +59,7 @@ def test_a_sync_copies_tokens_and_cache_from_the_leader() -> None:
                 synced = True
                 assert torch.equal(decoder.branches[source].lane.tokens, decoder.branches[target].lane.tokens)
                 assert decoder.branches[source].num_decoded == decoder.branches[target].num_decoded
+                assert torch.equal(decoder.branches[source].lane.steps, decoder.branches[target].lane.steps)
         decoder.update(model.forward(plan, decoder.length))
         for source, target in plan.copies:
             if not any(q.lane in (source, target) for q in plan.queries):
@@ -72,8 +73,8 @@ def test_a_sync_copies_tokens_and_cache_from_the_leader() -> None:
 def test_only_a_lead_over_tau_sync_overwrites() -> None:
     decoder = branched(Branches(block_lengths=(1, 8), tau_sync=3))
     small, large = decoder.branches
-    small.lane.fill(torch.tensor([3]), torch.tensor([6]), torch.zeros(1, dtype=torch.float64))
-    large.lane.fill(torch.tensor([4, 6]), torch.tensor([7, 7]), torch.zeros(2, dtype=torch.float64))
+    small.lane.fill(torch.tensor([3]), torch.tensor([6]), torch.zeros(1, dtype=torch.float64), step=1)
+    large.lane.fill(torch.tensor([4, 6]), torch.tensor([7, 7]), torch.zeros(2, dtype=torch.float64), step=1)
     small.num_decoded, large.num_decoded = 1, 4
     decoder._sync()
     assert small.lane.tokens[3] == 6 and not decoder._copies
@@ -133,21 +134,23 @@ def test_a_merge_takes_what_the_target_itself_finds_likely(tau_merge: float, tak
     decoder = branched(Branches(block_lengths=(2, 4, 8), tau_merge=tau_merge, tau_sync=1000, refresh=1000))
     small, middle, large = decoder.branches
     begin = decoder.prompt_length
-    small.lane.fill(torch.tensor([begin]), torch.tensor([6]), torch.zeros(1, dtype=torch.float64))
-    middle.lane.fill(torch.tensor([begin + 1]), torch.tensor([8]), torch.zeros(1, dtype=torch.float64))
+    small.lane.fill(torch.tensor([begin]), torch.tensor([6]), torch.zeros(1, dtype=torch.float64), step=1)
+    middle.lane.fill(torch.tensor([begin + 1]), torch.tensor([8]), torch.zeros(1, dtype=torch.float64), step=1)
     row = torch.full((1, VOCAB), -9.0)
     row[0, 6], row[0, 8] = 2.0, 2.0
     large.probabilities.replace(
         torch.tensor([0]), *likeliest_tokens(row, tau_merge)
     )  # position 1 was never seen: nothing is likely there
-    large.lane.fill(torch.tensor([begin + 1]), torch.tensor([3]), torch.zeros(1, dtype=torch.float64))
-    small.lane.fill(torch.tensor([begin + 1]), torch.tensor([4]), torch.zeros(1, dtype=torch.float64))
+    large.lane.fill(torch.tensor([begin + 1]), torch.tensor([3]), torch.zeros(1, dtype=torch.float64), step=1)
+    small.lane.fill(torch.tensor([begin + 1]), torch.tensor([4]), torch.zeros(1, dtype=torch.float64), step=1)
     decoder._merge()
     assert large.num_merged == 0, "they differ at another position"
     for branch in (small, large):
         branch.lane.masked[begin + 1], branch.lane.tokens[begin + 1] = True, MASK
+    decoder.num_forwards = 7
     decoder._merge()
     assert large.lane.tokens[begin : begin + 2].tolist() == [taken, MASK]
+    assert large.lane.steps[begin] == (7 if taken != MASK else 0), "a merged token has the step of its merge"
     assert (large.num_merged, middle.num_merged, small.num_merged) == (int(taken != MASK), 0, 0)
     assert middle.lane.tokens[begin].item() == MASK, "its own probabilities say nothing"
 
@@ -195,7 +198,7 @@ def test_the_branch_that_is_surest_of_its_eos_wins() -> None:
     one, two, _ = decoder.branches
     where = torch.arange(3, 7)
     for branch in (one, two):
-        branch.lane.fill(where, torch.tensor([5, 9, 5, 5]), torch.zeros(4, dtype=torch.float64))
+        branch.lane.fill(where, torch.tensor([5, 9, 5, 5]), torch.zeros(4, dtype=torch.float64), step=1)
     decoder._end_at_eos([one, two], {0: 0.4, 1: 0.6})
     assert decoder.winner == 1
     decoder._winner = None

@@ -10,7 +10,8 @@ from fake_canvas_model import MASK, TAIL, FakeModel, drive, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mbd_core.canvas.lane import num_lanes
+from mbd_core.canvas.branches import BranchedCanvas
+from mbd_core.canvas.lane import Lane, num_lanes
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.sampling import Sampling
 
@@ -90,6 +91,27 @@ def test_every_method_ends_and_fills_exactly(problem: tuple[Canvas, dict[str, An
         assert decoder.num_forwards == canvas.steps
     elif canvas.branches is None:  # a forward of an `origin` step may fill nothing, but there are only so many steps
         assert decoder.num_forwards <= rest["max_tokens"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems())
+def test_a_token_s_step_is_the_forward_that_accepted_it(problem: tuple[Canvas, dict[str, Any], int]) -> None:
+    canvas, rest, seed = problem
+    model, decoder, begin = FakeModel(seed), make(canvas, **rest), len(rest["prompt"])
+
+    def lanes() -> list[Lane]:
+        return [b.lane for b in decoder.branches] if isinstance(decoder, BranchedCanvas) else [decoder._lane]
+
+    accepted = set()
+    while not decoder.done:
+        before = [lane.copy() for lane in lanes()]
+        decoder.update(model.forward(decoder.plan(), decoder.length))
+        for old, new in zip(before, lanes(), strict=True):
+            written = ~new.masked & (old.masked | (old.tokens != new.tokens))  # a sync overwrites
+            places = written.nonzero()[:, 0].tolist()
+            accepted |= {(decoder.num_forwards, place - begin, int(new.tokens[place])) for place in places}
+    steps = set(zip(decoder.steps, range(rest["max_tokens"]), decoder.tokens, strict=True))
+    assert steps <= accepted if canvas.branches else steps == accepted
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

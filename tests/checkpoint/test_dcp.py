@@ -53,6 +53,14 @@ def test_dcp_makes_a_tensor_when_its_turn_comes(tmp_path: Path, monkeypatch: pyt
     assert len(set(seen)) >= len(list((tmp_path / "dcp").glob("*.distcp"))) > 5
 
 
+def test_an_adapter_alone_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = write_model(tmp_path / "start", LLADA2)
+    state = {"model": {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    assert main(["--from", str(tmp_path / "step-7"), "--to", str(tmp_path / "to"), "--config", str(start)]) == 2
+    assert "step-7 holds an adapter (LoRA) without its base; go on with its training" in capsys.readouterr().err
+
+
 def test_trainers_checkpoint_becomes_a_model(tmp_path: Path) -> None:
     start = write_model(tmp_path / "start", LLADA2)
     model = load_model(start)

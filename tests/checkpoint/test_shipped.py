@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mbd_core.checkpoint.chat import chat_prompts, question
+from mbd_core.checkpoint.config_files import load_generation_defaults
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
 from mbd_core.decoding.request import Request
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.decoding.speed_front import read_front
+from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.noise import NoiseBounds
@@ -68,6 +70,17 @@ def test_each_solves_unseen_problems(name: str) -> None:
     right = sum(a.split("####")[-1] == r["answer"].split("####")[-1] for a, r in zip(answers, rows, strict=True))
     assert right >= 19
     assert all(o.finish_reason == "stop" for o in outputs)
+
+
+@pytest.mark.parametrize("name", ["tiny-mbd"])
+def test_each_has_a_measured_front_that_an_engine_serves_as_it_starts(name: str) -> None:
+    """`speed` in requests needs one; the engine's own buffer is large enough for all of its points."""
+    generation = load_generation_defaults(model_folder(name))
+    front = read_front(generation, block_size=generation["block_size"])
+    assert front is not None and front.tasks and front.num_samples >= 300
+    assert front.speeds[0] == 0 and front.speeds[-1] == 1
+    assert all(0 < point.accuracy <= 100 and point.tpf >= 1 for point in front.points)
+    assert max(point.decoding["buffer_size"] for point in front.points) <= LEAST_SLOTS
 
 
 def test_unknown_model_names_the_known_ones() -> None:

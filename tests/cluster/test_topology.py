@@ -116,3 +116,19 @@ def test_topologies_share_the_nodes() -> None:
 def test_a_topology_is_validated(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))}={next(iter(fields.values()))} "):
         Topology(**{"processes": 1, **fields})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "processes", "share"),
+    [
+        ([({"CPU": 16.0}, 100)], 4, 25),
+        ([({"CPU": 2.0}, 100), ({"CPU": 2.0}, 100)], 4, 50),
+        ([({"CPU": 2.0}, 100), ({"CPU": 16.0}, 400)], 8, 50),
+        ([({"CPU": 2.0}, 80), ({"CPU": 16.0}, 400)], 8, 40),
+        ([({"CPU": 8.0}, 100), ({"GPU": 8.0}, 1)], 1, 100),
+    ],
+)
+def test_the_processes_of_one_node_share_its_memory(
+    nodes: list[tuple[dict[str, float], int]], processes: int, share: int
+) -> None:
+    assert Topology(processes=processes, noun="workers").share(nodes) == share

@@ -122,7 +122,7 @@ def test_a_device_draws_the_hosts_tokens_and_the_host_waits_for_nothing(device: 
     tensors = (getattr(draw, f.name) for f in dataclasses.fields(Draw) if f.name != "truncates")
     token, confidence = choose(device.put(here), VOCAB, Draw(*(device.put(t) for t in tensors)))
     assert not device.waits
-    assert torch.equal(token.host, wanted_token) and torch.equal(confidence.host, wanted_confidence)
+    assert torch.equal(token.content, wanted_token) and torch.equal(confidence.content, wanted_confidence)
 
 
 @pytest.mark.parametrize(

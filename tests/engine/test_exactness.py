@@ -143,7 +143,7 @@ def run_with_preemption(served: Engine, requests: list[Request], rng: random.Ran
 @pytest.mark.parametrize("method", [m for m in FULL if "canvas" in FULL[m]])
 def test_a_canvas_in_the_engine_is_the_plain_loop(models: dict[str, Decoder], kind: str, method: str) -> None:
     model = models[kind]
-    r = request("a", 11, method, max_tokens=24)
+    r = request("a", 11, method, max_tokens=24, replay=True)
     decoder = canvas_decoder(
         r.prompt,
         r.max_tokens,
@@ -158,7 +158,8 @@ def test_a_canvas_in_the_engine_is_the_plain_loop(models: dict[str, Decoder], ki
     plain = (
         decoder.tokens[: decoder.tokens.index(EOS)] if EOS in decoder.tokens and not r.ignore_eos else decoder.tokens
     )
-    assert list(output.tokens) == plain
+    assert list(output.tokens) == plain and output.rollout is not None
+    assert output.rollout.steps == tuple(decoder.steps[: len(plain)])
     assert output.counts.num_forwards == decoder.num_forwards
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
-from fake_device import CUDA, FakeDevice, Graph, OnDevice, fake_device
+from fake_device import FakeDevice, Graph, OnDevice, fake_device
 from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.bench.shape_device import CUDA
 from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
@@ -29,11 +31,13 @@ from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.quantize import Parts, quantize_weights
-from mbd_core.ops import attention, attention_triton
+from mbd_core.ops import attention, attention_triton, fp8, triton_launch
 from mbd_core.ops import attention_flash as flash
 from mbd_core.ops import experts as moe
 from mbd_core.ops import experts_triton as moe_triton
 from mbd_core.ops.attention_definition import paged_attention
+from mbd_core.ops.expert_order import sort_by_expert, without_sentinels
+from mbd_core.ops.expert_tiles import SortedTiles
 from mbd_core.ops.row_layout import RowLayout
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -100,6 +104,15 @@ def down_kernel(
         y[order[rows]] = (out * scale[e] if SCALED else out) * weights.flatten()[order[rows], None]
 
 
+def tiles_by_sorting(ids: Tensor, num_experts: int, tile: int) -> SortedTiles:
+    order, ends = sort_by_expert(ids, num_experts)
+    return SortedTiles(order, *cut_tiles(ends, len(order), tile))
+
+
+def sum_of_parts(y: Tensor, ids: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    return without_sentinels(y.sum(1), ids, num_experts).to(dtype)
+
+
 def split_kernel(
     grid: Any, q: Tensor, k: Tensor, v: Tensor, parts: Tensor, lse: Tensor, bounds: Tensor, keys: Tensor,
     table: Tensor, *strides: float, EACH: int, PAGE: int, SPLITS: int, **_: Any,
@@ -132,6 +145,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The fake device, with stand-ins for the Triton kernels."""
     with fake_device() as found:
         triton = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda n, m: -(-n // m))
+        monkeypatch.setattr(triton_launch, "_installed", lambda: False)  # layers and steps in torch's own operations
+        monkeypatch.setattr(moe_triton, "sorted_tiles", found.kernel(tiles_by_sorting))
+        summed = found.kernel(sum_of_parts)
+        for module in (moe, fp8):
+            monkeypatch.setattr(
+                module, "sum_experts", lambda p, dtype: summed(p.y_TKD, p.ids_TK, p.num_experts, dtype)
+            )
         kernels = (triton, Launcher(found, swiglu_kernel), Launcher(found, down_kernel))
         attends = (triton, Launcher(found, split_kernel), Launcher(found, join_kernel))
         monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
@@ -304,9 +324,9 @@ def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
     graph = Graph()
     with device.capture(graph):
         out = choice.bind(on_device)(*pages)
-    out.host.fill_(torch.nan)
+    out.content.fill_(torch.nan)
     graph.replay()
-    torch.testing.assert_close(out.host, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.content, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +363,10 @@ def test_experts_by_sorting_and_grouped_products_are_captured(device: FakeDevice
         graph = Graph()
         with device.capture(graph):
             out = choice.call(*on_device)
-        on_device[4].host.copy_(ids.flip(0))
+        on_device[4].content.copy_(ids.flip(0))
         graph.replay()
         expected = moe.loop_experts(x, gate, up, down, ids.flip(0), weights)
-        torch.testing.assert_close(out.host, expected, rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(out.content, expected, rtol=5e-2, atol=5e-2)
 
 
 def test_a_replayed_steps_forward_is_measured_on_its_own_batch(

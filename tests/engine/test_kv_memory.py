@@ -66,5 +66,5 @@ def test_a_gpu_gives_what_a_measured_forward_leaves(monkeypatch: pytest.MonkeyPa
         assert engine.num_pages == budget // bytes_each(model)
         other = device.move(build().double())
         assert Engine(other, EngineConfig(max_rows=3, page_size=16, num_pages=77)).num_pages == 77
-        assert num_drawn == [3 * SIZES.buffer_size * model.config.block_size]
+        assert num_drawn == [3 * SIZES.num_slots * model.config.block_size]
         assert num_tokens == [SIZES.max_prefill_tokens + num_drawn[0]]

@@ -19,9 +19,10 @@ from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused
-from mbd_core.decoding.guide import Closings
+from mbd_core.decoding.guide import Closings, Guide, Search
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
+from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
@@ -174,6 +175,119 @@ def test_a_closing_that_is_not_found_is_looked_for_once_a_step(
         most = max(most, len(found))
     assert most == 1
     assert re.fullmatch(text, text_of(loaded, outputs[0]))
+
+
+HARD = "(([a-w]{1,40};){300}xy|zend)"  # behind its beginning no closing is found, and each step looks for one
+
+
+def hard_requests(number: int) -> list[Request]:
+    return [asked(2 * i, Grammar(syntax="regex", text=HARD), "quota", max_tokens=40) for i in range(number)]
+
+
+class SeenSearches:
+    """Of each step: the tries of all its searches together, and in how many rows one began."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tries, self.begun, self.most_each = [0], [0], 0
+        count, find = Search.count, Closings.find
+
+        def counted(search: Search, tries: int) -> None:
+            self.tries[-1] += tries
+            count(search, tries)
+
+        def begun(*arguments: Any, **options: Any) -> list[int] | None:
+            self.begun[-1] += 1
+            before = self.tries[-1]
+            closing = find(*arguments, **options)
+            self.most_each = max(self.most_each, self.tries[-1] - before)
+            return closing
+
+        monkeypatch.setattr(Search, "count", counted)
+        monkeypatch.setattr(Closings, "find", begun)
+
+    def run(self, engine: Engine, requests: list[Request]) -> list[Output]:
+        for request in requests:
+            engine.add(request)
+        outputs: dict[str, Output] = {}
+        self.tries, self.begun, self.most_each = [0], [0], 0
+        while engine.has_work:
+            outputs |= {s.request_id: s.output for s in engine.step() if s.output is not None}
+            self.tries.append(0)
+            self.begun.append(0)
+        return [outputs[r.request_id] for r in requests]
+
+
+def test_the_rows_of_a_step_share_one_bound_on_their_searches(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, requests = SeenSearches(monkeypatch), hard_requests(8)
+    (alone,) = seen.run(loaded.engine, requests[:1])
+    each = max(seen.tries)
+    assert each > 1000, "such a search is work"
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 2 * each)
+    together = seen.run(loaded.engine, requests)
+    assert max(seen.tries) <= 2 * each + seen.most_each + 8 * B * 64 * 40
+    assert max(seen.begun) < 8
+    assert all(re.fullmatch(HARD, text_of(loaded, output)) for output in (alone, *together))
+    assert [gist(o) for o in seen.run(loaded.engine, requests)] == [gist(o) for o in together], "nothing is timed"
+
+
+def test_rows_take_turns_where_one_search_is_too_much(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row goes on, whatever its place in the batch; a row that waits keeps its state."""
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
+    seen, requests = SeenSearches(monkeypatch), hard_requests(6)
+    waits, extend = list[int](), Guide.extend
+
+    def watched(guide: Guide, *arguments: Any, **options: Any) -> Any:
+        before = guide.rest(0)
+        decided = extend(guide, *arguments, **options)
+        waits.append(guide.waited)
+        assert decided or guide.rest(0) == before
+        return decided
+
+    monkeypatch.setattr(Guide, "extend", watched)
+    outputs = seen.run(loaded.engine, requests)
+    assert max(seen.begun) == 1
+    assert 0 < max(waits) < len(requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.finish_reason == "stop" and re.fullmatch(HARD, text_of(loaded, output))
+        assert len(output.tokens) < request.max_tokens
+
+
+def test_every_answer_validates_where_rows_wait(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
+    requests = [(replace(r, rollout=True), schema) for r, schema in schema_requests(loaded, 16, seed=21)]
+    outputs = loaded.engine.generate([r for r, _ in requests])
+    check_answers(loaded, requests, outputs)
+    for output in outputs:
+        assert output.rollout is not None and max(output.rollout.steps) <= output.counts.num_forwards
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_wait_get_the_tokens_they_have_alone(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
+    methods, sampling = itertools.cycle(METHODS), Sampling(temperature=temperature, seed=5)
+    requests = [
+        replace(r, sampling=sampling, decoding=DecodingConfig(block_size=B, **METHODS[next(methods)]))
+        for r, _ in schema_requests(loaded, 8, seed=21)
+    ]
+    alone = [loaded.engine.generate([r])[0] for r in requests]
+    together = loaded.engine.generate(requests)
+    assert [o.tokens for o in together] == [o.tokens for o in alone]
+    forwards = [[o.counts.num_forwards for o in outputs] for outputs in (together, alone)]
+    assert forwards[0] != forwards[1], "else no row has waited"
+
+
+def test_under_batch_invariance_no_row_waits_for_others(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STEP_TRIES", 1)
+    requests = hard_requests(4)
+    alone = [gist(other_engine(loaded, batch_invariant=True).generate([r])[0]) for r in requests]
+    engine = other_engine(loaded, batch_invariant=True)
+    assert [gist(o) for o in engine.generate(requests)] == alone
+    waiting = [gist(o) for o in other_engine(loaded).generate(requests)]
+    assert [g[3] for g in waiting] != [g[3] for g in alone], "else it shows nothing"
 
 
 def test_what_is_forced_costs_no_forward_but_its_store(loaded: LoadedModel) -> None:

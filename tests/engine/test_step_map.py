@@ -9,8 +9,11 @@ import pytest
 from step_replay import check_replay
 from test_exactness import EOS, VOCAB, B, build
 
+from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.frame import Frame
+from mbd_core.decoding.request import Output, Request, StepOutput
+from mbd_core.decoding.rollout import Edit, Rollout
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
@@ -23,6 +26,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "multi": {"buffer_size": 3, "tau_m2t": 0.3, "tau_add": 0.1, "tau_semi": 0.5},
     "quota": {"buffer_size": 2, "tokens_per_step": 2, "fallback": "leftmost", "tau_m2t": 0.6},
     "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
+    "t2t": {"buffer_size": 3, "tau_m2t": 0.1, "t2t": T2T(tau=0.2)},
+    "soft": {"buffer_size": 2, "tau_m2t": 0.2, "soft": Soft()},
+    "canvas": {"canvas": Canvas(block_length=8, cache="dual", tau=0.3)},
 }
 
 
@@ -133,9 +139,89 @@ def test_where_tokens_change_a_step_map_is_refused(models: dict[str, Decoder], p
     assert caught.value.field == "rollout"
 
 
+def test_where_tokens_stay_a_replay_is_the_rollout(models: dict[str, Decoder]) -> None:
+    engine, request = engine_of(models["blocks"]), asked(4, "multi")
+    looked_at = engine.generate([replace(request, rollout=False, replay=True)])[0]
+    assert looked_at.rollout == engine.generate([request])[0].rollout and looked_at.rollout is not None
+
+
+def writes(frames: list[Frame]) -> dict[int, list[tuple[int, int | None]]]:
+    """By place in the answer: each forward that wrote there, and the token, as the frames say."""
+    found: dict[int, list[tuple[int, int | None]]] = {}
+    for frame in frames:
+        for index, slot in enumerate(frame.slots):
+            for offset in (*slot.accepted, *slot.edited):
+                found.setdefault(frame.position + index * B + offset, []).append((frame.forward, slot.tokens[offset]))
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("method", ["multi", "t2t", "soft"])
+def test_a_replay_has_what_every_forward_wrote(models: dict[str, Decoder], method: str, static: bool) -> None:
+    engine, rng = engine_of(models["blocks"], static_shapes=static), random.Random(2)
+    requests = [asked(s, method, rollout=False, replay=True, frames=True) for s in range(6)]
+    steps: dict[str, list[StepOutput]] = {r.request_id: [] for r in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        if rng.random() < 0.2:
+            engine.preempt()
+        for step in engine.step():
+            steps[step.request_id].append(step)
+    num_edits = 0
+    for of_request in steps.values():
+        output = of_request[-1].output
+        assert output is not None and output.rollout is not None
+        assert len(output.rollout.steps) == len(output.tokens)
+        expected = writes([step.frame for step in of_request if step.frame is not None])
+        found: dict[int, list[tuple[int, int | None]]] = {place: [] for place in range(len(output.tokens))}
+        for edit in output.rollout.edits:
+            found[edit.index].append((edit.step, edit.token))
+        for place, (step, token) in enumerate(zip(output.rollout.steps, output.tokens, strict=True)):
+            found[place].append((step, token))
+        assert found == {place: expected[place] for place in found}
+        num_edits += len(output.rollout.edits)
+    assert sum(of_request[-1].counts.num_preemptions for of_request in steps.values()) > 0
+    assert (num_edits > 10) == (method != "multi")
+
+
+def test_a_canvas_that_begins_anew_counts_anew(models: dict[str, Decoder]) -> None:
+    request = asked(4, "canvas", max_tokens=24, rollout=False, replay=True)
+    engine = engine_of(models["shifted"])
+    alone = engine.generate([request])[0]
+    assert alone.rollout is not None and set(alone.rollout.steps) == set(range(1, alone.counts.num_forwards + 1))
+    engine.add(request)
+    first = [step for _ in range(alone.counts.num_forwards - 2) for step in engine.step()]
+    early = [token for step in first for token in step.new_tokens]
+    engine.preempt()
+    ended = [step.output for step in [s for _ in range(99) if engine.has_work for s in engine.step()] if step.output]
+    assert 0 < len(early) < 24 and ended[0].tokens == alone.tokens and ended[0].rollout is not None
+    assert ended[0].counts.num_preemptions == 1 and ended[0].counts.num_forwards == alone.counts.num_forwards
+    assert ended[0].rollout.steps == alone.rollout.steps
+
+
+def test_a_part_of_a_rollout_has_the_edits_of_its_tokens() -> None:
+    one = Rollout(steps=(3, 1), edits=(Edit(0, 1, 7), Edit(0, 2, 8)))
+    both = one.then(Rollout(steps=(6,), edits=(Edit(0, 5, 9),)))
+    assert both == Rollout(steps=(3, 1, 6), edits=(*one.edits, Edit(2, 5, 9)))
+    assert both.cut((1, 2, 3), 2, room=0) == one
+    assert both.without(1) == Rollout(steps=(1, 6), edits=(Edit(1, 5, 9),))
+
+
+def test_a_step_map_keeps_what_was_overwritten_until_its_block_leaves() -> None:
+    step_map, none, half = StepMap(2, 2, edits=True), np.zeros((2, 2), dtype=bool), np.array([[False] * 2, [True] * 2])
+    step_map.update(np.array([[5, 6], [0, 0]]), half, 1)
+    step_map.update(np.array([[5, 7], [8, 8]]), none, 2)
+    step_map.update(np.array([[5, 6], [8, 9]]), none, 4)
+    assert step_map.take(1) == Rollout(steps=(1, 4), edits=(Edit(1, 1, 6), Edit(1, 2, 7)))
+    step_map.update(np.array([[8, 4], [0, 0]]), half, 5)
+    assert step_map.take(1) == Rollout(steps=(2, 5), edits=(Edit(1, 2, 8), Edit(1, 4, 9)))
+
+
 def test_a_step_map_moves_with_its_slots() -> None:
     step_map = StepMap(2, 3)
-    step_map.update(np.array([[False, True, False], [True, True, True]]), 4)
-    step_map.update(np.array([[False, False, False], [True, False, True]]), 5)
-    assert step_map.take(1) == [4, 5, 4]
-    assert step_map.take(2) == [OPEN, 5, OPEN, OPEN, OPEN, OPEN]
+    tokens = np.zeros((2, 3))
+    step_map.update(tokens, np.array([[False, True, False], [True, True, True]]), 4)
+    step_map.update(tokens, np.array([[False, False, False], [True, False, True]]), 5)
+    assert step_map.take(1) == Rollout(steps=(4, 5, 4))
+    assert step_map.take(2) == Rollout(steps=(OPEN, 5, OPEN, OPEN, OPEN, OPEN))

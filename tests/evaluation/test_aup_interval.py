@@ -12,13 +12,19 @@ from sweep_rows import graded_sample, report_samples
 from mbd_core.evaluation.aup import aup_d3llm, aup_eq41
 from mbd_core.evaluation.aup_interval import Samples, d3llm, drawn_points, eq41, sorted_points, with_intervals
 from mbd_core.evaluation.rates import GradedSample
-from mbd_core.evaluation.sweep_report import AupRow, ReportKey, build_aup, build_rows
+from mbd_core.evaluation.sweep_report import AupMean, AupRow, ReportKey, build_aup, build_rows
 
 POINTS = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 40)), min_size=1, max_size=6)
 
 
 def found(samples: Samples) -> dict[tuple[str, str], AupRow]:
-    return {(aup.model, aup.task): aup for aup in with_intervals(build_aup(build_rows(samples)), samples)}
+    rows, _ = with_intervals(build_aup(build_rows(samples)), samples)
+    return {(aup.model, aup.task): aup for aup in rows}
+
+
+def means(samples: Samples) -> dict[str, AupMean]:
+    _, found = with_intervals(build_aup(build_rows(samples)), samples)
+    return {one.model: one for one in found}
 
 
 def samples_of(
@@ -27,7 +33,7 @@ def samples_of(
     """Of each model the (TPF, whether right) of every problem under every configuration."""
     return {
         ReportKey(model, "MBD", task, json.dumps({"block_size": 4, "tau_m2t": number / 10})): [
-            graded_sample(tokens=10 * tpf, forwards=10, correct=bool(right), problem=f"p{problem}")
+            graded_sample(tokens=10 * tpf, forwards=10, correct=bool(right), problem=f"{task}/{problem}")
             for problem, (tpf, right) in enumerate(config)
         ]
         for model, configs in curves.items()
@@ -113,7 +119,7 @@ def test_configurations_share_their_draws_and_an_error_is_wrong_but_no_rate() ->
     assert (tpf[0] == tpf[1]).all() and len(set(tpf[0])) == 3
     assert set(zip(tpf[0], accuracy[0], strict=True)) == {(2, 100), (3, 50), (4, 0)}
     first = next(iter(samples))
-    samples[first][1] = GradedSample(problem="p1", correct=False, counts=None)
+    samples[first][1] = GradedSample(problem="a/1", correct=False, counts=None)
     tpf, accuracy = drawn_points(samples, seed=1, num_draws=50)
     assert set(zip(tpf[0], accuracy[0], strict=True)) == {(2, 100), (2, 50), (0, 0)}
 
@@ -122,6 +128,37 @@ def test_draws_without_a_configuration_of_an_unfinished_sweep_are_left_out() -> 
     samples = samples_of({"m": [[(2, True), (2, True)], [(4, True), (4, True)]]})
     del samples[list(samples)[1]][1]
     assert found(samples)["m", "a"].eq41_interval == (200, 200)
+
+
+def test_a_mean_over_tasks_is_drawn_as_the_mean_of_independent_draws() -> None:
+    """A task's draws are those enumerated above. Of three tasks each extreme has 1/64 of the probability, less than
+    the 2.5 % of a tail, but for d3LLM's lowest, which has 1/8."""
+    curves = {"m": [[(2, True), (4, True)], [(6, True), (4, False)]], "best": [[(1, True), (1, True)]]}
+    one, three = samples_of(curves, "a"), {}
+    for task in ("a", "b", "c"):
+        three |= samples_of(curves, task)
+    assert means(one)["m"].eq41_interval == found(one)["m", "a"].eq41_interval == (0, 400)
+    mean = means(three)["m"]
+    assert (mean.tasks, mean.aup_eq41, mean.aup_d3llm) == (("a", "b", "c"), 150, 300)
+    assert mean.eq41_interval == ((0 + 0 + 150) / 3, round((400 + 400 + 150) / 3, 6))
+    assert mean.d3llm_interval == ((300 + 300 + 300) / 3, round((600 + 600 + 400) / 3, 6))
+    best = means(three)["best"]
+    assert (best.eq41_interval, best.d3llm_interval) == ((0, 0), (100, 100))
+
+
+def test_tasks_of_the_same_problems_share_their_draws() -> None:
+    """The mean of a task and its copies is as uncertain as the task, not less, as that of three tasks above is."""
+    one = samples_of({"m": [[(2, True), (4, True)], [(6, True), (4, False)]], "best": [[(1, True), (1, True)]]})
+    three = {replace(key, task=task): graded for task in ("a", "b", "c") for key, graded in one.items()}
+    assert means(three)["m"].eq41_interval == means(one)["m"].eq41_interval == (0, 400)
+    assert means(three)["m"].d3llm_interval == means(one)["m"].d3llm_interval == (300, 600)
+
+
+def test_a_mean_has_no_interval_where_a_task_has_none() -> None:
+    curves = {"m": [[(2, True), (4, True)], [(6, True), (4, False)]]}
+    short = {"m": [[(2, True)], [(6, True)]]}
+    mean = means({**samples_of(curves, "a"), **samples_of(short, "b")})["m"]
+    assert mean.aup_eq41 == (150 + 400) / 2 and mean.eq41_interval is None and mean.d3llm_interval is None
 
 
 def test_one_problem_has_no_interval() -> None:

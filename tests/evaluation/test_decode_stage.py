@@ -16,6 +16,7 @@ from planned_samples import planned_samples
 
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.request import Counts, Output, Request
+from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodeStage, DecodingModel, ModelRefused
@@ -65,8 +66,15 @@ class FakeEngine:
             num_prefill_forwards=1,
             decode_seconds=1.0,
         )
+        rollout = Rollout(steps=(1,) * len(self.answer))
         return [
-            Output(request_id=r.request_id, tokens=tuple(self.answer), finish_reason="stop", counts=counts)
+            Output(
+                request_id=r.request_id,
+                tokens=tuple(self.answer),
+                finish_reason="stop",
+                counts=counts,
+                rollout=rollout,
+            )
             for r in requests
         ]
 
@@ -204,6 +212,16 @@ def test_configurations_mixed_in_a_batch_decode_as_each_alone(tiny_model_dir: Pa
     assert len({row["num_forwards"] for row in together}) > 1, "the configurations should differ in forwards"
 
 
+def test_configurations_of_one_prompt_share_its_prefix(tiny_model_dir: Path) -> None:
+    prompts = [f"{number} " + "How many pens has Tom? " * 12 for number in range(4)]
+    loaded = load(tiny_model_dir)("m")
+    DecodeStage(lambda _: loaded)(planned_samples(["m"], prompts=prompts, buffer_sizes=[1, 2, 3, 4]))
+    measures = loaded.engine.measures()
+    length, page_size = measures.prefix_queries // 16, loaded.engine.page_size
+    whole = length // page_size * page_size
+    assert measures.prefix_hits == 12 * whole > 0, "only the first of four configurations computes a prompt"
+
+
 def test_the_text_is_what_the_endpoint_makes_of_the_tokens(tokenizer: Any) -> None:
     """Special tokens inside an answer are left out, and the spaces before punctuation stay."""
     answer = tokenizer("Tom has 12 pens , he said .", add_special_tokens=False)["input_ids"]
@@ -235,7 +253,7 @@ def test_an_answer_gets_the_tokens_that_the_model_holds_and_ends_before_its_stop
 def test_a_row_has_each_token_s_text_and_the_forward_that_accepted_it(tiny_model_dir: Path) -> None:
     rows = planned_samples(["m"], prompts=["How many?"], buffer_sizes=[1, 4]).to_pylist()
     single, several = (dict(row, max_tokens=40) for row in rows)
-    edits = json.dumps({**json.loads(single["config"]), "t2t": {"tau": 0.5}})
+    edits = json.dumps({**json.loads(single["config"]), "t2t": {"tau": 0.03}})
     planned = [single, several, dict(single, sample=2, config=edits), dict(single, sample=3, max_tokens=4096)]
     table = pa.Table.from_pylist(planned, schema=PLANNED_COLUMNS)
     decoded = DecodeStage(load(tiny_model_dir))(table).to_pylist()
@@ -253,6 +271,9 @@ def test_a_row_has_each_token_s_text_and_the_forward_that_accepted_it(tiny_model
     (row,) = DecodeStage(load(tiny_model_dir))(pa.Table.from_pylist([stopped], schema=PLANNED_COLUMNS)).to_pylist()
     assert row["num_tokens"] < 40 and row["steps"] == decoded[1]["steps"][: row["num_tokens"]]
     assert row["pieces"] == decoded[1]["pieces"][: row["num_tokens"]]
-    for row in decoded[2:]:
-        assert row["pieces"] is row["steps"] is None, "tokens that may be edited have no such map"
-    assert decoded[2]["error"] is None and decoded[3]["error"] is not None
+    edited, failed = decoded[2:]
+    assert len(edited["steps"]) == len(edited["pieces"]) == edited["num_tokens"] > 20
+    assert edited["edits"] and decoded[0]["edits"] is None, "only what was overwritten is an edit"
+    for edit in edited["edits"]:
+        assert edit["step"] < edited["steps"][edit["index"]] and edit["piece"] != ""
+    assert failed["error"] is not None and failed["pieces"] is failed["steps"] is failed["edits"] is None

@@ -1,12 +1,18 @@
 """The evaluation recipes: complete, honest about their words, and with the numbers that the papers print."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.methods import NAMED_METHODS
 from mbd_core.evaluation.evaluation_recipes import HARNESS, OWN, RECIPES, THIS_PROJECT, Setting, find_recipe
+from mbd_core.evaluation.grid import parse_grid, plan_variants
 from mbd_core.evaluation.tasks import TASKS
+from mbd_core.tasks.generated import GENERATED_TASKS
 
 PAPERS = Path(__file__).resolve().parents[3] / "shared" / "papers"
 SETTINGS = {(r.name, task): setting for r in RECIPES.values() for task, setting in r.settings.items()}
@@ -39,6 +45,14 @@ def test_generated_tasks_are_asked_as_the_models_were_trained(name: str) -> None
     assert (setting.wording.text, setting.max_tokens, setting.num_examples) == ("{question}", 128, 0)
 
 
+@pytest.mark.parametrize("name", GENERATED_TASKS)
+def test_a_right_answer_to_a_generated_problem_is_shorter_than_its_limit(name: str) -> None:
+    task, tokenizer = GENERATED_TASKS[name], read_folder(model_folder("tiny-bd")).tokenizer
+    rows = itertools.islice(task.generate(split="test", seed=0), 300)
+    longest = max(len(tokenizer(row[task.answered], add_special_tokens=False)["input_ids"]) for row in rows)
+    assert longest + 1 < OWN.setting(name).max_tokens, "with its EOS, and room for one that is drawn longer"
+
+
 @EVERY
 def test_a_setting_asks_the_problem_once_and_says_where_it_comes_from(recipe: str, task: str) -> None:
     setting = SETTINGS[recipe, task]
@@ -60,6 +74,15 @@ def test_only_words_of_the_task_files_are_said_to_be_theirs(recipe: str, task: s
     assert (setting.wording.text in ours) == (setting.text_by == THIS_PROJECT or raw)
 
 
+@pytest.mark.parametrize(
+    ("task", "known"),
+    [("humaneval-plus", "'Write a solution ...'"), ("mbpp-plus", "'You are an expert Python programmer, and here is")],
+)
+def test_the_parts_of_mbd_lms_code_prompts_that_are_known_are_named(task: str, known: str) -> None:
+    for recipe in ("mbd-lms", "mbd-lms-sdar"):
+        assert known in find_recipe(recipe).setting(task).source
+
+
 def test_the_documents_table_is_the_recipes_own() -> None:
     """Its rows, from the constants: `pytest -rP` prints them where they differ."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text()
@@ -72,6 +95,18 @@ def test_the_documents_table_is_the_recipes_own() -> None:
         cells = "; ".join(f"{', '.join(names)}: {how}" for how, names in tasks.items())
         row = f"| `{recipe.name}` | {recipe.source} | {cells} |"
         assert row in text, row
+
+
+def test_the_documents_methods_and_grids_can_be_decoded_with() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text()
+    rows = [line for line in text.splitlines() if any(line.startswith(f"| `{name}` |") for name in RECIPES)]
+    found = [re.findall(r'`--methods (\S+?)(?: --grid "(.+?)")?`', row.split(" | ")[3]) for row in rows]
+    assert len(rows) == len(RECIPES) and sum(map(bool, found)) == len(RECIPES) - len(OURS)
+    for methods, grid in itertools.chain.from_iterable(found):
+        defaults = {"trained_with": None}
+        assert plan_variants(
+            parse_grid(grid), methods.split(","), methods=NAMED_METHODS, defaults=defaults, block_size=32
+        )
 
 
 def test_d2f_has_the_shots_and_lengths_of_its_tables() -> None:

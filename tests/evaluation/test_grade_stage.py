@@ -1,5 +1,7 @@
 """The grading stage: every row gets a grade, also one without a text."""
 
+import json
+
 import pyarrow as pa
 import pytest
 from planned_samples import planned_samples
@@ -7,7 +9,8 @@ from planned_samples import planned_samples
 from mbd_core.evaluation import grade_stage
 from mbd_core.evaluation.grade_stage import grade_table
 from mbd_core.evaluation.graders import Grade, grade
-from mbd_core.evaluation.sample_tables import DECODED_COLUMNS, GRADED_COLUMNS
+from mbd_core.evaluation.sample_tables import DECODED_COLUMNS, GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sandbox import available_isolation
 from mbd_core.evaluation.tasks import Problem, Task
 
 
@@ -27,6 +30,15 @@ def test_every_row_is_graded_and_one_without_a_text_is_wrong() -> None:
     assert [row["correct"] for row in rows] == [True, False, False]
     assert [row["reason"] for row in rows] == ["passed", "wrong", "undecoded"]
     assert [row["strict"] for row in rows] == ["4", "5", None]
+
+
+def test_a_part_says_how_its_programs_were_contained_where_any_ran() -> None:
+    tests = json.dumps({"tests": "assert f() == 1"})
+    rows = [{**row, "task": "code-mini", "reference": tests, "entry_point": "f"} for row in decoded("?").to_pylist()]
+    ran = grade_table(pa.Table.from_pylist(rows, schema=DECODED_COLUMNS))
+    assert ran.schema.metadata == {ISOLATION: available_isolation().encode()}
+    unread = grade_table(pa.Table.from_pylist([{**row, "text": None} for row in rows], schema=DECODED_COLUMNS))
+    assert not unread.schema.metadata and not grade_table(decoded("#### 4")).schema.metadata
 
 
 def test_equal_texts_of_a_problem_are_graded_once(monkeypatch: pytest.MonkeyPatch) -> None:

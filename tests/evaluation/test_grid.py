@@ -51,6 +51,24 @@ def test_a_grid_that_cannot_be_run_is_refused(text: str, reason: str) -> None:
         variants(text, "multi")
 
 
+@pytest.mark.parametrize("field", ["buffer_size=2,4", "tau_add=0.1", "tau_semi=0.9"])
+def test_a_field_of_several_slots_is_refused_where_no_method_has_them(field: str) -> None:
+    said = (
+        f"grid field '{field.partition('=')[0]}' concerns none of the methods single; it takes one with several slots"
+    )
+    with pytest.raises(ValueError, match=said):
+        variants(field, "single")
+    assert len(variants(field, "single", "multi")) == 1 + len(field.split(","))
+
+
+def test_a_row_of_table_4_has_a_name() -> None:
+    names = [f"table-4/SDAR-8B-Chat-b4/{family}/multi" for family in ("math", "code")]
+    math, code = plan_variants({"tau_m2t": (0.8,)}, names, methods=parse_methods([]), defaults={}, block_size=4)
+    assert [one.method for one in (math, code)] == names
+    rows = [(one.decoding.buffer_size, one.decoding.tau_add, one.decoding.tau_semi) for one in (math, code)]
+    assert rows == [(4, 0.1, 0.25), (4, 0.75, 0.75)] and code.decoding.tau_m2t == 0.8
+
+
 def test_an_unknown_method_lists_the_known() -> None:
     with pytest.raises(ValueError, match="unknown method 'double'; known: single, multi"):
         variants("buffer_size=2", "double")

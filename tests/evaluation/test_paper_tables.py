@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from mbd_core.evaluation.markdown_sections import markdown_sections
 from mbd_core.evaluation.paper_figures import PAPER_TABLES
 from mbd_core.evaluation.paper_tables import Own, beside_tables, has_fields, paper_content, paper_lines
 from mbd_core.evaluation.speed import speeds
-from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_aup, build_rows
+from mbd_core.evaluation.sweep_report import AupMean, ReportKey, ReportRow, build_aup, build_rows
 
 FOUR = ("gsm8k", "math500", "mbpp-plus", "humaneval-plus")
 
@@ -52,8 +52,32 @@ def test_a_row_stands_beside_the_paper_s_whatever_its_method_is_called() -> None
     assert [tpf[name] for name in ("low", "ours", "high")] == pytest.approx([20 / 9] * 3)
     assert tpf["verdict"] == "outside"
     aup = found["MBD-LMs, Table 1: SingleBD (Native): AUP ↑"]
-    assert aup["verdict"] == "not judged" and aup["ours"] == pytest.approx(92 * 20 / 9)
+    assert aup["verdict"] == "not judged" and aup["ours"] == pytest.approx(92 * 20 / 9) and aup["low"] is None
     assert not [name for name in found if "Table 3" in name and "TPF" not in name], "nothing was timed"
+
+
+def test_an_aup_has_its_interval_and_is_not_judged_by_it() -> None:
+    rows = sweep("LLaDA2.0-mini", SINGLE, right=80)
+    drawn = [replace(aup, d3llm_interval=(aup.aup_d3llm - 20, aup.aup_d3llm + 10)) for aup in build_aup(rows)]
+    mean = AupMean(
+        model="LLaDA2.0-mini",
+        method="whatever",
+        tasks=tuple(sorted(FOUR)),
+        aup_eq41=0.0,
+        aup_d3llm=drawn[0].aup_d3llm,
+        eq41_interval=None,
+        d3llm_interval=(drawn[0].aup_d3llm + 1, drawn[0].aup_d3llm + 5),
+    )
+    for others in ([], [replace(mean, tasks=FOUR[:3])], [replace(mean, method="another")]):
+        (table, *_) = beside_tables(Own.of(rows, drawn, [], others))
+        (aup,) = (one for one in table.rows[0].ours if one is not None and one.quantity == "aup")
+        assert aup.low is None and aup.high is None, "its own mean over just these tasks was not drawn"
+    (table, *_) = beside_tables(Own.of(rows, drawn, [], [mean]))
+    (aup,) = (one for one in table.rows[0].ours if one is not None and one.quantity == "aup")
+    assert (aup.low, aup.high) == mean.d3llm_interval, "the one of the first table, also above the value"
+    assert aup.verdict == "not judged"
+    text = "\n".join(paper_lines([table], recipe="mbd-lms"))
+    assert f"{aup.ours:.2f} [{aup.low:.2f}, {aup.high:.2f}]" in text
 
 
 def test_an_average_has_the_interval_of_an_average() -> None:

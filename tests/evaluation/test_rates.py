@@ -40,5 +40,21 @@ def test_both_extractions_have_an_accuracy() -> None:
         GradedSample(problem="p", correct=True, counts=None, strict_correct=True, flexible_correct=flag)
         for flag in (1, 0)
     ]
-    assert (summarize(math_samples).accuracy_strict, summarize(math_samples).accuracy_flexible) == (100.0, 50.0)
-    assert summarize([graded_sample(tokens=1, forwards=1)]).accuracy_strict is None
+    found = summarize(math_samples).by_rule
+    assert (list(found), found["strict"].accuracy, found["flexible"].accuracy) == (["strict", "flexible"], 100.0, 50.0)
+    assert summarize([graded_sample(tokens=1, forwards=1)]).by_rule == {}
+
+
+def test_base_and_plus_have_accuracies_with_intervals_and_what_was_not_judged_is_wrong() -> None:
+    judged = [
+        GradedSample(problem="p", correct=plus is True, counts=None, base_correct=base, plus_correct=plus)
+        for base, plus in ((True, True), (True, False), (True, False), (None, None))
+    ]
+    found = summarize(judged).by_rule
+    assert list(found) == ["base", "plus"]
+    assert (found["base"].accuracy, found["base"].low, found["base"].high) == pytest.approx(
+        (75, 30.0642, 95.4413), abs=1e-3
+    )
+    assert (found["plus"].accuracy, found["plus"].low, found["plus"].high) == pytest.approx(
+        (25, 4.5587, 69.9358), abs=1e-3
+    )

@@ -94,19 +94,23 @@ def flexible(judge: MathJudge, gold: str, text: str) -> bool:
     return judge.judge(gold, text).correct
 
 
+def is_another(name: str, number: str) -> bool:
+    """Whether the notation writes another number: 0 is its own negative and ten times itself, and the first dash of
+    `- -10` (two answers of GSM8K are negative) is no sign."""
+    return number != "0" and not (name in ("- N", "#### - N") and number.startswith("-"))
+
+
 def count_numbers(every: int) -> dict[str, int]:
     """The wrong verdicts of each notation, over every n-th problem of GSM8K."""
     judge, chosen = MathJudge(), problems("gsm8k")[::every]
     wrong: dict[str, int] = {}
     for name, write in (RIGHT_NUMBERS | WRONG_NUMBERS).items():
-        found = 0
-        for problem in chosen:
-            number = number_of(problem)
-            if name in WRONG_NUMBERS and number == "0":  # 0 is its own negative and ten times itself
-                continue
-            found += flexible(judge, problem.reference, write(number)) != (name in RIGHT_NUMBERS)
-        print(f"{name}: {len(chosen) - found} of {len(chosen)} graded as they should be")
-        wrong[name] = found
+        numbers = [
+            (number_of(one), one) for one in chosen if name in RIGHT_NUMBERS or is_another(name, number_of(one))
+        ]
+        right = name in RIGHT_NUMBERS
+        wrong[name] = sum(flexible(judge, one.reference, write(number)) != right for number, one in numbers)
+        print(f"{name}: {len(numbers) - wrong[name]} of {len(numbers)} graded as they should be")
     judge.close()
     return {name: count for name, count in wrong.items() if count}
 
@@ -208,8 +212,8 @@ def definitions(module: object) -> set[str]:
     return {ast.dump(node) for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def wrong_programs(task: str, chosen: list[Problem]) -> tuple[list[str], list[str], int]:
-    """Canonical solutions that fail, corrupted ones that pass, and how many of these there are."""
+def wrong_programs(task: str, chosen: list[Problem]) -> tuple[list[str], list[str]]:
+    """Canonical solutions that fail, and corrupted ones that pass."""
 
     def check(problem: Problem) -> tuple[list[str], list[str], int]:
         plus = PlusProblem.unpack(problem.reference)
@@ -231,17 +235,36 @@ def wrong_programs(task: str, chosen: list[Problem]) -> tuple[list[str], list[st
     num = sum(one[2] for one in found)
     print(f"{task}: {len(chosen) - len(failing)} of {len(chosen)} canonical solutions pass; fail: {failing}")
     print(f"{task}: {num - len(passing)} of {num} corrupted programs fail; pass: {passing}")
-    return failing, passing, num
+    return failing, passing
+
+
+# Corrupted programs that pass, here and, but for Mbpp/300, under EvalPlus. Most compute the same: a difference under
+# `abs`, a last line that returned None, a range or step that finds the same. The others are told apart by no input of
+# EvalPlus's, as HumanEval/94 by none whose only prime is 2.
+STILL_RIGHT = {
+    "HumanEval/4 swapped operands", "HumanEval/19 off by one", "HumanEval/25 off by one",
+    "HumanEval/31 off by one", "HumanEval/67 sign", "HumanEval/75 sign", "HumanEval/76 off by one",
+    "HumanEval/88 sign", "HumanEval/94 off by one", "HumanEval/96 off by one", "HumanEval/96 sign",
+    "HumanEval/99 swapped operands", "HumanEval/114 off by one", "HumanEval/125 sign",
+    "HumanEval/125 swapped operands", "HumanEval/128 swapped operands", "HumanEval/152 swapped operands",
+    "Mbpp/9 sign", "Mbpp/9 truncated", "Mbpp/20 off by one", "Mbpp/63 swapped operands", "Mbpp/69 off by one",
+    "Mbpp/69 sign", "Mbpp/71 off by one", "Mbpp/96 off by one", "Mbpp/100 off by one", "Mbpp/123 off by one",
+    "Mbpp/123 sign", "Mbpp/130 off by one",
+    "Mbpp/133 off by one", "Mbpp/160 truncated", "Mbpp/286 off by one", "Mbpp/300 swapped operands",
+    "Mbpp/395 truncated", "Mbpp/428 off by one", "Mbpp/558 swapped operands", "Mbpp/602 off by one",
+    "Mbpp/602 truncated", "Mbpp/620 sign", "Mbpp/760 off by one", "Mbpp/770 swapped operands",
+    "Mbpp/771 swapped operands", "Mbpp/773 truncated", "Mbpp/781 sign", "Mbpp/799 off by one", "Mbpp/799 sign",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("task", ["humaneval-plus", "mbpp-plus"])
 def test_some_canonical_solutions_pass_and_corrupted_ones_fail(task: str) -> None:
-    failing, passing, num = wrong_programs(task, light(task, every=50))
-    assert not failing and len(passing) <= num // 20 + 2
+    failing, passing = wrong_programs(task, light(task, every=50))
+    assert not failing and set(passing) <= STILL_RIGHT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["humaneval-plus", "mbpp-plus"])
 def test_all_canonical_solutions_pass_and_corrupted_ones_fail(task: str) -> None:
-    failing, passing, num = wrong_programs(task, list(problems(task)))
-    assert not failing and len(passing) <= num // 20 + 2
+    failing, passing = wrong_programs(task, list(problems(task)))
+    assert not failing and set(passing) <= STILL_RIGHT

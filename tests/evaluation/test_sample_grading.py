@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jobs.eval_sweep import main as eval_sweep
 from jobs.grade import main
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.sample_grading import load_samples
@@ -60,6 +61,41 @@ def test_programs_are_graded_on_base_and_plus_inputs(tmp_path: Path, capsys: pyt
     assert "2 of 4 samples right (50.00 %, 95 % Wilson interval 15.0 to 85.0)" in capsys.readouterr().out
     assert main(command) == 2  # what is there is not replaced unasked
     assert main([*command, "--overwrite"]) == 0
+
+
+def test_a_problem_that_breaks_its_grader_is_a_row_and_loses_no_other(tmp_path: Path) -> None:
+    row = {**PLUS_ROW, "prompt": '"""\nHalve.\nassert half(2) == 1\n"""\n', "plus_input": []}
+    row["canonical_solution"] = "def half(x): return x / 2\n"
+    problems = [{**row, "task_id": "Mbpp/900"}, {**row, "task_id": "Mbpp/2", "base_input": [[2.5]]}]
+    data = write_lines(tmp_path / "data.jsonl", problems)  # of Mbpp/2 an input's parts are lists, and 2.5 is none
+    answer = {"solution": "def half(x): return x / 2"}
+    asked = [{"task_id": "Mbpp/2", "text": "I cannot."}, {"task_id": "Mbpp/2", **answer}, {"doc_id": 0, **answer}]
+    samples, out = write_lines(tmp_path / "samples.jsonl", asked), tmp_path / "grades"
+    assert main(["--task", "mbpp-plus", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 0
+    rows = lines_of(out / "grades.jsonl")
+    assert [(row["correct"], row["reason"]) for row in rows] == [(False, "ungradable")] * 2 + [(True, "passed")]
+    assert rows[0]["detail"] == rows[1]["detail"] == "TypeError: 'float' object is not iterable"
+    assert json.loads((out / "report.json").read_text())["reasons"] == {"passed": 1, "ungradable": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "task_id", "reason"),
+    [
+        ("mbpp-plus", "HumanEval/900", "is a problem of HumanEval+; use task 'humaneval-plus'"),
+        ("humaneval-plus", "Mbpp/2", "is a problem of MBPP+; use task 'mbpp-plus'"),
+        ("mbpp-plus", "mine", "must be Mbpp/ and the problem's number"),
+    ],
+)
+def test_the_other_file_of_evalplus_is_refused_before_anything_is_graded(
+    task: str, task_id: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [{**PLUS_ROW, "task_id": task_id}])
+    samples, out = write_lines(tmp_path / "samples.jsonl", [{"doc_id": 0, "solution": "x"}]), tmp_path / "out"
+    assert main(["--task", task, "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 2
+    assert f"data.jsonl, line 1: '{task_id}' {reason}" in capsys.readouterr().err.replace("task_id '", "'")
+    sweep = ["--models", "tiny-mbd", "--tasks", task, "--data", str(data), "--out", str(out)]
+    assert eval_sweep(sweep) == 2 and "data.jsonl, line 1: " in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_math_samples_and_one_that_breaks_a_grader(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ def test_a_configuration_s_speed_does_not_depend_on_another_s() -> None:
     assert speeds([{**one[0], "run": None, "error": "RuntimeError: broken"}]) == []
 
 
+NAMED = ["Batch-1 TPS", "Batch-1 decode TPS", "Throughput"]
+MEANT = ("per request, end to end", "its forwards alone", "aggregate of all requests")
+
+
 def test_the_table_names_and_defines_its_columns() -> None:
     found = speeds([timed(ALONE, 0, 2), timed(TOGETHER, 2, 6)])
     lines = speed_lines(found, {"a": "A"}, {ReportKey("m", "MBD", "a", "{}"): "tau_m2t=0.9"})
@@ -55,4 +59,5 @@ def test_the_table_names_and_defines_its_columns() -> None:
     assert len(lines[-1].split(" | ")) == len(HEADS)
     for term in ("Batch-1 TPS", "Batch-1 decode TPS", "Throughput", "Latency"):
         assert f"{term}:" in DEFINITIONS and any(head.startswith(term) for head in HEADS)
+    assert [next(head for head in HEADS if meant in head).partition(" (")[0] for meant in MEANT] == NAMED
     assert "with 2 requests under way" in lines[3]

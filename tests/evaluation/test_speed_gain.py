@@ -55,7 +55,7 @@ def test_the_report_has_the_gain_with_the_times_and_the_token_efficiency_of_each
     rows = report_rows()
     times = [timed(row.key, tpf=row.summary.tpf, forward_ms=2.0, tps=10.0) for row in rows[:3]]
     settings = {"labels": {"a": "A", "b": "B"}, "settings": {}, "gaps": {}}
-    report = json.loads(report_files(rows, [], times, NOTHING_SHOWN, **settings)["report.json"])
+    report = json.loads(report_files(rows, [], [], times, NOTHING_SHOWN, **settings)["report.json"])
     assert [entry["gain"]["tpf_gain"] for entry in report["times"]] == pytest.approx([1, 1, 2])
     assert [row["token_efficiency"] for row in report["rows"][:3]] == pytest.approx([2 / 8, 2 / 8, 4 / 8])
     wide = replace(rows[0], config={**rows[0].config, "buffer_size": 4})

@@ -22,10 +22,10 @@ def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
     assert len({len(row) for row in cells}) == 1
     assert cells[2][0] == "*bd (blksz=8)*"
     assert cells[3][:7] == [
-        *("SingleBD", "100.00 [51.0, 100.0]", "2.00", "100.00 [51.0, 100.0]", "2.00", "100.00", "2.00"),
+        *("SingleBD", "100.00 [51.0, 100.0]", "2.00", "100.00 [51.0, 100.0]", "2.00", "100.00 [65.4, 100.0]", "2.00"),
     ]
     assert cells[5][:7] == [
-        *("MBD", "75.00 [30.1, 95.4]", "5.00", "75.00 [30.1, 95.4]", "4.00", "75.00", "4.50"),
+        *("MBD", "75.00 [30.1, 95.4]", "5.00", "75.00 [30.1, 95.4]", "4.00", "75.00 [43.2, 89.5]", "4.50"),
     ]
     assert "- mbd, MBD: A: tau_m2t=0.7; B: tau_m2t=0.9" in text
     assert re.search(r"^- seed: 7$", text, re.MULTILINE)
@@ -33,14 +33,31 @@ def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
 
 def test_an_aup_stands_with_its_interval_its_points_and_the_pool_of_y_max() -> None:
     rows, samples = report_rows(), report_samples()
-    aups = with_intervals(build_aup(rows), samples)
-    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={})
+    aups, means = with_intervals(build_aup(rows), samples)
+    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
     (line,) = (line for line in text.splitlines() if line.startswith("| mbd | MBD | A | 75.00"))
     low, high = aups[2].eq41_interval or (0, 0)
     assert line.split(" | ")[3] == f"75.00 [{low:.2f}, {high:.2f}]" and low < 75 < high
     assert line.endswith("| (4.00, 75.00) (5.00, 75.00) | none |")
     pool = "- A: y_max 100.00, of bd, SingleBD; its pool (number of configurations): bd, SingleBD (1); mbd, MBD (2)"
     assert text.splitlines().count(pool) == 1
+
+
+def test_an_average_of_aups_stands_with_its_own_interval() -> None:
+    rows, samples = report_rows(), report_samples()
+    aups, means = with_intervals(build_aup(rows), samples)
+    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
+    (line,) = (line for line in text.splitlines() if line.startswith("| MBD |"))
+    mean = means[1]
+    assert mean.aup_eq41 == (aups[2].aup_eq41 + aups[3].aup_eq41) / 2 and mean.eq41_interval and mean.d3llm_interval
+    cells = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, (low, high) in ((mean.aup_eq41, mean.eq41_interval), (mean.aup_d3llm, mean.d3llm_interval))
+    ]
+    assert line.removesuffix(" |").split(" | ")[-2:] == cells
+    low, high = mean.eq41_interval
+    assert aups[2].eq41_interval and high - low < aups[2].eq41_interval[1] - aups[2].eq41_interval[0]
+    assert "AUP Eq. 4.1 [95 %] ↑ | AUP d3LLM [95 %] ↑ |" in text
 
 
 def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:

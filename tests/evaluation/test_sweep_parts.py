@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from written_sweeps import planned_rows
 
-from mbd_core.evaluation.sweep_parts import Shard, cut, part_size
+from mbd_core.evaluation.sweep_parts import Shard, cut, in_turns, part_size
 
 
 def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> None:
@@ -21,6 +21,13 @@ def test_every_row_is_in_one_part_with_the_others_of_its_problem_and_model() -> 
     for model in ("m", "n"):
         lengths = [len(row["prompt"]) for part in parts for row in part.rows if row["model"] == model]
         assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_rows_of_a_prompt_take_turns_with_those_of_others() -> None:
+    prompts = "aaabbbbc"
+    taken = in_turns([{"input": prompt, "sample": number} for number, prompt in enumerate(prompts)])
+    assert "".join(row["input"] for row in taken) == "abcababb"
+    assert [row["sample"] for row in taken if row["input"] == "b"] == [3, 4, 5, 6]
 
 
 def test_a_part_is_four_batches_fewer_in_a_small_sweep_and_never_less_than_one() -> None:

@@ -30,9 +30,9 @@ def test_it_says_how_far_each_model_and_task_is_and_when_the_model_ends() -> Non
     assert progress.done(4) == ["m on a: 10 of 10 problems by each of 2 configurations"]
     clock.now += 100 * SECONDS
     (line,) = progress.done(5)
-    assert line == "n on a: 2 of 10 problems by each of 2 configurations, about 40 min left"
+    assert line == "n on a: 2 of 10 problems by each of 2 configurations, about 50 min left"
     clock.now += 10000
-    assert progress.done(6)[0].endswith("about 1 h 49 min left")
+    assert progress.done(6)[0].endswith("about 2 h 10 min left")
 
 
 def test_what_was_there_counts_as_done() -> None:
@@ -40,3 +40,15 @@ def test_what_was_there_counts_as_done() -> None:
     progress = SweepProgress(parts, [1], clock=clock)
     clock.now += SECONDS
     assert all(line.endswith("2 of 2 problems by each of 2 configurations") for line in progress.done(1))
+
+
+def test_the_time_that_engines_take_to_start_is_no_part_of_the_rate() -> None:
+    """Two engines are ready after seven minutes, and take a minute a part."""
+    parts, clock = cut(planned_rows(tasks=("a",)), rows_per_part=4), Clock()
+    progress = SweepProgress(parts, range(5), num_engines=2, clock=clock)
+    clock.now += 420
+    assert progress.done(0) == ["m on a: 2 of 10 problems by each of 2 configurations"]
+    clock.now += SECONDS / 2
+    assert progress.done(1) == []
+    clock.now += 60
+    assert progress.done(2) == ["m on a: 6 of 10 problems by each of 2 configurations, about 2 min left"]

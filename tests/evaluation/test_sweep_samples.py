@@ -131,5 +131,8 @@ def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) ->
     rows = list(larger.rows())
     other = record_of(larger, rows, cut(rows, rows_per_part=2), shard=Shard(), timing=TIMING)
     assert difference(record, other) == "its num_pages is 128, not 9"
+    earlier = replace(record, plan={name: value for name, value in record.plan.items() if name != "rows"})
+    begun = difference(earlier, record)
+    assert begun == "another version of this program began it: its rows have form 1, not 2"
     fewer = planned(tiny_model_dir, limit=2)[2]
     assert difference(record, fewer) == "task 'gsm-mini' has 3 problems, not 2"

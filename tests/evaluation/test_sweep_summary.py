@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from written_sweeps import WHOLE, graded_table, planned_rows, sweep_record, timed_table, write_parts
 
 from jobs.report_sweep import main
+from mbd_core.evaluation.sample_tables import GRADED_COLUMNS, ISOLATION
+from mbd_core.evaluation.sandbox import MEANING
 from mbd_core.evaluation.sweep_folder import REPORT, SweepFolder, read_report
 from mbd_core.evaluation.sweep_parts import Shard, cut
 from mbd_core.evaluation.sweep_summary import summarize_sweeps
@@ -32,6 +35,47 @@ def test_shards_give_the_report_of_the_sweep_in_any_order(tmp_path: Path, capsys
     assert "incomplete" not in capsys.readouterr().out
     assert main([str(tmp_path / name) for name in "12"] + ["--out", str(tmp_path / "joined"), "--overwrite"]) == 0
     assert "of 40 samples are there" in capsys.readouterr().err
+
+
+def test_a_report_has_the_accuracy_by_each_rule_of_a_task(tmp_path: Path) -> None:
+    rows = planned_rows(problems=4)
+    parts = cut(rows, rows_per_part=4)
+    with SweepFolder.claim(tmp_path, sweep_record(rows, parts)) as folder:
+        for part in parts:
+            graded = graded_table(part).to_pylist()
+            for row in graded:  # task a as one of EvalPlus's, task b as one of numbers
+                first, second = ("base", "plus") if row["task"] == "a" else ("flexible", "strict")
+                row |= {f"{first}_correct": True, f"{second}_correct": int(row["problem_id"][2:]) < 1}
+            folder.write_part(part.number, pa.Table.from_pylist(graded, schema=GRADED_COLUMNS))
+    files = summarize_sweeps([tmp_path]).files
+    (first, *_, last) = json.loads(files[REPORT])["rows"]
+    assert (set(first["by_rule"]), set(last["by_rule"])) == ({"base", "plus"}, {"strict", "flexible"})
+    assert first["by_rule"]["plus"] == pytest.approx({"accuracy": 25, "low": 4.5587, "high": 69.9358}, abs=1e-3)
+    section = files["report.md"].decode().partition("## Accuracy by rule")[2].partition("\n## ")[0]
+    heads, _, *lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert heads.endswith("| Strict [95 %] | Flexible [95 %] | Base [95 %] | Plus [95 %] |")
+    whole, part_right = "100.00 [51.0, 100.0]", "25.00 [4.6, 69.9]"
+    assert lines[0] == f"| m | MBD | A | tau_m2t=0.7 | 4 | - | - | {whole} | {part_right} |"
+    assert lines[-1] == f"| m | MBD | B | tau_m2t=0.9 | 4 | {part_right} | {whole} | - | - |"
+    assert b'"heading":"Accuracy by rule"' in files["report.html"].replace(b'": "', b'":"')
+
+
+def test_a_report_says_of_which_weights_it_is_and_how_programs_were_contained(tmp_path: Path) -> None:
+    rows = planned_rows()
+    parts = cut(rows, rows_per_part=4)
+    for name, shard in (("whole", WHOLE), ("1", Shard(1, 2)), ("2", Shard(2, 2))):
+        record = replace(sweep_record(rows, parts, shard=shard), settings={"models": {"m": {"dtype": "float32"}}})
+        with SweepFolder.claim(tmp_path / name, record) as folder:
+            for number in folder.missing():
+                way = {ISOLATION: "filter" if number % 2 else "bubblewrap"}
+                folder.write_part(number, graded_table(parts[number]).replace_schema_metadata(way))
+    joined, whole = summarize_sweeps([tmp_path / "1", tmp_path / "2"]), summarize_sweeps([tmp_path / "whole"])
+    settings = json.loads(whole.files[REPORT])["settings"]
+    assert settings["models"] == {"m": {"digest": "digest", "dtype": "float32"}}
+    assert settings["isolation"] == [MEANING["bubblewrap"], MEANING["filter"]]
+    assert joined.files == whole.files and f"- isolation: {MEANING['bubblewrap']}; {MEANING['filter']}" in whole.text
+    alone = json.loads(summarize_sweeps([tmp_path / "1"]).files[REPORT])["settings"]
+    assert alone["isolation"] == [MEANING["bubblewrap"]]
 
 
 def write_timed(path: Path, *, num_cases: int = 2, cases: Sequence[int] = (0,), **changes: Any) -> None:
@@ -120,6 +164,20 @@ def test_sweeps_of_different_models_and_tasks_are_joined(tmp_path: Path) -> None
     assert set(report["settings"]) == {str(tmp_path / "m"), str(tmp_path / "n")}
     table = [line for line in summary.text.splitlines() if line.startswith("| MBD")]
     assert [cell.strip() for cell in table[1].split("|")][4:6] == ["-", "-"]
+
+
+def test_seeds_of_a_task_that_reads_a_file_are_not_joined(tmp_path: Path) -> None:
+    """Their rows are the same, so that they would narrow each interval for nothing."""
+    for task in ("gsm-mini", "gsm8k"):
+        for seed in (0, 1):
+            rows = [{**row, "task": task, "seed": seed} for row in planned_rows(tasks=("a",), problems=3)]
+            parts = cut(rows, rows_per_part=4)
+            with SweepFolder.claim(tmp_path / f"{task}-{seed}", sweep_record(rows, parts, seed=seed)) as folder:
+                for part in parts:
+                    folder.write_part(part.number, graded_table(part))
+    assert summarize_sweeps([tmp_path / "gsm-mini-0", tmp_path / "gsm-mini-1"]).num_samples == 12
+    with pytest.raises(ValueError, match=r"from sweeps that differ; .* \(a seed changes nothing of the problems of a"):
+        summarize_sweeps([tmp_path / "gsm8k-0", tmp_path / "gsm8k-1"])
 
 
 def test_what_cannot_be_joined_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

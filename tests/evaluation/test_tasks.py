@@ -7,7 +7,9 @@ from mbd_core.evaluation.tasks import TASKS, find_task
 
 def test_a_task_is_found_by_its_name_and_an_unknown_one_lists_the_known() -> None:
     assert all(find_task(name).name == name for name in TASKS)
-    with pytest.raises(ValueError, match="unknown task 'gsm'; known: gsm-mini, code-mini, gsm8k, gsm8k-cot"):
+    with pytest.raises(
+        ValueError, match="unknown task 'gsm'; known: gsm-mini, code-mini, ledger-mini, gsm8k, gsm8k-cot"
+    ):
         find_task("gsm")
 
 

@@ -162,3 +162,14 @@ def test_the_timed_problems_are_spread_over_the_task(tiny_model_dir: Path) -> No
     assert [case.number for case in cases(Timing())] == [0, 1]
     assert TIMED_COLUMNS.names[:3] == ["model", "method", "task"]
     assert replace(Timing(), problems=40).together == 40
+
+
+def test_samples_that_killed_an_engine_are_left_out(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader(tiny_model_dir, monkeypatch)
+    (case,) = cases(Timing(problems=3, concurrency=3), buffer_sizes=[1])
+    dead = case.rows[0]
+    rows = TimedStage(loader, concurrency=3)(case, left_out={dead["sample"]}).to_pylist()
+    assert {row["problem_id"] for row in rows} == {row["problem_id"] for row in case.rows} - {dead["problem_id"]}
+    assert Counter(row["run"] for row in rows) == {ALONE: 2, TOGETHER: 5}
+    assert all(dead["sample"] not in map(int, batch) for batch in loader.under_way)
+    assert not TimedStage(loader, concurrency=3)(case, left_out={row["sample"] for row in case.rows}).num_rows

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mbd_core.bench.gpu_checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
+from mbd_core.bench.kernel_checks import kernel_form_rows
 from mbd_core.bench.roofline import measure_machine
 from mbd_core.bench.step_timing import StepCase
 from mbd_core.decoding.decoding_config import DecodingConfig
@@ -22,6 +23,10 @@ def test_every_kernel_is_its_definition() -> None:
     rows = kernel_rows(CUDA, small=False)
     assert all(row["right"] is True or "not_run" in row for row in rows)
     assert rows[0]["kernel"] != "attention: reference" and rows[0]["right"] is True
+
+
+def test_the_forms_of_kernels_are_those_in_torchs_operations() -> None:
+    assert all(row["right"] is True for row in kernel_form_rows(CUDA))
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])

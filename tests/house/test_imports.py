@@ -90,3 +90,18 @@ def test_the_core_loads_without_ray_or_a_web_framework() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("module", "packages"),
+    [
+        ("actors.graded_parts", ("torch", "transformers")),  # what a process that grades needs
+        ("mbd_core.serving.load", ("torch.distributed.tensor", "sympy", "ray", "matplotlib")),  # one that serves
+    ],
+)
+def test_a_process_imports_no_package_that_it_does_not_use(module: str, packages: tuple[str, ...]) -> None:
+    """A sweep starts several that grade, and a service many that serve: each would take seconds longer to start."""
+    code = f"import sys, {module}\nprint([m for m in {packages!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

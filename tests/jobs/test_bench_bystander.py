@@ -19,15 +19,17 @@ from mbd_core.serving.openai_requests import ChatRequest, CompletionRequest, par
 class Endpoint:
     """Streams one token at once; a long prompt takes a while."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        self.refuses = refuses
+    def __init__(self, *, refuses: bool = False, keys: frozenset[str] | None = None) -> None:
+        self.refuses, self.keys = refuses, keys
+        self.seen_keys: dict[str, set[str]] = {"long": set(), "short": set()}
         self.open_long = 0
         self.crowds: list[int] = []  # for each short request, the long ones that were open when it came
         self.prompts: list[str] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body, key = await request.json(), self.key(request)
         self.prompts.append(body["prompt"])
+        self.seen_keys["long" if len(body["prompt"]) > 500 else "short"].add(key)
         if len(body["prompt"]) > 500:
             self.open_long += 1
             try:
@@ -47,7 +49,14 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def models(self, _: web.Request) -> web.Response:
+    def key(self, request: web.Request) -> str:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.keys is not None and key not in self.keys:
+            raise web.HTTPUnauthorized
+        return key
+
+    async def models(self, request: web.Request) -> web.Response:
+        self.key(request)
         return web.json_response({"data": [{"id": "known"}]})
 
     @contextmanager
@@ -88,6 +97,27 @@ def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
     assert len(set(long)) == len(long), "no cache could hold them"
 
 
+def test_crowd_and_bystander_have_their_own_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = Endpoint(keys=frozenset({"ann-0123456789abcdef", "mob-0123456789abcdef"}))
+    monkeypatch.setenv("OPENAI_API_KEY", "ann-0123456789abcdef")
+    monkeypatch.setenv("MOB_KEY", "mob-0123456789abcdef")
+    options = ["--characters", "1000", "--crowd", "2", "--requests", "8", "--url"]
+    with endpoint.running() as url:
+        assert bench_bystander.main([*options, url, "--crowd-key", "MOB_KEY"]) == 0
+        assert endpoint.seen_keys == {"short": {"ann-0123456789abcdef"}, "long": {"mob-0123456789abcdef"}}
+        assert bench_bystander.main([*options, url]) == 0
+        assert endpoint.seen_keys["long"] == {"ann-0123456789abcdef", "mob-0123456789abcdef"}, "one client, as asked"
+        printed = "".join(capsys.readouterr())
+        assert "refused or failed" not in printed and "0123456789abcdef" not in printed
+        assert bench_bystander.main([*options, url, "--crowd-key", "NOT_THERE"]) == 2
+        assert "NOT_THERE: this environment variable holds nothing" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", "unknown")
+        assert bench_bystander.main([*options, url]) == 1
+        assert "does not answer as an OpenAI endpoint: 401" in capsys.readouterr().err
+
+
 def test_the_ratio_is_of_equal_percentiles() -> None:
     found = Bystander(quiet=(1.0, 2.0, 3.0), crowded=(2.0, 6.0, 30.0), num_ended=1, crowd_errors=())
     assert (found.ratio(50), found.ratio(0), found.ratio(100)) == (3, 2, 10)
@@ -113,4 +143,4 @@ def test_an_attack_is_a_request_that_the_endpoint_looks_at(attack: str) -> None:
 
 def test_an_unknown_attack_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_bystander.main(["--url", "http://127.0.0.1:1", "--attacks", "prompts,floods"]) == 2
-    assert "--attacks floods is unknown; choose among prompts, stops" in capsys.readouterr().err
+    assert "--attacks floods is unknown; choose among plain, prompts, stops" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chat_rows import chat, write_rows
+from ray.exceptions import WorkerCrashedError
 
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import decode_text
@@ -14,21 +16,6 @@ from mbd_core.multitf import run as training
 from mbd_core.multitf.prepared_data import RECORD, SAMPLES, PreparedExamples
 
 PROBLEM = "A farmer has three red barns, two blue tractors and one very old green truck."
-
-
-def chat(number: int, *, answer: str | None = None) -> dict:
-    turns = [{"role": "system", "content": "Be brief."}] if number % 3 == 0 else []
-    turns += [{"role": "user", "content": f"{number}+1?"}, {"role": "assistant", "content": f"{number + 1}"}]
-    if number % 2:
-        turns += [{"role": "user", "content": f"{number}+2?"}, {"role": "assistant", "content": f"{number + 2}"}]
-    if answer is not None:
-        turns[-1]["content"] = answer
-    return {"messages": turns}
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -54,11 +41,15 @@ def test_own_chats_become_samples_that_a_recipe_trains_on(
     assert decode_text(tokenizer, third.tokens[: third.prompt_length]) == "Be brief.3+1?43+2?"
     assert decode_text(tokenizer, third.tokens[third.prompt_length :]) == "5"
     assert third.tokens[-1] == 1 and len(third.tokens) == examples.lengths[3]
+    room = max(examples.lengths) + 8
+    filled = PreparedExamples(Path("data"), block_size=4, max_length=room + 2, trailing_fill=32)
+    assert filled.lengths == [len(filled[i].tokens) for i in range(40)] and max(filled.lengths) == room
     options = ["--recipe", "SDAR-8B-b4", "--base", str(tiny_model_dir), "--data", "data", "--steps", "1"]
-    assert training.main([*options, "--precision", "float32", "--out", "model"]) == 0
+    assert training.main([*options, "--precision", "float32", "--out", "model", "--pack", "99"]) == 0
     recorded = json.loads(Path("model/recipe.json").read_text())
     assert recorded["data"]["digest"] == json.loads(Path("data", RECORD).read_text())["digest"]
-    assert "1 steps of 32 samples in float32, 1 worker, samples of " in capsys.readouterr().out
+    line = capsys.readouterr().out
+    assert "1 steps of 32 samples in float32, 1 worker, samples of " in line and "packed up to 99 tokens" in line
 
 
 def test_the_same_rows_give_the_same_bytes(prepare: Callable[..., int]) -> None:
@@ -127,3 +118,18 @@ def test_a_folder_of_the_users_stays(prepare: Callable[..., int], capsys: pytest
     assert prepare("rows.jsonl", out="other") == 2
     assert "holds a training set; give another folder, or --overwrite" in capsys.readouterr().err
     assert prepare("rows.jsonl", "--overwrite", out="other") == 0
+
+
+def test_a_cluster_that_fails_is_one_sentence(
+    prepare: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise WorkerCrashedError
+
+    monkeypatch.setattr("cluster.local.connect", lambda **_: False)
+    monkeypatch.setattr(prepare_data, "encoder_of", lambda workers, model: fails)
+    write_rows(Path("rows.jsonl"), [chat(0)])
+    assert prepare("rows.jsonl", "--workers", "2") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("prepare_data: it failed on the cluster: ") and len(error.splitlines()) == 1
+    assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]

@@ -15,6 +15,8 @@ from sweep_cluster import Cluster, put_in_place
 from cluster import local
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as join
+from mbd_core.checkpoint.model_digest import model_digest
+from mbd_core.evaluation.sandbox import MEANING, available_isolation
 from mbd_core.evaluation.sweep_folder import read_report, read_samples
 
 
@@ -79,6 +81,36 @@ def test_the_same_command_computes_only_what_is_missing(
     samples = [row["sample"] for index in (1, 2) for row in read_samples(tmp_path / f"shard-{index}")]
     assert sorted(samples) == list(range(6)), "shards are cut alike, with however many actors"
     assert join([str(tmp_path / "shard-1"), str(tmp_path / "shard-2"), "--out", str(tmp_path / "joined")]) == 0
+
+
+def test_a_finished_sweep_is_reported_again_without_a_cluster(
+    cluster: Cluster,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    asked = ["--tasks", "code-mini", "--limit", "2"]
+    assert main(command(tiny_model_dir, out, "--timed", "0", *asked)) == 0
+    settings = read_report(out)["settings"]
+    assert settings["isolation"] == [MEANING[available_isolation()]]
+    assert settings["models"][tiny_model_dir.name]["digest"] == model_digest(tiny_model_dir)
+    report = (out / "report.json").read_bytes()
+    (out / "report.json").unlink()
+    monkeypatch.setattr(local, "connect", lambda **_: pytest.fail("nothing is to be computed"))
+    for more in ((), ("--overwrite",)):  # the second ends a sweep whose report is gone
+        assert main(command(tiny_model_dir, out, "--timed", "0", *asked, *more)) == 0
+        printed = capsys.readouterr()
+        assert "1 of 1 parts are there" in printed.err and "# Evaluation sweep" in printed.out
+        assert (out / "report.json").read_bytes() == report
+        (out / "report.json").unlink()
+    (out / "report.json").write_bytes(report)
+    connected: list[bool] = []
+    monkeypatch.setattr(local, "connect", lambda **_: bool(connected.append(True)))
+    assert main(command(tiny_model_dir, out, *asked)) == 0, "its times are missing"
+    assert main(command(tiny_model_dir, out, *asked, "--overwrite")) == 0, "it is computed again"
+    assert len(connected) == 2 and len(cluster.parts) == 2
 
 
 def test_the_best_point_is_written_and_the_same_command_is_still_the_same_sweep(

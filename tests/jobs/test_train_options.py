@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from chat_rows import chat, write_rows
 from full_attention_folder import make_folder
-from test_prepare_data import chat, write_rows
 
 from actors.training_run import TrainingRun
 from cluster.storage import Folder
@@ -40,6 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),
         (["--out", "/proc/x"], "/proc/x cannot be written"),
         (["--storage", "file/runs"], "Not a directory"),
+        (["--log-to", "tensorbord"], "--log-to 'tensorbord': known are tensorboard, wandb, mlflow"),
         (["--data", "nowhere"], "holds no prepared training data"),
         (["--recipe", "SDAR-8B-b32"], "recipe SDAR-8B-b32 has no model of its own: name one with --base"),
         (["--recipe", "SDAR-8B-b32", "--base", "tiny-bd"], "has no data of its own"),
@@ -47,6 +48,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
         (["--base", "dream"], "attends to whole sequences"),
         (["--recipe", "tiny-bd-b8", "--data", "data"], "trains its own tokenizer"),
         (["--data", "data"], "prepare it again with --max-length 160"),
+        (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the number of training processes, 2"),
+        (["--tensor-parallel", "2", "--compile"], "leave one of --compile and --tensor-parallel out"),
     ],
 )
 def test_bad_input_is_refused_before_a_worker_starts(
@@ -73,8 +76,9 @@ def test_a_shipped_base_and_own_data_are_handed_on(started: list[TrainingRun]) -
     write_rows(Path("rows.jsonl"), [chat(i) for i in range(40)])
     assert prepare_data.main(["rows.jsonl", "--model", "tiny-bd", "--out", "data"]) == 0
     options = ["--recipe", "SDAR-8B-b32", "--base", "tiny-bd", "--data", "data", "--steps", "3", "--storage", "runs"]
-    assert train_multitf.main(options) == 0
+    assert train_multitf.main([*options, "--compile", "--log-to", "tensorboard"]) == 0
     (run,) = started
+    assert run.recipe.train.compile and run.log_targets == ("tensorboard",)
     assert run.recipe.base == "tiny-bd" and run.recipe.train.steps == 3
     assert str(run.recipe.data) == str(Path("data").resolve())
 

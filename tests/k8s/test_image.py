@@ -218,6 +218,8 @@ def needed(package: str, extras: frozenset[str], found: dict[str, set[str]]) -> 
 def test_the_lock_pins_everything_that_the_image_holds() -> None:
     found: dict[str, set[str]] = {}
     optional = PROJECT["optional-dependencies"]
-    for requirement in map(Requirement, [*PROJECT["dependencies"], *optional["ray"], *optional["s3"]]):
+    for requirement in map(
+        Requirement, [*PROJECT["dependencies"], *optional["ray"], *optional["s3"], *optional["train"]]
+    ):
         needed(requirement.name, frozenset(requirement.extras), found)
     assert sorted(found.keys() - pinned_versions().keys()) == []

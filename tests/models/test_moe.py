@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig, MoEConfig
-from mbd_core.models.moe import Experts, MoE, Router, experts_kernel
+from mbd_core.models.moe import Experts, MoE, Router, experts_kernel, kernel_for
 from mbd_core.ops.experts import grouped_experts, loop_experts
 
 GROUPED = MoEConfig(
@@ -105,7 +105,7 @@ def test_chosen_experts_are_the_loop(dtype: torch.dtype, atol: float, width: int
     """Whatever was chosen, outputs and gradients are the loop's."""
     layer = drawn(Experts(16, replace(SOFTMAX, intermediate_size=width))).to(dtype)
     quick = width == 16 and dtype != torch.float64
-    assert layer.kernel.call is (grouped_experts if quick else loop_experts)
+    assert kernel_for(layer.gate_proj).call is (grouped_experts if quick else loop_experts)
     x, (ids, weights) = tokens(24).to(dtype).requires_grad_(), chosen(24)
     wanted = loop_experts(x, layer.gate_proj, layer.up_proj, layer.down_proj, ids, weights)
     found = layer(x, ids, weights)
@@ -122,7 +122,7 @@ def test_experts_heed_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for x in (tokens(24), tokens(24).bfloat16()):
             found = layer(x, ids, weights)
-            assert found.dtype == x.dtype and layer.kernel.call is grouped_experts
+            assert found.dtype == x.dtype and kernel_for(layer.gate_proj).call is grouped_experts
             torch.testing.assert_close(found.float(), wide, atol=0.3, rtol=0.05)
             assert not torch.equal(found.float(), wide)
 
@@ -153,7 +153,7 @@ def test_rows_computed_apart_keep_their_bits_in_any_batch() -> None:
             out = model(torch.cat(batch), positions, lambda layer, q, k, v: q + 0 * v[:, :1], split=split)
         return list(out.split(split))
 
-    assert model.model.layers[1].mlp.experts.kernel.call is grouped_experts
+    assert kernel_for(model.model.layers[1].mlp.experts.gate_proj).call is grouped_experts
     alone = [hidden([row])[0] for row in rows]
     for order in ([0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1], [2, 0, 4]):
         for index, found in zip(order, hidden([rows[i] for i in order]), strict=True):

@@ -137,3 +137,21 @@ def test_conversations_come_from_the_usual_columns() -> None:
 def test_what_is_no_conversation_says_why(messages: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Columns(chat="messages").messages({"messages": messages})
+
+
+def test_rows_that_a_model_answers_end_before_their_answer() -> None:
+    user, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    for row in (
+        {"messages": [user, answer]},
+        {"messages": [user]},
+        {"prompt": "1+1?"},
+        {"question": "1+1?", "answer": ""},
+        {"question": "1+1?", "answer": None},
+    ):
+        assert Columns.of(row, answered=False).messages(row) == [user]
+    assert Columns(prompt="q", answered=False).messages({"q": "1+1?"}) == [user]
+    turns = [user, answer, user]
+    assert Columns(chat="messages", answered=False).messages({"messages": [*turns, answer]}) == turns
+    for bad in ([], [answer], [user, answer, answer]):
+        with pytest.raises(ValueError, match="does not end with a user's message, or with one and its answer"):
+            Columns(chat="messages", answered=False).messages({"messages": bad})

@@ -12,10 +12,12 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.chat_encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data import TinyData
-from mbd_core.multitf.fit import check_fit, check_model, check_room, planned_lines
+from mbd_core.multitf.fit import check_fit, check_model, check_room, memory_setting, planned_lines
+from mbd_core.multitf.memory_plan import RESERVE, plan_memory
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.prepared_data import named_data, write_record, write_samples
 from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.sharding import Sharding
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened
@@ -113,18 +115,33 @@ def test_data_that_changed_since_are_refused(
         check_fit(replace(tiny_recipe, data=replace(data, digest="other")))
 
 
-@pytest.mark.parametrize(
-    ("changes", "device", "sentence"),
-    [
-        ({"lora": LoraSettings(rank=2)}, "GPU", "leave --sharding at replicated"),
-        ({"attention": "flex"}, "CPU", "attention=flex trains on a GPU alone"),
-    ],
-)
-def test_what_cannot_be_trained_so_is_refused_before_a_plan(
-    tiny_recipe: TrainingRecipe, changes: dict, device: str, sentence: str
-) -> None:
-    recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, **changes))
-    with pytest.raises(ValueError, match=sentence):
-        check_room(recipe, "sharded", 10**12, num_workers=2, device=device)
-    with pytest.raises(ValueError, match=sentence):
-        planned_lines(recipe, "sharded", num_workers=2, device=device)
+def test_what_cannot_be_trained_so_is_refused_before_a_plan(tiny_recipe: TrainingRecipe) -> None:
+    recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, attention="flex"))
+    with pytest.raises(ValueError, match="attention=flex trains on a GPU alone"):
+        check_room(recipe, "sharded", 10**12, num_workers=2, device="CPU")
+    with pytest.raises(ValueError, match="attention=flex trains on a GPU alone"):
+        planned_lines(recipe, "sharded", num_workers=2, device="CPU")
+
+
+def test_weights_are_sharded_where_replicas_do_not_fit(tiny_recipe: TrainingRecipe) -> None:
+    train = replace(tiny_recipe.train, micro_batch=1, activation_checkpointing=True)
+    recipe = replace(tiny_recipe, train=train)
+
+    def needed(sharding: Sharding) -> int:
+        setting = memory_setting(recipe, num_workers=4, sharding=sharding, precision="float32", device="GPU")
+        return plan_memory(setting).total
+
+    assert needed("sharded") < needed("replicated")
+    room = {way: round(needed(way) / (1 - RESERVE)) + 1 for way in ("replicated", "sharded")}
+    assert check_room(recipe, "auto", room["replicated"], num_workers=4, device="GPU")[0] == "replicated"
+    assert check_room(recipe, "auto", room["sharded"], num_workers=4, device="GPU")[0] == "sharded"
+    assert check_room(recipe, "sharded", room["replicated"], num_workers=1, device="GPU")[0] == "replicated"
+    with pytest.raises(ValueError, match="it fits with --sharding sharded on 4 GPUs"):
+        check_room(recipe, "replicated", room["sharded"], num_workers=4, device="GPU")
+
+
+def test_an_adapter_may_be_trained_over_sharded_weights(tiny_recipe: TrainingRecipe) -> None:
+    recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, lora=LoraSettings(rank=2)))
+    lines = planned_lines(recipe, "auto", num_workers=4, device="GPU")
+    assert ["replicated" in line or "sharded" in line for line in lines] == [True, False] * 2
+    assert check_room(recipe, "sharded", 10**12, num_workers=4, device="GPU")[0] == "sharded"

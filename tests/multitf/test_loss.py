@@ -95,7 +95,7 @@ def test_other_layouts_in_one_sequence_are_separate_sequences_too(model: Decoder
 
 def test_large_logits_go_through_the_head_in_pieces(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(model, StateConfig(block_size=B, max_group=2), [sample(), sample(seed=1)])
-    whole, accuracy = multitf_loss(model, batch)
+    whole, measures = multitf_loss(model, batch)
     wanted = gradients(model, whole)
     widths: list[int] = []
     monkeypatch.setattr(losses, "LOGIT_BYTES", 4 * 300 * 3)
@@ -104,7 +104,8 @@ def test_large_logits_go_through_the_head_in_pieces(model: Decoder, monkeypatch:
     found = gradients(model, loss)
     hook.remove()
     assert max(widths) == 3 and len(widths) > 4
-    assert (loss.item(), same.item()) == pytest.approx((whole.item(), accuracy.item()), rel=1e-12)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-12)
+    torch.testing.assert_close(same, measures, rtol=1e-12, atol=0.0)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
@@ -257,4 +258,4 @@ def test_tokens_are_counted_without_padding() -> None:
     (trainer,) = trainers("masked_mean", world_size=1)
     batch = trainer.batch(0)
     metrics = trainer.step()
-    assert metrics.tokens == (24 + 32 + 8 + 8) * 3 < batch.input_ids.numel()  # two layouts and the clean stream
+    assert metrics.tokens == (24 + 32 + 8 + 8) * 3 - 4 * B < batch.input_ids.numel()  # the last block is unseen

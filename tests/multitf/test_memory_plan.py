@@ -13,7 +13,7 @@ from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.activation_memory import kept_bytes
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.mask import dual_stream_mask
-from mbd_core.multitf.memory_plan import Setting, check_memory, plan_lines, plan_memory, sequence_tokens
+from mbd_core.multitf.memory_plan import RESERVE, Setting, check_memory, plan_lines, plan_memory, sequence_tokens
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trained_adapter import LoraSettings
@@ -142,6 +142,30 @@ def test_what_does_not_fit_is_refused_with_what_would(changes: dict, room: float
     asked = setting(SHAPES["sdar-1.7b"], replace(PLAIN, **changes), sample_tokens=512)
     with pytest.raises(ValueError, match=f"training takes .* GB on each GPU, and .* are for it; {remedy}"):
         check_memory(asked, int(room * 1e9))
+
+
+def test_the_base_of_an_adapter_is_cut_among_its_workers() -> None:
+    alone = plan_memory(of_recipe("D2F-LLaDA", "llada-8b", workers=1, sharding="replicated"))
+    four = plan_memory(of_recipe("D2F-LLaDA", "llada-8b", workers=4))
+    assert four.weights == pytest.approx(alone.weights / 4, rel=1e-3)
+    assert (four.num_trained, four.num_parameters) == (alone.num_trained, alone.num_parameters)
+    assert four.gradients == pytest.approx(alone.gradients / 4, rel=1e-3)
+    largest = 2 * (2 * 4096 * 126464 + 2 * 4 * 4096 * 4096 + 2 * 3 * 4096 * 12288)
+    assert largest < four.gathered < 1.02 * largest, (
+        "embeddings, head and two layers in bfloat16, and no gradient of them"
+    )
+    asked = of_recipe("D2F-LLaDA", "llada-8b", workers=2, sharding="replicated")
+    with pytest.raises(ValueError, match=r"it fits with .*--sharding sharded on 4 GPUs"):
+        check_memory(asked, round(four.total / (1 - RESERVE)) + 1)
+
+
+def test_packed_samples_are_fewer_and_longer_sequences() -> None:
+    asked = setting(FAMILIES["sdar"], replace(PLAIN, batch_size=8), sample_tokens=16)
+    packed = replace(asked, train=replace(asked.train, pack=56))
+    assert (asked.sequences_at_once, packed.sequences_at_once) == (8, 3)
+    assert sequence_tokens(packed)[0] == 56 / 16 * sequence_tokens(asked)[0]
+    alone = replace(packed, train=replace(packed.train, micro_batch=1, pack=8))
+    assert alone.sequences_at_once == 1 and sequence_tokens(alone) == sequence_tokens(asked)
 
 
 def test_what_fits_is_planned() -> None:

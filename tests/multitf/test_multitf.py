@@ -16,7 +16,16 @@ from mbd_core.multitf.layout import GroupLayout, layout_set, random_layout, sing
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.noise import NoiseBounds, chain_uniform, num_masked, sorted_uniform
-from mbd_core.multitf.sample import MultiTFBatch, build_batch, choose_layouts, collate, corrupt, lay_out
+from mbd_core.multitf.sample import (
+    MultiTFBatch,
+    build_batch,
+    choose_layouts,
+    collate,
+    corrupt,
+    lay_out,
+    self_denoised,
+    without_unseen,
+)
 from mbd_core.multitf.states import StateConfig
 
 MASK, EOS, B = 0, 1, 4
@@ -163,6 +172,37 @@ def test_layouts_sharing_a_clean_stream_are_the_separate_sequences(model: Decode
     model.zero_grad()
 
 
+@pytest.mark.parametrize("kind", ["systematic", "one_group", "teacher forcing"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_clean_blocks_that_no_noisy_token_sees_are_not_needed(model: Decoder, kind: str, shift: bool) -> None:
+    """Loss and gradients are those of the whole clean stream; what is left out is the last noise-group's, in all
+    layouts."""
+    states = {
+        "systematic": StateConfig(block_size=B, max_group=3, num_random=2),
+        "one_group": StateConfig(block_size=B, layouts="one_group", span="response"),
+        "teacher forcing": StateConfig(block_size=B, num_layouts=2, labels="answer", self_denoising="both"),
+    }
+    config, one, rng = states[kind], example(6, 17), random.Random(3)
+    first_block = 1 if config.span == "response" else 0
+    streams = [
+        (layout, corrupt(one, layout, start=first_block * B, config=config, mask_token_id=MASK, rng=rng))
+        for layout in choose_layouts(len(one.tokens) // B - first_block, config, rng)
+    ]
+    whole = lay_out(one, self_denoised(streams, config, rng), config, first_block=first_block, shift=shift)
+    needed = without_unseen(whole)
+    left_out = (len(whole["stream"]) - len(needed["stream"])) // B
+    assert left_out == {"systematic": 1, "one_group": 5, "teacher forcing": 1}[kind]
+    found = []
+    for row in (whole, needed):
+        loss, _ = multitf_loss(model, collate([row]))
+        loss.backward()
+        found.append((float(loss.detach()), [p.grad.clone() for p in model.parameters()]))
+        model.zero_grad()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6) and found[0][0] > 0.1
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert float((a - b).abs().max()) <= 1e-6 * max(1e-3, float(a.abs().max()))
+
+
 def test_padding_changes_nothing(model: Decoder) -> None:
     """A short sample beside a long one gives the loss it gives alone (packed == separate)."""
     config = StateConfig(block_size=B, max_group=2)
@@ -190,7 +230,8 @@ def test_only_response_tokens_are_masked_and_weights_sum_to_one(prompt, response
     assert bool((batch.positions[0][labelled] >= prompt).all())
     assert bool((batch.input_ids[0][labelled] == MASK).all())
     clean = batch.input_ids[0][batch.stream[0] == 0].tolist()
-    assert clean == list(one.tokens)
+    seen = int(batch.first[0][batch.stream[0] > 0].max())
+    assert clean == list(one.tokens[: seen * B]) and seen < len(one.tokens) // B
     assert batch.labels[0][labelled].tolist() == [one.tokens[p] for p in batch.positions[0][labelled].tolist()]
     if rounding == "ceil":
         assert float(batch.weights.sum()) == pytest.approx(1.0)

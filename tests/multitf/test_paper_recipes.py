@@ -2,12 +2,18 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.multitf.example import encode_example
+from mbd_core.multitf.export import export
 from mbd_core.multitf.fit import check_model
 from mbd_core.multitf.paper_recipes import PAPER_RECIPES
 from mbd_core.multitf.recipes import RECIPES
@@ -88,3 +94,20 @@ def test_a_step_of_each_on_a_small_model_of_its_family(recipe: TrainingRecipe) -
 def test_training_states_that_contradict_themselves_are_refused(fields: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         StateConfig(block_size=4, **fields)
+
+
+@pytest.mark.parametrize("name", ["D2F-LLaDA", "D2F-Dream", "D2F-LLaDA-block-causal"])
+def test_a_model_of_d2f_is_written_so_that_it_decodes_as_recommended(
+    name: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Trained in blocks of 16, decoded in blocks of 64 or 32."""
+    recipe = RECIPES[name]
+    words = {"vocab_size": 512, "mask_token_id": 0, "eos_token_ids": (1,), "block_size": recipe.states.block_size}
+    config = replace(SHAPES[FAMILY[recipe.architectures[0]]], **words)
+    tokenizer = load_tokenizer(tiny_model_dir, load_config(tiny_model_dir))
+    model = random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+    export(tmp_path / "model", recipe, model, tokenizer)
+    folder = read_folder(tmp_path / "model")
+    assert folder.config.block_size == folder.defaults["block_size"] == recipe.generation["block_size"] != 16
+    decoding = decoding_config(folder.defaults, {}, block_size=folder.config.block_size)
+    assert decoding.buffer_size == recipe.generation["buffer_size"]

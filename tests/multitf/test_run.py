@@ -10,6 +10,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.multitf import precision, run
 from mbd_core.multitf.checkpoints import MARKER
+from mbd_core.multitf.curve_file import LOSSES, SPEEDS
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
@@ -31,6 +32,17 @@ def test_a_run_writes_a_model_and_says_its_precision(recipe: str, capsys: pytest
     assert recorded["train"]["precision"] == "float32"
     assert recorded["train"]["steps"] == 2
     assert "2 steps of 8 samples in float32" in capsys.readouterr().out
+
+
+def test_a_run_says_what_it_logs_and_where(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--steps", "2", "--checkpoints", "run"]
+    assert run.main([*options, "--log-to", "none", "--out", "a"]) == 0
+    said = capsys.readouterr().out
+    assert "logs: losses.jsonl; MFU is of " in said and "measured on this CPU" in said
+    assert not Path("run/tensorboard").exists()
+    first, second = points("run")
+    assert first["loss_slot_1"] > 0 and second["tflop"] > 0 and "seconds" not in first
+    assert json.loads(Path("run/losses.jsonl").read_text().splitlines()[0])["mfu"] > 0
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -72,14 +84,21 @@ def test_no_recipe_writes_into_the_package_by_default(
     assert SHIPPED not in targets[0].parents
 
 
+def points(folder: str) -> list[dict[str, float]]:
+    """The updates in a run's folder, without the speeds that no two runs share."""
+    lines = map(json.loads, (Path(folder) / LOSSES).read_text().splitlines())
+    return [{name: number for name, number in line.items() if name not in SPEEDS} for line in lines]
+
+
 def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--recipe", recipe, "--checkpoints", "run", "--every", "5"]
     assert run.main([*options, "--out", "whole"]) == 0
-    assert sorted(path.name for path in Path("run").iterdir()) == ["losses.jsonl", "step_000010", "step_000012"]
-    losses = Path("run/losses.jsonl").read_text()
+    written = ["losses.jsonl", "losses.png", "step_000010", "step_000012", "tensorboard"]
+    assert sorted(path.name for path in Path("run").iterdir()) == written
+    losses = points("run")
     (Path("run/step_000012") / MARKER).unlink()  # as if the run had been killed while it wrote this one
     assert run.main([*options, "--out", "resumed"]) == 0
-    assert Path("run/losses.jsonl").read_text() == losses and losses.count("\n") == 12
+    assert points("run") == losses and len(losses) == 12
     whole, resumed = (load_model(Path(folder)).state_dict() for folder in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert run.main(["--recipe", "tiny-bd", "--checkpoints", "run"]) == 2
@@ -87,19 +106,19 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
     for other in (["--steps", "9"], ["--lora", "2"]):
         assert run.main([*options, *other, "--out", "other"]) == 2
         assert f"holds checkpoints of a run with other settings, see {MARKER}" in capsys.readouterr().err
-    assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--out", "other"]) == 0
+    assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--pack", "300", "--out", "other"]) == 0
 
 
 @pytest.mark.parametrize(
     ("file", "kept", "named"),
     [
-        (MARKER, "{", MARKER),
-        (MARKER, '{"a": 1}', MARKER),
-        (MARKER, "[]", MARKER),
-        (".metadata", "x", ".metadata"),
-        (".metadata", None, ".metadata"),
-        ("__0_0.distcp", "x", "*.distcp"),
-        ("__0_0.distcp", None, "*.distcp"),
+        (MARKER, "{", f"{MARKER} is cut or damaged"),
+        (MARKER, '{"a": 1}', f"{MARKER} is cut or damaged"),
+        (MARKER, "[]", f"{MARKER} is cut or damaged"),
+        (".metadata", "x", ".metadata is cut or damaged"),
+        (".metadata", None, ".metadata is missing"),
+        ("__0_0.distcp", "x", "__0_0.distcp is cut: 1 of "),
+        ("__0_0.distcp", None, "__0_0.distcp is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_what_to_do(
@@ -114,12 +133,22 @@ def test_a_damaged_checkpoint_is_named_and_what_to_do(
         (damaged / file).write_text(kept)
     assert run.main(options) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "the checkpoint run/step_000002 cannot be read: " in error and f"{named} there is missing or" in error
+    assert f"the checkpoint run/step_000002 cannot be read: {named}" in error
     assert error.endswith("remove that folder to go on from step_000001")
     for path in damaged.iterdir():
         path.unlink()
     damaged.rmdir()
     assert run.main(options) == 0
+
+
+def test_a_storage_that_fails_is_one_sentence(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--recipe", recipe, "--steps", "1", "--checkpoints", "run", "--overwrite"]
+    assert run.main(options) == 0
+    part = Path("run/step_000001/__0_0.distcp")
+    part.write_bytes(bytes(part.stat().st_size))
+    assert run.main(options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("multitf.run: the checkpoint run/step_000001 cannot be read: ") and "remove" not in error
 
 
 def test_folders_that_are_no_checkpoints_stay(recipe: str) -> None:
@@ -174,10 +203,18 @@ LONG = "x" * 300
         (["--out", "/proc/model"], "cannot be written"),
         (["--checkpoints", "file/run"], "file/run cannot be written: "),
         (["--checkpoints", "file"], "file is a file; give a folder for checkpoints"),
+        (["--log-to", "tensorboard"], "--log-to tensorboard needs a folder for the run: name it with --checkpoints"),
+        (["--checkpoints", "run", "--log-to", "paper"], "--log-to 'paper': known are tensorboard, wandb, mlflow"),
         (["--base", "nowhere"], "unknown model 'nowhere'"),
         (["--data", "folder"], "folder holds no prepared training data"),
         (["--recipe", "SDAR-8B-b32"], "recipe SDAR-8B-b32 has no model of its own: name one with --base"),
         (["--recipe", "SDAR-8B-b32", "--base", "tiny-bd"], "recipe SDAR-8B-b32 has no data of its own"),
+        (["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide the number of training processes, 1"),
+        (["--tensor-parallel", "7", "--base", "tiny-bd"], "does not divide among --tensor-parallel 7 workers"),
+        (["--tensor-parallel", "2", "--lora", "4"], "an adapter (LoRA) is not trained by tensor-parallel workers"),
+        (["--tensor-parallel", "2", "--compile"], "leave one of --compile and --tensor-parallel out"),
+        (["--cut-experts", "width"], "--cut-experts width is for tensor-parallel workers"),
+        (["--tensor-parallel", "2", "--sharding", "replicated", "--plan", "2"], "leave --sharding at auto"),
     ],
 )
 def test_what_cannot_be_trained_or_written_is_refused_before_it_begins(

@@ -4,23 +4,23 @@ What they compute runs in two processes at once (`tests/support/training_pair.py
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from family_models import FAMILIES, random_model
-from training_pair import STEPS, half_denoised, losses, recipe_on, trained
+from gloo_workers import started
+from torch.distributed.checkpoint import FileSystemReader
+from training_pair import KEPT, STEPS, distilled, half_denoised, losses, recipe_on, trained, trained_adapter
 
-from cluster.local import free_ports
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
@@ -28,7 +28,6 @@ from mbd_core.multitf.checkpoints import MARKER
 from mbd_core.multitf.curve_file import LOSSES
 from mbd_core.multitf.workers import Workers
 
-SUPPORT = Path(__file__).resolve().parent.parent / "support"
 ALONE = Workers(0, 1, torch.device("cpu"))
 LIMIT = 300.0
 CLOSE = {"adamw": 1e-5, "muon": 1e-4}
@@ -38,25 +37,8 @@ Muon orthogonalises in bfloat16, where a small difference can become a rounding 
 """
 
 
-@contextmanager
-def pair(mode: str, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two workers, started as torchrun starts them; killed if they have not ended with the block."""
-    (port,) = free_ports(1)
-    paths = os.pathsep.join([str(SUPPORT), str(SUPPORT.parent.parent)])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "training_pair.py"), mode, str(out)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+def pair(mode: str, out: Path, **environment: str) -> AbstractContextManager[list[subprocess.Popen[bytes]]]:
+    return started("training_pair.py", mode, str(out), environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +50,8 @@ def out(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     save_model(out / "model", model, tokenizer=tokenizer)
     config = FAMILIES["llada2"]
     sizes = {"vocab_size": 512, "max_positions": 512, "block_size": 4}
-    save_model(out / "experts", random_model(type(config)(**{**vars(config), **sizes})), tokenizer=tokenizer)
+    save_model(out / "experts", random_model(replace(config, **sizes)), tokenizer=tokenizer)
+    save_model(out / "dream", random_model(replace(FAMILIES["dream"], **sizes)), tokenizer=tokenizer)
     return out
 
 
@@ -79,7 +62,9 @@ def alone(out: Path) -> dict[str, list[float]]:
     recipes = {name: recipe_on(out / "model", optimizer=name) for name in ("adamw", "muon")}
     found = {name: losses(trained(recipe, ALONE, "replicated")) for name, recipe in recipes.items()}
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), ALONE, "replicated"))
+    found["packed"] = losses(trained(recipe_on(out / "model", steps=2), ALONE, "replicated"))
     found["half"] = losses(trained(half_denoised(out / "model"), ALONE, "replicated"))
+    found["adapter"] = trained_adapter(distilled(out / "dream"), ALONE, "replicated", out / "adapter-alone")
     trained(recipes["muon"], ALONE, "replicated", str(out / "one"))
     for step in (6, STEPS):
         (out / "one" / f"step_{step:06d}" / MARKER).unlink()
@@ -87,8 +72,8 @@ def alone(out: Path) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def together(out: Path, alone: dict[str, list[float]]) -> dict[str, Any]:
-    with pair("compare", out) as workers:
+def together(out: Path, alone: dict[str, list[float]], s3_server: dict[str, str]) -> dict[str, Any]:
+    with pair("compare", out, **s3_server) as workers:
         assert [worker.wait(LIMIT) for worker in workers] == [0, 0]
     return json.loads((out / "compare.json").read_text())
 
@@ -112,8 +97,14 @@ def test_experts_are_sharded_too(together: dict[str, Any], alone: dict[str, list
     assert together["experts"] == pytest.approx(alone["experts"], rel=CLOSE["muon"])
 
 
-def test_each_worker_holds_what_the_plan_says(together: dict[str, Any]) -> None:
-    weights, held, states, kept = together["plan"]
+def test_packed_samples_train_as_separate_ones(together: dict[str, Any], alone: dict[str, list[float]]) -> None:
+    """On two sharded workers, which compute equally many sequences."""
+    assert together["packed"] == pytest.approx(alone["packed"], rel=CLOSE["muon"])
+
+
+@pytest.mark.parametrize("trained", ["plan", "adapter-plan"])
+def test_each_worker_holds_what_the_plan_says(trained: str, together: dict[str, Any]) -> None:
+    weights, held, states, kept = together[trained]
     assert (held, kept) == (weights, states)
 
 
@@ -158,6 +149,58 @@ def test_a_sharded_model_is_written_whole(out: Path, together: dict[str, Any]) -
     read, written = load_model(out / "model", dtype=torch.bfloat16), load_model(out / "written")
     for name, tensor in read.state_dict().items():
         assert torch.equal(tensor, written.state_dict()[name]), name
+
+
+def test_an_adapter_over_a_sharded_base_trains_as_one_worker_s(
+    out: Path, together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    """With the base as its teacher, and dropout: each sample's draws are its own."""
+    assert alone["adapter"][-1] < alone["adapter"][0]
+    assert together["adapter-sharded"] == pytest.approx(alone["adapter"], rel=CLOSE["adamw"])
+    assert together["adapter-replicated"] == pytest.approx(alone["adapter"], rel=CLOSE["adamw"])
+    expected, base = (load_model(out / name, dtype=torch.bfloat16) for name in ("adapter-alone-model", "dream"))
+    for way in ("sharded", "replicated"):
+        merged = load_model(out / f"adapter-{way}-model", dtype=torch.bfloat16)
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=2**-7, atol=1e-5, msg=name)
+            is_adapted = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"))
+            assert torch.equal(tensor, base.state_dict()[name]) != is_adapted, name
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_one_worker_goes_on_from_it(
+    out: Path, together: dict[str, Any], alone: dict[str, list[float]]
+) -> None:
+    stored = FileSystemReader(out / "adapter-sharded" / "step_000003").read_metadata().state_dict_metadata
+    weights = {name for name in stored if name.startswith("model.")}
+    assert weights and all(".lora_" in name for name in weights)
+    for step in (6, STEPS):
+        (out / "adapter-sharded" / f"step_{step:06d}" / MARKER).unlink()
+    again = losses(trained(distilled(out / "dream"), ALONE, "replicated", str(out / "adapter-sharded")))
+    assert again[:3] == together["adapter-sharded"][:3]
+    assert again == pytest.approx(alone["adapter"], rel=CLOSE["adamw"])
+
+
+def test_a_checkpoint_that_one_worker_cannot_write_fails_on_both_after_the_same_step(together: dict[str, Any]) -> None:
+    """Also where one of them learns of it later: it would wait in its next step for the other."""
+    for name, by in (("failing", " by worker 1"), ("failing-marker", "")):
+        first, second = together[name]
+        assert first == second and f"run/step_000003 cannot be written{by}: " in first
+        assert "No space left on device" in first
+
+
+def test_checkpoints_lie_on_an_object_store(
+    out: Path, together: dict[str, Any], alone: dict[str, list[float]], s3: str
+) -> None:
+    """Two workers wrote them beside their steps, pruned them, and went on from the newest; one goes on from that."""
+    assert together["resumed-after"] == 6
+    assert together["remote"] == pytest.approx(alone["muon"], rel=CLOSE["muon"])
+    system = fsspec.filesystem("s3", use_listings_cache=False)
+    assert sorted(path.rpartition("/")[2] for path in system.ls("bucket/pair")) == ["step_000006", "step_000008"]
+    assert len(system.ls("bucket/pair/step_000008")) == KEPT
+    system.rm(f"bucket/pair/step_000008/{MARKER}")
+    again = losses(trained(recipe_on(out / "model", optimizer="muon"), ALONE, "replicated", f"{s3}/pair"))
+    assert again[:6] == together["remote"][:6]
+    assert again == pytest.approx(alone["muon"], rel=CLOSE["muon"])
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from mbd_core.multitf import training_attention
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.loss import distillation_loss, multitf_loss
 from mbd_core.multitf.mask import dual_stream_mask, whole_sequence_mask
+from mbd_core.multitf.packing import Together
 from mbd_core.multitf.sample import MultiTFBatch, build_batch
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.trainer import TrainConfig, Trainer
@@ -51,12 +52,17 @@ def sample(length: int, prompt: int, seed: int) -> Example:
 
 
 def batch_of(
-    config: StateConfig, *, mask: int = 1, seed: int = 0, lengths: tuple[int, ...] = (60, 24)
+    config: StateConfig,
+    *,
+    mask: int = 1,
+    seed: int = 0,
+    lengths: tuple[int, ...] = (60, 24),
+    together: Together | None = None,
 ) -> MultiTFBatch:
-    """Two samples of unequal lengths, so that one is padded; the longer has more tokens than a block of the mask."""
+    """Samples of unequal lengths, so that one is padded; the longest has more tokens than a block of the mask."""
     examples = [sample(length, 6, n) for n, length in enumerate(lengths)]
     rngs = [random.Random(f"{seed}/{n}") for n in range(len(examples))]
-    return build_batch(examples, config, mask_token_id=mask, rngs=rngs)
+    return build_batch(examples, config, mask_token_id=mask, rngs=rngs, together=together)
 
 
 def visible_pairs(mask: BlockMask) -> Tensor:
@@ -81,12 +87,15 @@ def visible_pairs(mask: BlockMask) -> Tensor:
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_block_mask_is_the_dense_mask(flex: TrainingAttention, layouts: str, whole: bool) -> None:
-    batch = batch_of(LAYOUTS[layouts])
+@pytest.mark.parametrize("together", [None, [[0], [2, 1]]], ids=["separate", "packed"])
+def test_the_block_mask_is_the_dense_mask(
+    flex: TrainingAttention, layouts: str, whole: bool, together: Together | None
+) -> None:
+    batch = batch_of(LAYOUTS[layouts], lengths=(60, 24, 16), together=together)
     assert bool((batch.stream < 0).any())
-    dense = dual_stream_mask(batch.stream, batch.block, batch.first)
+    dense = dual_stream_mask(batch.stream, batch.block, batch.first, batch.sample)
     if whole:
-        dense = whole_sequence_mask(batch.stream)
+        dense = whole_sequence_mask(batch.stream, batch.sample)
     assert torch.equal(visible_pairs(flex.of(batch, whole=whole).mask), dense)
 
 
@@ -112,7 +121,9 @@ def loss_and_gradients(model: Decoder, batch: MultiTFBatch, attention: TrainingA
 
 
 def test_the_loss_and_its_gradients_are_the_dense_ones(model: Decoder, flex: TrainingAttention) -> None:
-    batch = batch_of(LAYOUTS["self-denoising"], mask=model.config.mask_token_id, lengths=(24, 16))
+    batch = batch_of(
+        LAYOUTS["self-denoising"], mask=model.config.mask_token_id, lengths=(24, 16, 8), together=[[0], [1, 2]]
+    )
     dense, expected = loss_and_gradients(model, batch, TrainingAttention("dense", CPU))
     found, gradients = loss_and_gradients(model, batch, flex)
     assert float(found) == pytest.approx(float(dense), rel=1e-9)
@@ -122,7 +133,7 @@ def test_the_loss_and_its_gradients_are_the_dense_ones(model: Decoder, flex: Tra
 
 
 def test_distillation_attends_with_it_too(model: Decoder, flex: TrainingAttention) -> None:
-    batch = batch_of(LAYOUTS["d2f"], mask=model.config.mask_token_id)
+    batch = batch_of(LAYOUTS["d2f"], mask=model.config.mask_token_id, together=[[1, 0]])
     with torch.no_grad():
         dense, _ = distillation_loss(model, batch, "student_teacher")
         found, _ = distillation_loss(model, batch, "student_teacher", attention=flex)
@@ -131,7 +142,8 @@ def test_distillation_attends_with_it_too(model: Decoder, flex: TrainingAttentio
 
 def test_under_autocast_all_three_have_one_dtype(flex: TrainingAttention) -> None:
     """Norms and rotations leave queries and keys in float32, and values are bfloat16."""
-    attend, shape = flex.of(batch_of(LAYOUTS["one_group"], lengths=(16,))), (1, 32, 2, 8)
+    batch = batch_of(LAYOUTS["one_group"], lengths=(16,))
+    attend, shape = flex.of(batch), (*batch.input_ids.shape, 2, 8)
     q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         out = attend(0, q, k, v.bfloat16())

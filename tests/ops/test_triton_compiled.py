@@ -6,8 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mbd_core.ops import attention_triton, confidence, experts_triton
+from mbd_core.decoding.row_settings import RowSettings
+from mbd_core.ops import (
+    attention_triton,
+    buffer_close,
+    buffer_open,
+    confidence,
+    expert_tiles,
+    experts_triton,
+    heads_triton,
+    residual_norm,
+    router_triton,
+    swiglu_triton,
+)
 
 triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
 
@@ -135,3 +148,85 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
         "BLOCK_S": 16, "BLOCK_C": cut.block_c,
     }  # fmt: skip
     check(compiled(join, writes, capability), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
+    """At LLaDA2-mini's sizes; the norm also at the widest model's, in all of its forms."""
+    _, residual = residual_norm._compiled()
+    forms = ((2048, 8, True, True), (2048, 0, True, True), (4096, 8, True, True), (2048, 8, False, False))
+    for width, each, base, norms in forms:
+        warps = 8 if width > 2048 else 4
+        rows = {
+            "x_ptr": "*bf16", "part_ptr": "*bf16", "y_ptr": "*fp32", "ids_ptr": "*i64", "gain_ptr": "*bf16",
+            "sum_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32", "E": "i32", "eps": "fp32!", "BASE": base,
+            "ADDS": norms, "NORMS": norms, "K": each, "BLOCK": width,
+        }  # fmt: skip
+        check(compiled(residual, rows, capability, num_warps=warps), capability, tmp_path)
+    _, heads = heads_triton._compiled()
+    pointers = {
+        "qkv_ptr": "*bf16", "gain_ptr": "*bf16", "table_ptr": "*bf16", "positions_ptr": "*i64", "places_ptr": "*i64",
+        "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "eps": "fp32!",
+    }  # fmt: skip
+    for count, rotated, norms in ((16, 64, True), (28, 128, False)):
+        sizes = {"H": count, "K": 4, "C": 128, "ROTATED": rotated, "NORMS": norms, "BLOCK": 128}
+        check(compiled(heads, {**pointers, **sizes}, capability, num_warps=1), capability, tmp_path)
+    _, swiglu = swiglu_triton._compiled()
+    gate = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "F": "i32", "BLOCK": swiglu_triton._BLOCK}
+    check(compiled(swiglu, gate, capability), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
+    """LLaDA2's grouped choice and SDAR-MoE's of 128 by softmax."""
+    _, choice = router_triton._compiled()
+    pointers = {
+        "logits_ptr": "*fp32", "bias_ptr": "*fp32", "live_ptr": "*i1", "ids_ptr": "*i64", "weights_ptr": "*fp32",
+        "scaling": "fp32!",
+    }  # fmt: skip
+    for experts, groups, kept, sigmoid in ((256, 8, 4, True), (128, 1, 1, False)):
+        rule = {
+            "E": experts, "GROUPS": groups, "KEPT": kept, "K": 8, "SIGMOID": sigmoid, "NORMALIZES": True,
+            "BIASED": sigmoid, "MASKED": True, "BLOCK_G": groups, "BLOCK_E": experts // groups, "BLOCK_K": 8,
+        }  # fmt: skip
+        check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
+    _, tiles = expert_tiles._compiled()
+    layout = {
+        "ids_ptr": "*i64", "order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32",
+        "A": "i32!", "E": "i32", "N": "i32!", "placing": "i32!", "TILE": "i32", "BLOCK": expert_tiles._PLACED,
+        "CHUNK": expert_tiles._CHUNK, "BLOCK_E": 256,
+    }  # fmt: skip
+    check(compiled(tiles, layout, capability, num_warps=8), capability, tmp_path)
+
+
+BUFFER = {
+    "tokens_ptr": "*i64", "masked_ptr": "*i1", "confidence_ptr": "*fp32", "weight_ptr": "*fp32", "state_ptr": "*i8",
+    "num_steps_ptr": "*i64", "stability_ptr": "*fp64", "positions_ptr": "*i64", "editable_ptr": "*i1",
+    "num_editable_ptr": "*fp64", "whole_ptr": "*i64", "real_ptr": "*fp64", "max_blocks_ptr": "*i64",
+    "eos_ptr": "*i64", "tables_ptr": "*i64", "report_ptr": "*fp64", "out_tokens_ptr": "*i64",
+    "out_positions_ptr": "*i64", "bounds_ptr": "*i32", "kv_lens_ptr": "*i32", "pages_ptr": "*i32",
+    "places_ptr": "*i64", "live_ptr": "*i1", "at_ptr": "*i64", "logits_at_ptr": "*i64", "asked_ptr": "*i32",
+    "new_token_ptr": "*i64", "new_confidence_ptr": "*fp32", "score_ptr": "*fp32", "new_weight_ptr": "*fp32",
+    "kept_ptr": "*fp64", "num_blocks_ptr": "*i64",
+}  # fmt: skip
+"""What the Block Buffer's kernels point to."""
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
+    """For two and four slots of 32 positions, one of 128: everything that a step may have to do, and a greedy step."""
+    places = {name.upper(): column for name, column in RowSettings(1, torch.device("cpu")).places.items()}
+    _, opens, lists = buffer_open._compiled()
+    _, settles, slides = buffer_close._compiled()
+    for slots, size, most in ((2, 32, True), (4, 32, True), (1, 128, True), (2, 32, False)):
+        constants = {
+            **places, "WHOLE": 15, "REAL": 8, "N": slots, "SLOTS": slots, "SIZE": size, "PAGE": 32, "PAGES": 128,
+            "BLOCK": size, "LISTED": most, "REVISES": most, "QUOTAS": most, "LEFTMOST": 1, "ALL": not most,
+            "SHIFT": not most,
+        }  # fmt: skip
+        counts = dict.fromkeys(("R", "table_row", "P", "num_eos", "A", "mask_token"), "i32!")
+        for kernel in (opens, lists, settles, slides):
+            given = {**BUFFER, **counts, **constants, **({"BLOCK": buffer_open._LISTED} if kernel is lists else {})}
+            warps = 4 if kernel is lists else max(1, min(4, size // 32))
+            arguments = {name: given[name] for name in kernel.arg_names}
+            check(compiled(kernel, arguments, capability, num_warps=warps), capability, tmp_path)

@@ -67,7 +67,8 @@ def check_d2f_mask(folder: Path, case: dict[str, Any]) -> None:
     stored = load_file(folder / "logits.safetensors")[case["name"]].bool()
     for prompt, wanted in zip(inputs["prompt_lengths"], stored, strict=True):
         example = Example((2,) * inputs["L"], prompt)
-        unmasked = NoisyStream([2] * (inputs["L"] - prompt), [False] * (inputs["L"] - prompt), [0.5] * inputs["L"])
+        length = inputs["L"] - prompt
+        unmasked = NoisyStream([2] * length, [False] * length, [0.5] * length)
         batch = collate([lay_out_d2f(example, unmasked, StateConfig(block_size=size, layouts="d2f"))])
         assert torch.equal(dual_stream_mask(batch.stream, batch.block, batch.first)[0], wanted)
 

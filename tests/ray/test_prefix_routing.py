@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.engine_config import LEAST_SLOTS
 
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
 MAX_ROWS, PAGE = 4, 16
@@ -85,7 +85,7 @@ def test_models_and_versions_answer_by_name_with_their_own_settings(url: str) ->
     assert [len(replicas(url, name)) for name in (STICKY, LOOSE, OTHER)] == [2, 2, 1]
     (other,) = replicas(url, OTHER)
     assert (other["engine"]["buffer_size"], other["kv_cache"]["num_pages"]) == (6, 100)
-    assert all(one["engine"]["buffer_size"] == EngineConfig.buffer_size for one in replicas(url, STICKY))
+    assert all(one["engine"]["buffer_size"] == LEAST_SLOTS for one in replicas(url, STICKY))
     wide = {"model": OTHER, "prompt": "Tom", "max_tokens": 8, "decoding": {"buffer_size": 6}}
     assert httpx.post(f"{url}/v1/completions", json=wide, timeout=LIMIT).status_code == 200
     refused = httpx.post(f"{url}/v1/completions", json=wide | {"model": STICKY}, timeout=LIMIT)

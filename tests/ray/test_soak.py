@@ -114,11 +114,17 @@ def test_the_verdict_names_each_failure() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_soak_with_a_kill_loses_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize(("minutes", "kill_every"), [(0.5, 8), (10, 60)])
+def test_a_soak_with_kills_loses_nothing(
+    tmp_path: Path, tiny_model_dir: Path, minutes: float, kill_every: float
+) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "jobs/soak.py", "--model", str(tiny_model_dir), "--minutes", "0.5", "--clients", "4"]
-    command += ["--kill-every", "8", "--sample-every", "1", "--max-tokens", "48", "--json", str(report)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, env={**os.environ})
+    command = [sys.executable, "jobs/soak.py", "--model", str(tiny_model_dir), "--clients", "4", "--max-tokens", "48"]
+    command += ["--minutes", str(minutes), "--kill-every", str(kill_every), "--sample-every", "1"]
+    command += ["--json", str(report)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60 * minutes + 900, env={**os.environ}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(report.read_text())
     ends = {row["request"]: row for row in told["ends"]}

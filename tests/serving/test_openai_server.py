@@ -282,17 +282,104 @@ def check_timeout(server: OpenAIServer, answered: Callable[[], Awaitable[None]])
     run(server, scenario)
 
 
-def test_a_client_has_no_more_requests_under_way_than_it_may(tiny_model_dir: Path) -> None:
+def test_a_client_has_no_more_choices_under_way_than_it_may(tiny_model_dir: Path) -> None:
+    """Several prompts with several choices in one body are as many requests."""
+    server = server_of(tiny_model_dir, client_requests=4)
+    messages = [{"role": "user", "content": "x"}]
+    many = [{"prompt": ["x", "y"], "n": 2, "temperature": 1.0}, {"prompt": [[5], [6], [7], [8]]}]
+
+    async def scenario() -> None:
+        for fields in (*many, {"prompt": ["x"] * 4, "echo": True, "logprobs": 1, "max_tokens": 1}):
+            first = await server.complete(body(**fields), key="ann")
+            one, chat = body(prompt="x"), body(messages=messages)
+            for more in (server.complete(one, key="ann"), server.chat(chat, key="ann")):
+                with pytest.raises(TooManyRequests, match="4 choices of this API key are under way"):
+                    await more
+            for key in ("ben", "", ""):
+                (await server.complete(body(prompt="x"), key=key)).close()
+            first.close()
+        half = await server.chat(body(messages=messages, n=3), key="ann")
+        with pytest.raises(TooManyRequests):
+            await server.complete(body(prompt="x", n=2), key="ann")
+        (await server.complete(body(prompt="x"), key="ann")).close()
+        half.close()
+
+    run(server, scenario)
+
+
+def test_a_body_with_more_choices_than_a_client_may_have_says_so(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, client_requests=4)
+    messages = [{"role": "user", "content": "x"}]
+
+    async def scenario() -> None:
+        for asked, field in (
+            (server.complete(body(prompt=["x"] * 5), key="ann"), "prompt"),
+            (server.complete(body(prompt=["x"] * 3, n=2), key="ann"), "n"),
+            (server.chat(body(messages=messages, n=5), key="ann"), "n"),
+        ):
+            error = await refusal(asked)
+            assert (error.status, error.param, error.code) == (400, field, "invalid_value")
+            assert "one API key may have 4 under way here" in error.message
+        (await server.complete(body(prompt=["x"] * 4), key="ann")).close()  # none of these counts any more
+
+    run(server, scenario)
+
+
+def test_a_key_without_a_limit_has_any_number_of_choices(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, client_requests=4)
+    messages = [{"role": "user", "content": "x"}]
+
+    async def scenario() -> None:
+        answers = [
+            await server.complete(body(prompt=["x"] * 5), key="rows", limited=False),
+            await server.chat(body(messages=messages, n=5), key="rows", limited=False),
+        ]
+        (await server.complete(body(prompt=["x"] * 4), key="rows")).close()  # they count for nobody
+        assert server.begin_drain() == len(answers)
+        for answer in answers:
+            answer.close()
+        assert await server.drained(0.0) == 0
+
+    run(server, scenario)
+
+
+def test_a_body_that_is_still_to_come_counts_for_its_client(tiny_model_dir: Path) -> None:
     server = server_of(tiny_model_dir, client_requests=1)
 
     async def scenario() -> None:
-        first = await server.complete(body(prompt="x"), key="ann")
-        with pytest.raises(TooManyRequests, match="1 requests of this API key are under way"):
-            await server.complete(body(prompt="x"), key="ann")
-        for key in ("ben", "", ""):
-            (await server.complete(body(prompt="x"), key=key)).close()
-        first.close()
+        sent = asyncio.Event()
+
+        async def read() -> bytes:
+            await sent.wait()
+            return body(prompt="x")
+
+        async def fails() -> bytes:
+            raise ApiError(408, "too late", code="timeout")
+
+        slow = asyncio.create_task(server.complete(read, key="ann"))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests, match="1 choices of this API key are under way"):
+            await server.complete(lambda: pytest.fail("its body was read"), key="ann")
+        (await server.complete(body(prompt="x"), key="ben")).close()
+        sent.set()
+        (await slow).close()
+        assert (await refusal(server.complete(fails, key="ann"))).status == 408
         (await server.complete(body(prompt="x"), key="ann")).close()
+
+    run(server, scenario)
+
+
+def test_a_body_has_at_most_so_many_prompts(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir, body_prompts=3)
+
+    async def scenario() -> None:
+        for prompts in (["x"] * 4, [[5]] * 4, ["x"] * 4000):
+            error = await refusal(server.complete(body(prompt=prompts)))
+            assert (error.status, error.param, error.code) == (400, "prompt", "invalid_value")
+            assert error.message == f"prompt: {len(prompts)} prompts in one body; this server takes at most 3"
+        assert not server._routes, "it was refused before anything was tokenised"
+        (await server.complete(body(prompt=[[5], [6], [7]]))).close()
+        (await server.complete(body(prompt=[5, 6, 7, 8]))).close()  # one prompt of four tokens
 
     run(server, scenario)
 
@@ -329,7 +416,7 @@ def test_more_prompts_than_are_taken_are_refused_before_they_are_read(tiny_model
 
     async def scenario() -> None:
         server.served.tokenizer.encode("")
-        error = await refusal(server.complete(body(prompt=["a"] * 100_000)))
+        error = await refusal(server.complete(body(prompt=["a"] * 100)))
         assert error.param == "prompt" and "at most 8" in error.message
 
     run(server, scenario)

@@ -63,6 +63,16 @@ def test_a_body_may_be_left_out_where_all_of_its_fields_may() -> None:
     assert needed == {"/update_weights": True, "/sleep": False, "/wakeup": False, "/abort_requests": False}
 
 
+def test_it_says_how_many_prompts_a_server_takes() -> None:
+    for most, document in ((128, DOCUMENT), (3, openapi_document(body_prompts=3))):
+        schema = {**document, "$ref": "#/components/schemas/CompletionRequest"}
+        allowed = jsonschema.Draft202012Validator(schema)
+        for prompt in (["a"] * most, [[1]] * most, [1] * (most + 1), "a" * 1000):
+            assert allowed.is_valid({"model": "tiny", "prompt": prompt})
+        for prompt in (["a"] * (most + 1), [[1]] * (most + 1)):
+            assert not allowed.is_valid({"model": "tiny", "prompt": prompt})
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_field_stands_in_it(kind: type[Strict]) -> None:
     described = DOCUMENT["components"]["schemas"][kind.__name__]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from step_replay import text_log_probabilities
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.models.decoder import Decoder
+from mbd_core.serving.logprobs import ChoiceLogprobs
 from mbd_core.serving.openai_errors import ApiError
 
 ASKED = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}  # as lm_eval asks
@@ -136,6 +138,74 @@ def test_openai_s_client_reads_it(tiny_model_dir: Path) -> None:
             await server.stop()
 
     asyncio.run(scenario())
+
+
+HOSTILE = [
+    "\x00\x01\x7f\x1b[31m",
+    "\u202eabc\u202c\u200b\ufeff",  # turns around, joins, marks
+    "e\u0301 \u1100\u1161\u11a8 \u0645\u064e",  # characters of several code points
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0010ffff \ufffd",
+    '</script><!-- "}]} \\u0000 \\ud83d data: [DONE]\n\ndata: {',
+    "\r\n\u2028\u2029\x85\t" * 3,
+    "<|mask|><|im_start|><eos>" * 3,
+    "bytes:\\xe6",  # what completions name a piece of a character
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_characters_come_back_as_they_were_sent(tiny_model_dir: Path, text: str) -> None:
+    ids = ids_of(tiny_model_dir, text)
+    [objects] = answers(tiny_model_dir, ("complete", ASKED | {"prompt": text, "max_tokens": 0}))
+    (choice,) = json.loads(json.dumps(objects[0]))["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == text
+    assert {len(column) for column in logprobs.values()} == {len(ids)}
+    assert all(score is None or -10_000 < score <= 0 for score in logprobs["token_logprobs"])
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets) and offsets[0] >= 0 and offsets[-1] <= len(text)
+    whole = [token for token in logprobs["tokens"] if not token.startswith("bytes:")]
+    assert all(token in text for token in whole)
+    assert objects[0]["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_half_a_character_is_a_400(tiny_model_dir: Path) -> None:
+    server = server_of(tiny_model_dir)
+    body = b'{"model": "tiny", "prompt": "a\\ud83d", "echo": true, "logprobs": 1, "max_tokens": 1}'
+
+    async def scenario() -> None:
+        with pytest.raises(ApiError) as refused:
+            await server.complete(body)
+        assert refused.value.status == 400
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_entries_are_made_beside_the_gateway_s_loop(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests go on meanwhile: the entries wait here for what the loop does after it has handed them over."""
+    server, begun, going_on = server_of(tiny_model_dir), threading.Event(), threading.Event()
+    add, made = ChoiceLogprobs.add, list[bool]()
+
+    def waiting(entries: ChoiceLogprobs, *arguments: Any) -> Any:
+        begun.set()
+        made.append(going_on.wait(timeout=5.0))
+        return add(entries, *arguments)
+
+    monkeypatch.setattr(ChoiceLogprobs, "add", waiting)
+    body = json.dumps({"model": MODEL, "prompt": PROMPTS, **ASKED}).encode()
+
+    async def scenario() -> None:
+        answer = await server.complete(body)
+        whole = asyncio.create_task(answer.whole())
+        while not whole.done():
+            await asyncio.sleep(0.01)
+            if begun.is_set():
+                going_on.set()  # never, where the loop itself waits
+        assert len((await whole)["choices"]) == len(PROMPTS)
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT))
+    assert made == [True] * len(PROMPTS)
 
 
 def test_a_prompt_that_is_not_scored_to_its_end_is_an_error(tiny_model_dir: Path) -> None:

@@ -46,6 +46,17 @@ def accepted(measures: ServerMeasures, *names: str) -> tuple[RequestWatch, Reque
     return watch, measures.by_model["tiny"]
 
 
+def test_a_body_s_way_is_no_latency(measures: ServerMeasures, time: Time) -> None:
+    watch = measures.on_arrival()
+    time.now += 30
+    watch.on_body()
+    watch.on_model("tiny")
+    watch.on_accepted([choice("a")])
+    time.now += 2
+    watch.on_tokens("a", 4)
+    assert measures.by_model["tiny"].time_to_first_token.take() == [2.0]
+
+
 def test_the_tokens_of_a_commit_share_their_arrival(measures: ServerMeasures, time: Time) -> None:
     watch, tiny = accepted(measures, "a")
     time.now += 2

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from local_server import ROUTES, answers, server_of
 
 from mbd_core.decoding.speed_front import KEY
 from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openapi import openapi_document
 
 SLOW = {"buffer_size": 1, "tau_m2t": 1.0, "tokens_per_step": 1}
 MIDDLE = {"buffer_size": 1, "tokens_per_step": 2}
@@ -71,6 +73,8 @@ def test_health_names_the_points(folder: Path, tiny_model_dir: Path) -> None:
         (0, 90, 1, SLOW), (0.25, 80, 2, MIDDLE), (1, 10, 5, FAST),
     ]  # fmt: skip
     assert front["tasks"] == ["gsm-mini"]
+    shape = {**openapi_document(), "$ref": "#/components/schemas/Front"}
+    jsonschema.Draft202012Validator(shape).validate(front)
     assert server_of(tiny_model_dir).service.state()["speed_front"] is None
 
 

@@ -18,6 +18,19 @@ def layer(tokens: int, depth: int, width: int, num_experts: int, per_token: int,
     return x, gate, up, down, ids, torch.rand(tokens, per_token, generator=g)
 
 
+def cut_tiles(ends_E: Tensor, num_assignments: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every tile's expert, first and end row, int32 each, of assignments whose experts' rows end at `ends_E`; surplus
+    tiles have end = first."""
+    tiles, begin = [], 0
+    for expert, end in enumerate(ends_E.tolist()):
+        tiles += [(expert, first, min(first + tile, end)) for first in range(begin, end, tile)]
+        begin = end
+    most = num_assignments // tile + min(len(ends_E), num_assignments)
+    assert len(tiles) <= most
+    expert, first, end = torch.tensor(tiles + [(0, 0, 0)] * (most - len(tiles)), dtype=torch.int32).view(-1, 3).T
+    return expert.contiguous(), first.contiguous(), end.contiguous()
+
+
 def by_equation(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for t in range(x.shape[0]):

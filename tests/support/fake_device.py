@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-CUDA = torch.device("cuda", 0)
+from mbd_core.bench.shape_device import StandIn
+
 FREE, TOTAL, PEAK = 6 << 20, 10 << 20, 1 << 20  # the fake device's memory, and what a forward takes of it
 aten = torch.ops.aten
 
@@ -39,34 +40,8 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 UNTOLD = {torch.tensor, Tensor.tolist, SET_DATA}  # what torch does without telling a dispatch mode
 
 
-class OnDevice(Tensor):
-    """A tensor of the fake device; `host` holds its values."""
-
-    host: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, host: Tensor) -> "OnDevice":
-        # to torch itself it is on the meta device, so that nothing reads it behind the mode's back
-        with torch.inference_mode(False):
-            tensor = Tensor._make_wrapper_subclass(
-                cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
-                device="meta",
-            )  # fmt: skip
-        tensor.host = host
-        return tensor
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return CUDA
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} was called outside the fake device")
+class OnDevice(StandIn):
+    """A tensor of the fake device; `content` holds its values on the host."""
 
 
 class FakeDevice(TorchDispatchMode):
@@ -131,7 +106,7 @@ class FakeDevice(TorchDispatchMode):
 
     def put(self, value: Any) -> Any:
         """A host tensor as one of the device; other values as they are."""
-        return OnDevice(value) if isinstance(value, Tensor) else value
+        return OnDevice.of(value) if isinstance(value, Tensor) else value
 
     def move(self, module: nn.Module) -> nn.Module:
         """`module`, its parameters and buffers put on the device."""
@@ -268,9 +243,9 @@ class _Calls(TorchFunctionMode):
             return self._device.put(torch.tensor(*args, **{**kwargs, "device": "cpu"}))
         if func is Tensor.tolist and isinstance(args[0], OnDevice):
             self._device.wait("tolist")
-            return args[0].host.tolist()
+            return args[0].content.tolist()
         if func == SET_DATA and isinstance(args[0], OnDevice):
-            args[0].host = args[1].host
+            args[0].content = args[1].content
         return func(*args, **kwargs)
 
 
@@ -347,7 +322,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _host(value: Any) -> Any:
-    return value.host if isinstance(value, OnDevice) else value
+    return value.content if isinstance(value, OnDevice) else value
 
 
 def _counts(func: Any, args: Any, kwargs: Any) -> bool:

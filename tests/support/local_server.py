@@ -11,6 +11,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.engine_service import EngineService
 from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.openai_requests import MAX_PROMPTS
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.served_model import ServedModel
 
@@ -34,11 +35,16 @@ class LocalServer(OpenAIServer):
         *,
         request_seconds: float | None = None,
         client_requests: int | None = None,
+        body_prompts: int = MAX_PROMPTS,
         log: logging.Logger | None = None,
     ) -> None:
         self.service, self.served = service, service.served_model()
         super().__init__(
-            {service.args.name: self._model}, request_seconds=request_seconds, client_requests=client_requests, log=log
+            {service.args.name: self._model},
+            request_seconds=request_seconds,
+            client_requests=client_requests,
+            body_prompts=body_prompts,
+            log=log,
         )
 
     async def _model(self) -> ServedModel:
@@ -55,12 +61,15 @@ def server_of(
     num_pages: int = 64,
     request_seconds: float | None = None,
     client_requests: int | None = None,
+    body_prompts: int = MAX_PROMPTS,
     **settings: Any,
 ) -> LocalServer:
     """A server of two batch rows."""
     engine = EngineConfig(max_rows=2, num_pages=num_pages)
     service = EngineService(EndpointArgs(folder=str(folder), name=MODEL, engine=engine, **settings))
-    return LocalServer(service, request_seconds=request_seconds, client_requests=client_requests)
+    return LocalServer(
+        service, request_seconds=request_seconds, client_requests=client_requests, body_prompts=body_prompts
+    )
 
 
 async def ask(server: LocalServer, route: str, **fields: Any) -> list[dict[str, Any]]:

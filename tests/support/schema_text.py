@@ -4,20 +4,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-NAMES = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "string", "object": "object"}
 
-
-def type_text(schema: Mapping[str, Any]) -> str:
-    """`null`, which every field that may be left out takes, is not named in requests; `nullable` forms are."""
+def type_text(schema: Mapping[str, Any], *, null: bool = True) -> str:
+    """The types that a value may have. Without `null` that one is left out, unless there is no other: it is what a
+    field of a request has that was left out."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rpartition('/')[2]}`"
     forms = schema.get("anyOf") or schema.get("oneOf")
     if forms:
-        return " or ".join(dict.fromkeys(type_text(form) for form in forms if form != {"type": "null"}))
+        named = [form for form in forms if null or form != {"type": "null"}]
+        return " or ".join(dict.fromkeys(map(type_text, named)))
     if "const" in schema:
         return f"`{json.dumps(schema['const'])}`"
     if "enum" in schema:
-        values = [value for value in schema["enum"] if value is not None] or [None]
+        values = [value for value in schema["enum"] if null or value is not None] or [None]
         return " or ".join(f"`{json.dumps(value)}`" for value in values)
     kind = schema.get("type", "any value")
     if isinstance(kind, list):
@@ -28,8 +28,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
 def _named(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "any value")
     if kind == "array":
-        items = schema.get("items")
-        text = f"list of {type_text(items)}" if items else "list"
+        text = f"list of {_item_text(schema['items'])}" if schema.get("items") else "list"
         return text + _range(schema.get("minItems"), schema.get("maxItems"), " items")
     if kind == "string":
         pattern = f", `{schema['pattern']}`" if "pattern" in schema else ""
@@ -40,6 +39,12 @@ def _named(schema: Mapping[str, Any]) -> str:
             most = schema["exclusiveMaximum"] - 1
         return kind + _range(least, most, "")
     return str(kind)
+
+
+def _item_text(items: Mapping[str, Any]) -> str:
+    """What a list has, in brackets where it could be read with what stands behind it."""
+    text = type_text(items)
+    return f"({text})" if " or " in text or ", " in text else text
 
 
 def _range(least: float | None, most: float | None, unit: str) -> str:

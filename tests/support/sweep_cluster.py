@@ -9,7 +9,7 @@ import ray
 import ray.data
 
 from actors import evaluation, timing
-from actors.evaluation import DecodeActor, EnginePool, grade_part, pack, unpack
+from actors.evaluation import DecodeActor, EnginePool
 from actors.timing import TimingActor
 from cluster import local
 from cluster.topology import Topology
@@ -39,7 +39,7 @@ class Cluster:
             if number == self.fails_after:
                 raise ray.exceptions.RayError("a node is gone")
             self.parts.append(part.number)
-            yield unpack(grade_part(actor(pack(part.number, part.table()))))
+            yield part.number, grade_table(actor.decode(part.table()))
 
     def time_cases(
         self, cases: Sequence[TimedCase], sweep: Sweep, pool: EnginePool, *, concurrency: int, **_: Any

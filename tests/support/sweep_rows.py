@@ -29,7 +29,7 @@ def report_samples() -> dict[ReportKey, list[GradedSample]]:
         for task, right in (("a", correct), ("b", correct - 2 * (tau == 0.7))):
             key = ReportKey(model, method, task, json.dumps(config))
             samples[key] = [
-                graded_sample(tokens=20, forwards=forwards, correct=i < right, problem=f"p{i}") for i in range(4)
+                graded_sample(tokens=20, forwards=forwards, correct=i < right, problem=f"{task}/{i}") for i in range(4)
             ]
     return samples
 

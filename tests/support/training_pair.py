@@ -10,7 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import failing_storage  # noqa: F401  (the scheme failing://)
+import fsspec
 import torch
+from d2f_states import D2F_STATES
+from torch import distributed
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.multitf.checkpoints import MARKER, Checkpoints, Curve
@@ -22,12 +26,15 @@ from mbd_core.multitf.memory_plan import Setting, plan_memory
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.sharding import Sharding, own_part
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.trained_adapter import LoraSettings
+from mbd_core.multitf.trainer import TrainConfig, Trainer
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.multitf.workers import Workers, torchrun_workers
 
 STEPS = 8
+KEPT = 4
+"""Files of a checkpoint of two workers: each one's part, DCP's metadata, and the marker."""
 
 
 def recipe_on(base: Path, *, steps: int = STEPS, **train: Any) -> TrainingRecipe:
@@ -55,12 +62,33 @@ def losses(curve: Curve) -> list[float]:
     return [point["loss"] for point in curve]
 
 
-def trained(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: str | None = None) -> Curve:
+def trained(
+    recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: str | None = None, *, keep: int = 9
+) -> Curve:
     """The curve of a whole run, with a checkpoint after every third step in `folder`."""
-    checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe, keep=9)
+    checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe, keep=keep)
     trainer, _, curve = start(recipe, workers, sharding, checkpoints)
     train(trainer, workers, curve, checkpoints=checkpoints, every=3)
     return curve
+
+
+def distilled(base: Path) -> TrainingRecipe:
+    """D2F on a model of whole sequences: an adapter with dropout learns from the network without it."""
+    adapter = LoraSettings(rank=3, alpha=6, dropout=0.2)
+    train = {"optimizer": "adamw", "lr": 2e-2, "lora": adapter, "distillation": "student_teacher"}
+    return replace(recipe_on(base, **train), states=D2F_STATES)
+
+
+def trained_adapter(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: Path) -> list[float]:
+    """The losses of a run, whose model is written beside `folder`, where its checkpoints lie."""
+    checkpoints = Checkpoints(str(folder), workers, recipe=recipe, keep=9)
+    trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
+    train(trainer, workers, curve, checkpoints=checkpoints, every=3)
+    if workers.is_first:
+        export(folder.with_name(f"{folder.name}-model"), recipe, trainer.model, tokenizer)
+    else:
+        join_export(trainer.model)
+    return losses(curve)
 
 
 def compare(workers: Workers, out: Path) -> dict[str, Any]:
@@ -74,7 +102,15 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
             found[f"{optimizer}-{sharding}"] = losses(curve)
             found[f"{optimizer}-{sharding}-norms"] = [point["grad_norm"] for point in curve]
     found["from-one"] = losses(trained(recipe_on(base, optimizer="muon"), workers, "sharded", str(out / "one")))
-    found["plan"] = held(workers, base)
+    found["plan"] = held(workers, recipe_on(base, optimizer="muon"))
+    for sharding in ("replicated", "sharded"):
+        recipe, folder = distilled(out / "dream"), out / f"adapter-{sharding}"
+        found[f"adapter-{sharding}"] = trained_adapter(recipe, workers, sharding, folder)
+    found["adapter-plan"] = held(workers, distilled(out / "dream"))
+    found["failing"] = failing(workers, base, out, "__1_*")
+    found["failing-marker"] = failing(workers, base, out, "checkpoint.json*")
+    found["remote"], found["resumed-after"] = remote(workers, base)
+    found["packed"] = losses(trained(recipe_on(base, steps=2, pack=160, micro_batch=1), workers, "sharded"))
     found["experts"] = losses(trained(recipe_on(out / "experts", steps=2), workers, "sharded"))
     found["bfloat16"] = losses(trained(recipe_on(base, steps=2, precision="bfloat16"), workers, "sharded"))
     found["without-label"] = without_label(workers, base)
@@ -84,10 +120,14 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
     return found
 
 
-def held(workers: Workers, base: Path) -> list[int]:
+def held(workers: Workers, recipe: TrainingRecipe) -> list[int]:
     """Bytes of weights and optimizer states on this worker, beside the plan's."""
-    recipe = recipe_on(base, optimizer="muon")
     trainer, _, _ = start(recipe, workers, "sharded", None)
+    return held_by(trainer, recipe, workers)
+
+
+def held_by(trainer: Trainer, recipe: TrainingRecipe, workers: Workers) -> list[int]:
+    """The same of a trainer, which does a step."""
     trainer.step()
     setting = Setting(
         config=trainer.model.config, states=recipe.states, train=recipe.train, sample_tokens=400,
@@ -97,6 +137,51 @@ def held(workers: Workers, base: Path) -> list[int]:
     states = [own_part(t) for o in trainer.optimizers for s in o.state.values() for t in s.values() if t.ndim]
     weights = [own_part(p) for p in trainer.model.parameters()]
     return [plan.weights, sum(t.nbytes for t in weights), plan.optimizer, sum(t.nbytes for t in states)]
+
+
+class SeenLate:
+    """The writing of a checkpoint, which one worker finds done only when it has looked twice."""
+
+    def __init__(self, writing: Any) -> None:
+        self.writing, self.looked = writing, 0
+        self.result = writing.result
+
+    def done(self) -> bool:
+        self.looked += 1
+        return self.looked > 2 and bool(self.writing.done())
+
+
+def failing(workers: Workers, base: Path, out: Path, pattern: str) -> list[str | None]:
+    """What each worker says of a checkpoint of which a file cannot be written, and after how many updates."""
+    recipe = recipe_on(base, steps=9)
+    checkpoints = Checkpoints(f"failing://{out}/run", workers, recipe=recipe, options={"writes": pattern})
+    trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
+    said, sentences = "nothing failed", [None] * workers.size
+
+    def look_late() -> None:
+        if checkpoints._writing is not None and workers.rank == 1 and len(curve) == 4:
+            record, writing = checkpoints._writing
+            checkpoints._writing = record, SeenLate(writing)
+
+    try:
+        train(trainer, workers, curve, checkpoints=checkpoints, every=3, after_step=look_late)
+    except OSError as error:
+        said = f"{len(curve)}: {error}"
+    distributed.all_gather_object(sentences, said)
+    return sentences
+
+
+def remote(workers: Workers, base: Path) -> tuple[list[float], int]:
+    """The losses of a run on an S3 server that lost its newest checkpoint, and after which step it went on."""
+    recipe, folder = recipe_on(base, optimizer="muon"), "s3://bucket/pair"
+    trained(recipe, workers, "sharded", folder, keep=2)
+    if workers.is_first:
+        fsspec.filesystem("s3").rm(f"bucket/pair/step_{STEPS:06d}/{MARKER}")
+    checkpoints = Checkpoints(folder, workers, recipe=recipe)
+    trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
+    resumed_after = trainer.step_number
+    train(trainer, workers, curve, checkpoints=checkpoints, every=3)
+    return losses(curve), resumed_after
 
 
 def half_denoised(base: Path) -> TrainingRecipe:

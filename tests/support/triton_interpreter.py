@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-def run_interpreted(script: str, *folders: Path) -> None:
+def run_interpreted(script: str, *folders: Path, seconds: float = 120) -> None:
     """Run `script`, which ends by printing "all held"; skips where Triton is not installed.
 
     The script can import from `tests/support` and from `folders`.
@@ -24,7 +24,7 @@ def run_interpreted(script: str, *folders: Path) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0 and "all held" in done.stdout, done.stderr[-2000:]

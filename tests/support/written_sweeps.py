@@ -13,7 +13,7 @@ import pyarrow as pa
 from mbd_core.evaluation.sample_tables import COUNTS, GRADED_COLUMNS
 from mbd_core.evaluation.sweep_folder import SweepFolder
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut
-from mbd_core.evaluation.sweep_record import SweepRecord
+from mbd_core.evaluation.sweep_record import ROWS, SweepRecord
 from mbd_core.evaluation.sweep_summary import write_summary
 from mbd_core.evaluation.timed_cases import Timing
 from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
@@ -66,6 +66,7 @@ def sweep_record(
             "num_pages": None,
             "kv_memory_fraction": 0.9,
             "tensor_parallel": 1,
+            "rows": ROWS,
             "versions": dict.fromkeys(("mbd-cluster", "torch", "transformers", "math-verify"), "1"),
             **plan,
         },

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,10 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import write_json
 from mbd_core.studies.trace_comparison import compared_decodings, record_run
-from mbd_core.tasks import code_mini, gsm_mini
+from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.trace.traced_run import TracedRun, read_run
 
 RECORD = "traces.json"
-TASKS: dict[str, tuple[Callable[..., Iterator[dict[str, str]]], str]] = {
-    "gsm-mini": (gsm_mini.generate, "question"),
-    "code-mini": (code_mini.generate, "prompt"),
-}
-"""The tasks whose problems can be asked, and the column that is asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +45,8 @@ class ModelTraces:
 
 def check_models(names: Sequence[str], asked: Asked) -> dict[str, ModelFolder]:
     """The models' folders by the name they have in tables; `ValueError` for what cannot be decoded or told apart."""
-    if asked.task not in TASKS:
-        raise ValueError(f"--task {asked.task} must be one of {', '.join(TASKS)}")
+    if asked.task not in GENERATED_TASKS:
+        raise ValueError(f"--task {asked.task} must be one of {', '.join(GENERATED_TASKS)}")
     if "buffer_size" in asked.decoding:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
     folders = {}
@@ -69,9 +64,9 @@ def check_models(names: Sequence[str], asked: Asked) -> dict[str, ModelFolder]:
 def record_models(folders: dict[str, ModelFolder], asked: Asked, target: Path) -> list[ModelTraces]:
     """Decode the problems with every model under MultiBD and write the traces, with their record, into `target`."""
     target.mkdir()
-    generate, column = TASKS[asked.task]
-    problems = itertools.islice(generate(split="test", seed=asked.seed), asked.num_problems)
-    questions = [problem[column] for problem in problems]
+    task = GENERATED_TASKS[asked.task]
+    problems = itertools.islice(task.generate(split="test", seed=asked.seed), asked.num_problems)
+    questions = [problem[task.asked] for problem in problems]
     found = []
     for name, folder in folders.items():
         found.append(_record(name, folder, questions, asked, target))

@@ -1,4 +1,4 @@
-"""A digest of a model folder, by which a sweep knows that it goes on with the model that it began with."""
+"""A digest of a model folder, by which sweeps and trainings know that they go on with the model they began with."""
 
 import hashlib
 from pathlib import Path

@@ -1,0 +1,26 @@
+"""Parts of a sweep as Ray Data carries them, and their grading. Processes that grade import this, without PyTorch."""
+
+import pyarrow as pa
+
+from mbd_core.evaluation.grade_stage import grade_table
+
+
+def grade_part(packed: pa.Table) -> pa.Table:
+    """`grade_table` on a packed part."""
+    number, decoded = unpack(packed)
+    return pack(number, grade_table(decoded))
+
+
+def pack(number: int, table: pa.Table) -> pa.Table:
+    """A part in one row: its number, and its table in Arrow's format for streams."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    columns = {"part": pa.array([number]), "table": pa.array([sink.getvalue().to_pybytes()], pa.large_binary())}
+    return pa.table(columns)
+
+
+def unpack(packed: pa.Table) -> tuple[int, pa.Table]:
+    """The number and the table of a packed part."""
+    (row,) = packed.to_pylist()
+    return row["part"], pa.ipc.open_stream(row["table"]).read_all()

@@ -1,0 +1,206 @@
+"""The study on ledger-mini: a grid of training runs and sweeps on Ray, and a report from their rows alone."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.training_run import TrainingRun, check_run, checked_base, fetched
+from cluster.storage import Folder, fetch_model
+from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, OutFolder, command, names, numbers
+from jobs.eval_sweep import cut_sweep, run_work
+from jobs.sweep_subjects import Subjects
+from jobs.train_multitf import train_on_cluster
+from mbd_core.checkpoint.model_digest import model_digest
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.evaluation.sweep_folder import FolderState, is_finished
+from mbd_core.evaluation.sweep_parts import Shard
+from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.timed_cases import Timing
+from mbd_core.multitf.fit import check_fit
+from mbd_core.multitf.ledger_recipes import LEDGER_TASK
+from mbd_core.multitf.training_recipe import TrainingRecipe
+from mbd_core.studies.ledger.study_plan import (
+    FITTED,
+    ROWS,
+    Experiment,
+    StudyPlan,
+    claim,
+    missing_models,
+    model_path,
+    run_name,
+    seeded,
+    swept_models,
+)
+from mbd_core.studies.ledger.study_results import measure_inference, report, write_experiment
+from mbd_core.studies.ledger.study_rows import sweep_rows
+
+MAX_ROWS = 64
+
+What = Annotated[Experiment, typer.Argument(help="What is studied; alignment needs the rows of ablation.")]
+Base = Annotated[
+    str | None,
+    typer.Option(help="The model that all runs go on from: a folder, or a shipped model.", rich_help_panel=MODEL),
+]
+Seeds = Annotated[str, typer.Option(metavar="S,...", help="Training seeds.", rich_help_panel=DATA)]
+Problems = Annotated[int, typer.Option(min=2, help="Unseen problems a seed.", rich_help_panel=DATA)]
+Taus = Annotated[str, typer.Option(metavar="TAU,...", help="Thresholds tau_m2t.", rich_help_panel=DECODING)]
+Buffers = Annotated[str, typer.Option(metavar="N,...", help="Slots of MultiBD.", rich_help_panel=DECODING)]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Updates of a run.", show_default="the recipe's", rich_help_panel=MODEL),
+]
+Traced = Annotated[int, typer.Option(min=4, help="Problems that are traced for alignment, half of them for its fit.")]
+Workers = Annotated[int, typer.Option(min=1, help="Training processes of a run.", rich_help_panel=CLUSTER)]
+Actors = Annotated[int, typer.Option(min=1, help="Engines of a sweep.", rich_help_panel=CLUSTER)]
+ReportOnly = Annotated[
+    bool, typer.Option("--report-only", help="Write the report again, from the rows alone.", rich_help_panel=OUTPUT)
+]
+
+
+def run(
+    experiment: What,
+    *,
+    out: OutFolder,
+    base: Base = None,
+    seeds: Seeds = "0,1,2",
+    problems: Problems = 2000,
+    taus: Taus = "0.8,0.9,0.95",
+    buffers: Buffers = "2,4",
+    steps: Steps = None,
+    traced: Traced = 512,
+    workers: Workers = 2,
+    actors: Actors = 2,
+    report_only: ReportOnly = False,
+) -> None:
+    """Train an experiment's recipes with several seeds from one base, evaluate them, and judge the papers' claims.
+
+    ordering: the base, the control and MBD (Table 1 in small). ablation: the rows of Table 2b. alignment: distances of
+    each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
+    The same command goes on with what is missing; experiments of one --out share their trained models.
+    """
+    if report_only:
+        print(report(out, experiment))
+        return
+    if base is None:
+        raise ValueError("--base is missing: the model that all runs go on from (--report-only needs none)")
+    base = checked_base(base)
+    folder = model_folder(fetch_model(base)).resolve()
+    plan = StudyPlan(
+        base=model_digest(folder),
+        seeds=tuple(int(seed) for seed in checked_seeds(seeds)),
+        problems=problems,
+        taus=thresholds(taus),
+        buffers=tuple(numbers(buffers, "--buffers")),
+        steps=steps,
+    )
+    if experiment == "alignment" and not (out / "ablation" / ROWS).exists():
+        raise ValueError(f"alignment compares with the rows of ablation, which {out} lacks: run ablation first")
+    out = out.resolve()
+    claim(out, plan)
+    noise = measure_inference(out, folder, num_problems=traced) if experiment == "alignment" else None
+    compute(out, plan, experiment, folder, base=base, noise=noise, workers=workers, actors=actors)
+    print(report(out, experiment))
+
+
+def checked_seeds(text: str) -> list[str]:
+    """The seeds; `ValueError` names the one that is no whole number."""
+    for name in names(text, "--seeds"):
+        if not name.isdecimal():
+            raise ValueError(f"--seeds {name} must be a whole number of at least 0")
+    return names(text, "--seeds")
+
+
+def thresholds(text: str) -> tuple[float, ...]:
+    """The thresholds; `ValueError` names the one that is no number."""
+    try:
+        return tuple(float(name) for name in names(text, "--taus"))
+    except ValueError as error:
+        raise ValueError(f"--taus {text}: {error}") from None
+
+
+def compute(
+    out: Path,
+    plan: StudyPlan,
+    experiment: Experiment,
+    folder: Path,
+    *,
+    base: str,
+    noise: Path | None,
+    workers: int,
+    actors: int,
+) -> None:
+    """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
+    runs = [
+        training(out, recipe, seed, plan, base=base, noise=noise, workers=workers)
+        for recipe, seed in missing_models(out, plan, experiment)
+    ]
+    for one in runs:
+        check_run(one, resume=one.folder.exists())
+        check_fit(fetched(one.recipe))
+    from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
+
+    is_ours = connect(num_cpus=max(4, workers + 1, actors + 2), worker_logs=False)
+    try:
+        for number, one in enumerate(runs, start=1):
+            print(f"study: run {number} of {len(runs)}: {one.name}", file=sys.stderr)
+            train_on_cluster(one, resume=one.folder.exists())
+        for seed in plan.seeds:
+            evaluate(out, plan, experiment, seed, folder, actors=actors)
+    finally:
+        if is_ours:
+            import ray
+
+            ray.shutdown()
+    tables = []
+    for seed in plan.seeds:
+        models = {path.name: recipe for path, recipe in swept_models(out, experiment, seed, folder).items()}
+        tables.append(sweep_rows(sweep_folder(out, experiment, seed), models))
+    write_experiment(out, experiment, tables)
+
+
+def training(
+    out: Path, recipe: TrainingRecipe, seed: int, plan: StudyPlan, *, base: str, noise: Path | None, workers: int
+) -> TrainingRun:
+    """A run of the study; one that was begun is gone on with."""
+    measured = noise if recipe.name == FITTED else None
+    return TrainingRun(
+        recipe=seeded(recipe, seed, base=base, steps=plan.steps, noise=measured),
+        name=run_name(recipe.name, seed),
+        storage=Folder.at(str(out / "runs")),
+        out=Folder.at(str(model_path(out, recipe, seed))),
+        num_workers=workers,
+        log_targets=(),
+    )
+
+
+def sweep_folder(out: Path, experiment: Experiment, seed: int) -> Path:
+    return out / experiment / "sweeps" / f"seed-{seed}"
+
+
+def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, folder: Path, *, actors: int) -> None:
+    """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
+    place = sweep_folder(out, experiment, seed)
+    state = FolderState.load(place)
+    if state is not None and is_finished(place, state):
+        return
+    models = [str(path) for path in swept_models(out, experiment, seed, folder)]
+    subjects = Subjects.find(",".join(models), None, None)
+    options = SweepOptions(
+        models=list(subjects.fetched.values()),
+        tasks=list(LEDGER_TASK),
+        grid=plan.grid,
+        limit=plan.problems,
+        seed=seed,
+        engine=EngineConfig(max_rows=MAX_ROWS),
+    )
+    work = cut_sweep(plan_sweep(options), shard=Shard(), timing=Timing(problems=0))
+    run_work(Folder.at(str(place)), work, subjects, num_actors=actors, write_best=None, overwrite=False)
+
+
+main = command(run)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""FP8 weights as they are released: a float8 matrix, and beside it `..._scale_inv`, a factor for each of its blocks.
+
+`weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C as config.json's
+`quantization_config` says (128 x 128 in the releases). They are read as bfloat16 matrices, block by block of what is
+asked for; `models/quantize.py` may round them again for computing in FP8.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUFFIX = "_scale_inv"
+READ_AS = torch.bfloat16
+"""What the released models compute in where they do not compute in FP8."""
+
+BlockShape = tuple[int, int]
+
+
+def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
+    """The blocks of a parsed config.json, `None` for weights that are not quantized.
+
+    Raises `ValueError` for any other quantization.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    whole = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
+    if method != "fp8" or not whole:
+        raise ValueError(
+            f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
+            "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
+        )
+    assert isinstance(blocks, list)
+    return blocks[0], blocks[1]
+
+
+def scales_shape(shape: tuple[int, ...], blocks: BlockShape) -> tuple[int, ...]:
+    """The shape of a matrix's scales: its last blocks may be cut."""
+    return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A matrix in a file, read in parts by slicing, as safetensors' own: `stored` (float8), and its scales."""
+
+    stored: Any
+    scales: Tensor
+    blocks: BlockShape
+
+    def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
+        """Float32 rows and columns."""
+        given = where if isinstance(where, tuple) else (where,)
+        ranges = [
+            range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)
+        ]
+        rows, columns = (
+            torch.arange(one.start, one.stop) // block for one, block in zip(ranges, self.blocks, strict=True)
+        )
+        part = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]

@@ -1,0 +1,214 @@
+"""A decoder layer with fewer, larger operations: the same numbers, and the same weights, joined in memory.
+
+One product computes q, k and v, another gate and up; all heads share one norm and one rotation; a product adds the
+residual itself; cosines and sines come from a table. The modules' own parameters become slices of the joint weights,
+so no weight is in memory twice.
+
+Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, N = H + K, C head channels, F MLP channels,
+P positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, Reduce, RMSNorm, rotary
+from mbd_core.models.lora import TokenAdapters
+from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.moe import MoE
+
+
+class FusedLayer:
+    """A layer's attention and MLP, each with two matrix products, in torch's own operations."""
+
+    def __init__(self, layer: DecoderLayer, model: Decoder) -> None:
+        config, attention = model.config, layer.self_attn
+        self._heads, self._head_dim = config.num_heads, config.head_dim
+        self._rotating = config.num_heads + config.num_kv_heads
+        self._reduce = model.reduce
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = join_storage([p.weight for p in projections])
+        self._qkv_bias = join_storage([p.bias for p in projections]) if config.qkv_bias else None
+        self._head_gains: tuple[Tensor, ...] = ()
+        self._head_norm: Norm | None = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self._head_gains = (attention.q_norm.weight.expand(config.num_heads, -1),
+                                attention.k_norm.weight.expand(config.num_kv_heads, -1))  # fmt: skip
+            self._head_norm = Norm(torch.cat(self._head_gains), config.rms_norm_eps)
+        self._out = attention.o_proj.weight.detach().t()
+        self._input_norm, self._output_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
+        self._experts = layer.mlp if isinstance(layer.mlp, MoE) else None
+        swiglu = layer.mlp.shared_experts if isinstance(layer.mlp, MoE) else layer.mlp
+        self._swiglu = FusedSwiGLU(swiglu) if isinstance(swiglu, SwiGLU) else None
+
+    def refresh(self) -> None:
+        """Read the gains of the heads anew, the only weights that are copies."""
+        if self._head_norm is not None:
+            torch.cat(self._head_gains, out=self._head_norm.gain)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        rotation: "Rotation",
+        attend: Attend,
+        index: int,
+        adapters: TokenAdapters | None,
+        live_T: Tensor | None,
+    ) -> Tensor:
+        """The residual stream after this layer."""
+        inner = self._input_norm(x_TD)
+        qkv = F.linear(inner, self._qkv, self._qkv_bias)
+        if adapters is not None:
+            qkv.addmm_(*adapters.joint(index, "qkv", inner))
+        qkv = qkv.unflatten(-1, (-1, self._head_dim))
+        qk, v = qkv[:, : self._rotating], qkv[:, self._rotating :]
+        qk = rotation(qk if self._head_norm is None else self._head_norm(qk))
+        attended = attend(index, qk[:, : self._heads], qk[:, self._heads :], v).flatten(1)
+        more = None if adapters is None else adapters.joint(index, "out", attended)
+        x_TD = add_product(x_TD, attended, self._out, self._reduce, more)
+        inner = self._output_norm(x_TD)
+        if self._experts is None:
+            assert self._swiglu is not None
+            return self._swiglu.add(x_TD, inner, self._reduce, adapters, index)
+        out = self._experts.routed(inner, live_T)
+        if self._swiglu is not None:
+            out = self._swiglu.add(out, inner, None, adapters, index)
+        return x_TD + (out if self._reduce is None else self._reduce(out))
+
+
+class FusedSwiGLU:
+    """A SwiGLU with two matrix products."""
+
+    def __init__(self, mlp: SwiGLU) -> None:
+        self.gate_up = join_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.down = mlp.down_proj.weight.detach().t()
+
+    def add(
+        self, to_TD: Tensor, x_TD: Tensor, reduce: Reduce | None, adapters: TokenAdapters | None, layer: int
+    ) -> Tensor:
+        """`to_TD` and the MLP of `x_TD`."""
+        gate_up = F.linear(x_TD, self.gate_up)
+        if adapters is not None:
+            gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
+        gate_TF, up_TF = gate_up.chunk(2, dim=-1)
+        inner_TF = F.silu(gate_TF) * up_TF
+        more = None if adapters is None else adapters.joint(layer, "down", inner_TF)
+        return add_product(to_TD, inner_TF, self.down, reduce, more)
+
+
+class Norm:
+    """`RMSNorm` with gain (..., C) over the last dimension of (T, ..., C), by the fastest operations for the dtype.
+
+    It rounds as `RMSNorm` does, bfloat16 before the gain; in float32 only the order of one sum differs.
+    """
+
+    def __init__(self, gain: Tensor, eps: float) -> None:
+        self.gain, self.eps = gain.detach(), eps
+        self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=gain.device)
+        self._on_cpu_float32 = gain.device.type == "cpu" and gain.dtype == torch.float32
+
+    @classmethod
+    def of(cls, norm: RMSNorm) -> "Norm":
+        return cls(norm.weight, norm.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if self._on_cpu_float32:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x * torch.addcmul(self._eps_1, length, length, value=1 / size).rsqrt_()).mul_(self.gain)
+        if x.dtype == torch.float64:
+            return F.rms_norm(x.float(), (size,), None, self.eps).to(x.dtype).mul_(self.gain)
+        return F.rms_norm(x, (size,), None, self.eps).mul_(self.gain)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The half-split rotation of heads (T, N, C) at T positions: `x cos + partner(x) sin`; the sines carry the signs.
+
+    A channel's partner is `half` channels away. A channel that does not rotate is its own partner, with cosine 1 and
+    sine 0. `partners_C` is None if all channels rotate. `in_one`: one fused multiply-add instead of two operations.
+    """
+
+    cos_T1C: Tensor
+    sin_T1C: Tensor
+    half: int
+    partners_C: Tensor | None
+    in_one: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        partner = x.roll(self.half, -1) if self.partners_C is None else x.index_select(-1, self.partners_C)
+        if self.in_one:
+            return torch.addcmul(x * self.cos_T1C, partner, self.sin_T1C)
+        return (x * self.cos_T1C).add_(partner.mul_(self.sin_T1C))
+
+
+class Rotations:
+    """Cosines and sines (2, C) of every position, never reallocated because CUDA graphs read them at their address."""
+
+    def __init__(self, config: ModelConfig, num_positions: int, like: Tensor) -> None:
+        device, rotated, rest = like.device, config.num_rotated, config.head_dim - config.num_rotated
+        cos, sin = (t[:, 0] for t in rotary(torch.arange(num_positions, device=device), config))
+        first, second = sin.chunk(2, dim=-1)
+        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(torch.cat((-first, second), dim=-1), (0, rest))
+        self.table_P2C = torch.stack((cos, sin), dim=1).to(like.dtype)
+        self.num_rotated, self._half = rotated, rotated // 2
+        channels = torch.arange(config.head_dim, device=device)
+        turned = (channels + self._half) % rotated
+        # a CPU's fused multiply and add is slow in bfloat16
+        self._in_one = device.type != "cpu" or like.dtype == torch.float32
+        self._partners_C = torch.where(channels < rotated, turned, channels) if rest else None
+
+    def at(self, positions_T: Tensor) -> Rotation:
+        cos_T1C, sin_T1C = self.table_P2C.index_select(0, positions_T).split(1, dim=1)
+        return Rotation(cos_T1C, sin_T1C, self._half, self._partners_C, self._in_one)
+
+
+def add_product(
+    x: Tensor, left: Tensor, right: Tensor, reduce: Reduce | None, more: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """`x + left @ right`, plus the product of `more`; `reduce` sums both over the ranks if each rank has a part."""
+    if reduce is None:
+        x = torch.addmm(x, left, right)
+        return x if more is None else x.addmm_(*more)
+    product = left @ right
+    return x + reduce(product if more is None else product.addmm_(*more))
+
+
+def join_storage(parameters: Sequence[Tensor]) -> Tensor:
+    """Join the parameters along their first dimension into one tensor; each parameter becomes a slice of it.
+
+    Nothing moves if they are already adjacent.
+    """
+    first = parameters[0]
+    whole = sum(p.shape[0] for p in parameters)
+    if _adjacent(parameters):
+        return first.detach().as_strided((whole, *first.shape[1:]), first.stride())
+    joint = torch.cat([p.detach() for p in parameters])
+    for parameter, part in zip(parameters, joint.split([p.shape[0] for p in parameters]), strict=True):
+        parameter.data = part
+    return joint
+
+
+def _adjacent(parameters: Sequence[Tensor]) -> bool:
+    first = parameters[0]
+    place = first.storage_offset()
+    for p in parameters:
+        same = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and p.is_contiguous() and p.storage_offset() == place):
+            return False
+        place += p.numel()
+    return True
+
+
+def fusible(layer: DecoderLayer) -> bool:
+    """Whether all products of the layer are plain linear layers, not FP8 ones."""
+    attention, mlp = layer.self_attn, layer.mlp
+    swiglu = mlp.shared_experts if isinstance(mlp, MoE) else mlp
+    products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    if isinstance(swiglu, SwiGLU):
+        products += [swiglu.gate_proj, swiglu.up_proj, swiglu.down_proj]
+    return all(type(p) is nn.Linear for p in products)

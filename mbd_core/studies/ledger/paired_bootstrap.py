@@ -1,0 +1,119 @@
+"""Intervals over problems and seeds: a bootstrap that draws training seeds, and of each drawn one its problems.
+
+Every cell is measured on the same draws, so that a difference of two cells is paired by problem and by seed. A run of
+another seed is another model on other problems; with three seeds the intervals are wide, and honest for it. One seed
+has intervals over its problems alone.
+
+Shape legend: D draws, of which the first is the rows themselves; P problems; K points of a curve.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from mbd_core.evaluation.aup_interval import d3llm, sorted_points
+from mbd_core.evaluation.statistics import sign_test
+from mbd_core.studies.ledger.study_rows import Cell, PairedRows
+
+Measure = Literal["accuracy", "nfe", "tpf"]
+NUM_DRAWS = 2000
+ALPHA = 3.0  # d3LLM's AUP
+BLOCK = 250  # draws at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A number with its 95 % percentile interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values_D: np.ndarray) -> "Interval":
+        low, high = np.percentile(values_D[1:], [2.5, 97.5])
+        return cls(value=float(values_D[0]), low=float(low), high=float(high))
+
+    def text(self, form: str = ".2f") -> str:
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class McNemar:
+    """Exact McNemar's test of two cells: the problems that one alone has right, under a fair coin."""
+
+    first_only: int
+    second_only: int
+
+    @property
+    def p_value(self) -> float:
+        return sign_test(self.first_only, self.second_only)
+
+
+def mcnemar(rows: PairedRows, first: Cell, second: Cell) -> McNemar:
+    one, other = rows.correct[first] > 0, rows.correct[second] > 0
+    return McNemar(first_only=int((one & ~other).sum()), second_only=int((other & ~one).sum()))
+
+
+def weights(rows: PairedRows, *, num_draws: int, seed: int) -> np.ndarray:
+    """How often each problem counts (1 + num_draws, P): once, then as often as it was drawn.
+
+    A draw takes as many seeds as there are, with replacement, and for each of them as many of its problems.
+    """
+    rng = np.random.default_rng(seed)
+    places = [np.flatnonzero(rows.seed_P == number) for number in range(len(rows.seeds))]
+    drawn_DP = np.ones((1 + num_draws, rows.num_problems), dtype=np.float32)
+    for draw_P in drawn_DP[1:]:
+        draw_P[:] = 0
+        for number in rng.integers(len(places), size=len(places)):
+            place = places[number]
+            draw_P[place] += np.bincount(rng.integers(len(place), size=len(place)), minlength=len(place))
+    return drawn_DP
+
+
+class Bootstrap:
+    """The means of every cell under the same draws."""
+
+    def __init__(self, rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> None:
+        self.rows = rows
+        self._cells = rows.cells
+        columns = [
+            column
+            for cell in self._cells
+            for column in (100.0 * rows.correct[cell], rows.forwards[cell], rows.tpf(cell))
+        ]
+        drawn_DP, columns_PC = weights(rows, num_draws=num_draws, seed=seed), np.stack(columns, axis=1)
+        parts = (drawn_DP[at : at + BLOCK].astype(np.float64) for at in range(0, len(drawn_DP), BLOCK))
+        means_DC = np.concatenate([part @ columns_PC / part.sum(1, keepdims=True) for part in parts])
+        self._means_DCM = means_DC.reshape(len(drawn_DP), len(self._cells), 3)
+
+    def mean(self, cell: Cell, measure: Measure) -> np.ndarray:
+        """The mean in each draw (D,): accuracy in percent, forwards, or useful tokens per forward of an answer."""
+        return self._means_DCM[:, self._place[cell], ("accuracy", "nfe", "tpf").index(measure)]
+
+    def difference(self, first: Cell, second: Cell, measure: Measure) -> Interval:
+        return Interval.of(self.mean(first, measure) - self.mean(second, measure))
+
+    def aup(self, curve: Sequence[Cell]) -> np.ndarray:
+        """d3LLM's AUP of a curve in each draw (D,); its y_max is the best accuracy of all cells in that draw."""
+        tpf_KD, accuracy_KD = (np.stack([self.mean(cell, name) for cell in curve]) for name in ("tpf", "accuracy"))
+        return d3llm(*sorted_points(tpf_KD, accuracy_KD), self._best_D, alpha=ALPHA)
+
+    @cached_property
+    def _place(self) -> Mapping[Cell, int]:
+        return {cell: number for number, cell in enumerate(self._cells)}
+
+    @cached_property
+    def _best_D(self) -> np.ndarray:
+        return self._means_DCM[:, :, 0].max(axis=1)
+
+
+def curves(rows: PairedRows) -> dict[tuple[str, int], list[Cell]]:
+    """The cells of each recipe and buffer size, over the thresholds."""
+    found: dict[tuple[str, int], list[Cell]] = {}
+    for cell in rows.cells:
+        found.setdefault((cell.recipe, cell.buffer_size), []).append(cell)
+    return found

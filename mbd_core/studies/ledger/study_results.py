@@ -1,0 +1,72 @@
+"""An experiment's results in the study's folder: what was measured of inference, the rows, and the report of both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.evaluation.tasks import find_task
+from mbd_core.files import folder_beside
+from mbd_core.multitf.fitted_noise import write_noise
+from mbd_core.multitf.ledger_recipes import ABLATION_ROWS, LEDGER_TASK
+from mbd_core.studies.alignment.recorded_traces import Asked, record_models
+from mbd_core.studies.ledger.claims import CLAIM_TAU
+from mbd_core.studies.ledger.paired_bootstrap import Bootstrap
+from mbd_core.studies.ledger.row_distances import (
+    correlations,
+    distance_lines,
+    measure_rows,
+    read_distances,
+    write_distances,
+)
+from mbd_core.studies.ledger.study_plan import DISTANCES, NOISE, ROWS, Experiment
+from mbd_core.studies.ledger.study_report import NAMES, write_report
+from mbd_core.studies.ledger.study_rows import read_rows, write_rows
+
+INFERENCE = "inference"
+TRACED_SLOTS = 4
+DRAWS = 8
+
+
+def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
+    """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it; measured
+    once, before anything is trained with it."""
+    folder = out / "alignment" / INFERENCE
+    if not folder.exists():
+        asked = Asked(
+            task=LEDGER_TASK[0],
+            num_problems=num_problems,
+            seed=0,
+            max_tokens=find_task(LEDGER_TASK[0]).max_tokens,
+            buffer_size=TRACED_SLOTS,
+            decoding={"tau_m2t": CLAIM_TAU},
+        )
+        with folder_beside(folder, "measured inference") as beside:
+            (traces,) = record_models({"base": read_folder(base)}, asked, beside / "traces")
+            states = {recipe.name: recipe.states for recipe in ABLATION_ROWS.values()}
+            distances, noise = measure_rows(traces, states, draws=DRAWS, seed=0)
+            write_distances(beside / DISTANCES, distances)
+            write_noise(beside / NOISE, noise)
+    return folder / NOISE
+
+
+def write_experiment(out: Path, experiment: Experiment, tables: Sequence[pa.Table]) -> None:
+    """Write the rows of an experiment's sweeps; alignment's hold those of ablation too, which they are compared to."""
+    others = [pq.read_table(out / "ablation" / ROWS)] if experiment == "alignment" else []
+    write_rows(out / experiment / ROWS, [*others, *tables])
+
+
+def report(out: Path, experiment: Experiment) -> str:
+    """Write the report of an experiment from its rows, and for alignment its distances; returns the Markdown.
+
+    Raises `ValueError` if they are not there.
+    """
+    folder = out / experiment
+    rows = read_rows([folder / ROWS])
+    if experiment != "alignment":
+        return write_report(folder, experiment, rows)
+    distances, bootstrap = read_distances(folder / INFERENCE / DISTANCES), Bootstrap(rows)
+    extra = distance_lines(distances, correlations(distances, rows, bootstrap), names=NAMES)
+    return write_report(folder, experiment, rows, extra=extra)

@@ -1,0 +1,30 @@
+"""The generated tasks by name: each one's stream of problems, and the columns that are asked and answered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from mbd_core.tasks import code_mini, gsm_mini, ledger_mini
+from mbd_core.tasks.split import Split
+
+
+class Generate(Protocol):
+    """A stream of rows of one split, without repeats; a seed always gives the same stream."""
+
+    def __call__(self, *, split: Split, seed: int) -> Iterator[dict[str, str]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedTask:
+    """A task whose problems are drawn; a row's column `asked` is the question, `answered` its whole right answer."""
+
+    generate: Generate
+    asked: str
+    answered: str
+
+
+GENERATED_TASKS = {
+    "gsm-mini": GeneratedTask(generate=gsm_mini.generate, asked="question", answered="answer"),
+    "code-mini": GeneratedTask(generate=code_mini.generate, asked="prompt", answered="canonical_solution"),
+    "ledger-mini": GeneratedTask(generate=ledger_mini.generate, asked="question", answered="answer"),
+}

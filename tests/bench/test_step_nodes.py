@@ -1,0 +1,52 @@
+"""The nodes of a decoding step are counted, and their number is a budget: a step that launches more fails here."""
+
+import pytest
+import torch
+
+from mbd_core.bench import step_nodes as counting
+from mbd_core.bench.shape_device import CUDA, shape_device
+from mbd_core.bench.step_nodes import SEVERAL, WORKS, main, step_nodes
+from mbd_core.models.shapes import SHAPES
+from mbd_core.ops.confidence import confidence
+
+pytest.importorskip("triton", reason="triton is not installed here; its launches are not counted")
+
+A_LAYER = 15
+A_STEP = {"greedy": 305, "T2T": 305, "DMax": 324}
+
+
+@pytest.mark.parametrize("work", A_STEP)
+def test_a_step_of_llada2_mini_stays_within_its_nodes(work: str) -> None:
+    nodes = step_nodes(SHAPES["llada2-mini"], WORKS[work])
+    assert nodes.layer.total() <= A_LAYER, nodes.layer
+    assert nodes.step.total() <= A_STEP[work], nodes.step
+    assert nodes.step["copy from the host"] == 0 and not nodes.inexact
+
+
+def test_what_is_launched_is_counted_and_views_are_not() -> None:
+    with shape_device() as device:
+        x = torch.empty(4, 3000, device=CUDA, dtype=torch.bfloat16)
+        assert device.nodes.total() == 0 and x.is_cuda and x.device == CUDA
+        y = (x.float() * 2).flatten()[3:].view(-1, 1).t()
+        assert dict(device.nodes) == {"_to_copy": 1, "mul": 1} and y.shape == (1, 11997)
+        x.add_(1)
+        tokens, _ = confidence(x, mask_token_id=0, size=3000)
+        assert tokens.shape == (4,) and tokens.is_cuda
+        assert device.nodes["add_"] == 1 and device.nodes["triton: confidence.stretch"] == 1
+        torch.tensor([1.0], device=CUDA)
+        assert device.nodes["copy from the host"] == 1
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bool((x > 0).any())
+
+
+def test_operations_of_several_kernels_are_named() -> None:
+    with shape_device() as device:
+        torch.empty(4, 300, device=CUDA).sort()
+    assert counting.StepNodes(step=device.nodes, layer=device.nodes).inexact == {"sort"} < SEVERAL
+
+
+def test_the_command_prints_every_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "tiny-sdar", "--buffer", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "| greedy |" in out and "| triton: attention_triton.split |" in out
+    assert main(["--rows", "0"]) == 2 and "must be at least 1" in capsys.readouterr().err

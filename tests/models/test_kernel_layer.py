@@ -1,0 +1,72 @@
+"""The decoder's form for CUDA is the fused one, its kernels interpreted: every family, ranks and adapters too."""
+
+from triton_interpreter import run_interpreted
+
+FORWARD = """
+from dataclasses import replace
+import torch
+from family_models import FAMILIES, random_model
+from mbd_core.engine.kv_cache import PagedKVCache
+from mbd_core.engine.model_runner import PagedAttention
+from mbd_core.models import moe
+from mbd_core.models.fused import fuse
+from mbd_core.models.kernel_layer import KernelLayer
+from mbd_core.models.lora import Adapter, AdapterSlots, adapted_modules
+from mbd_core.ops.experts import ExpertsKernel, fused_experts
+from mbd_core.ops.experts_triton import expert_parts
+from mbd_core.ops.row_layout import RowLayout
+from mbd_core.ops import attention_cpu
+kernels = ExpertsKernel(name="triton", call=fused_experts, parts=expert_parts)
+T, SIZE, PAGES = 12, 4, 8
+
+def hidden(model, by_kernels, *, adapters=None):
+    moe.triton_serves = lambda device, dtype: by_kernels
+    whole = fuse(model, num_positions=40, kernels=by_kernels)
+    assert isinstance(whole._layers[0], KernelLayer) == by_kernels
+    if by_kernels:
+        moe.kernel_for = lambda gate: kernels
+    cpu = torch.device("cpu")
+    cache = PagedKVCache(model.config, num_pages=PAGES, page_size=SIZE, dtype=torch.float32, device=cpu)
+    layout = RowLayout(
+        cu_seqlens_q=torch.tensor([0, 4, 8, 12]), kv_lens_R=torch.tensor([4, 8, 1]), page_size=SIZE, max_q=SIZE,
+        page_table_RP=torch.tensor([[3, 5], [3, 5], [0, 0]]),
+    )
+    places = torch.tensor([12, 13, 14, 15, 20, 21, 22, 23, 0, 1, 2, 3])
+    live, positions = torch.arange(T) < 8, torch.arange(T) % 8 + 20
+    ids = torch.arange(T) * 3 % model.config.vocab_size
+    out = whole.forward(
+        ids, positions, PagedAttention(cache, places, attention_cpu.bind(layout)), adapters=adapters, live=live
+    )
+    moe.kernel_for = right
+    return out[live], cache
+
+def check(model, **given):
+    plain, plain_cache = hidden(model, False, **given)
+    found, cache = hidden(model, True, **given)
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.k, plain_cache.k, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.v, plain_cache.v, atol=1e-4, rtol=1e-4)
+
+right = moe.kernel_for
+for family in ("llada2", "sdar-moe", "dream"):
+    model = random_model(FAMILIES[family])
+    check(model)
+    model.reduce = lambda partial: partial * 2
+    check(model)
+    model.reduce = None
+    slots = AdapterSlots(model.config, model.shard, model.model.norm.weight, num_slots=2, max_rank=2)
+    generator = torch.Generator().manual_seed(0)
+    modules = dict(model.named_modules())
+    factors = {
+        name: tuple(torch.randn(size, generator=generator) / 4 for size in ((2, modules[name].in_features),
+                                                                        (modules[name].out_features, 2)))
+        for _, _, name in adapted_modules(model.config)
+    }
+    slots.write(1, Adapter(2, factors))
+    check(model, adapters=slots.choose(torch.arange(T) % 2))
+print("all held")
+"""
+
+
+def test_layers_of_kernels_are_the_fused_ones() -> None:
+    run_interpreted(FORWARD)

@@ -1,0 +1,73 @@
+"""The report is a function of the rows: the same rows give the same text, and its numbers are theirs."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from drawn_study import study_cells
+
+from mbd_core.multitf.ledger_recipes import ABLATION_ROWS
+from mbd_core.studies.ledger.claims import RULE
+from mbd_core.studies.ledger.row_distances import RowDistance, write_distances
+from mbd_core.studies.ledger.study_plan import DISTANCES, FITTED, PLOT, REPORT, ROWS
+from mbd_core.studies.ledger.study_results import INFERENCE, report, write_experiment
+
+RECIPES = {"base": (0.7, 60), "ledger-tf": (0.75, 50), "ledger-mbd": (0.8, 40)}
+
+
+def test_the_report_is_recomputed_from_the_rows_alone(tmp_path: Path) -> None:
+    write_experiment(tmp_path, "ordering", [study_cells(RECIPES)])
+    first = report(tmp_path, "ordering")
+    folder = tmp_path / "ordering"
+    (folder / REPORT).unlink()
+    picture = (folder / PLOT).read_bytes()
+    assert report(tmp_path, "ordering") == first == (folder / REPORT).read_text()
+    assert (folder / PLOT).read_bytes() == picture and PLOT in first
+    assert RULE in first and first.index(RULE) < first.index("## Claims")
+
+
+def test_its_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
+    write_experiment(tmp_path, "ordering", [study_cells(RECIPES)])
+    text = report(tmp_path, "ordering")
+    rows = [
+        row
+        for row in pq.read_table(tmp_path / "ordering" / ROWS).to_pylist()
+        if (row["recipe"], row["buffer_size"], row["tau_m2t"]) == ("ledger-tf", 2, 0.9)
+    ]
+    accuracy = 100 * np.mean([row["correct"] for row in rows])
+    nfe = np.mean([row["num_forwards"] for row in rows])
+    line = next(line for line in text.splitlines() if line.startswith("| teacher forcing | 2 | 0.9 |"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[3] == str(len(rows)) == "120"
+    assert cells[4].startswith(f"{accuracy:.2f} [") and cells[5].startswith(f"{nfe:.2f} [")
+
+
+def test_the_rows_do_not_depend_on_the_order_of_the_sweeps(tmp_path: Path) -> None:
+    table = study_cells(RECIPES)
+    for name, parts in (("a", [table]), ("b", [table.slice(100), table.slice(0, 100)])):
+        write_experiment(tmp_path / name, "ordering", parts)
+    assert pq.read_table(tmp_path / "a" / "ordering" / ROWS) == pq.read_table(tmp_path / "b" / "ordering" / ROWS)
+
+
+def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> None:
+    """Rows whose accuracy falls with their distance: rho is -1, and with eight rows that is no chance."""
+    recipes = [recipe.name for recipe in ABLATION_ROWS.values()]
+    outcomes = {name: (0.95 - 0.12 * place, 40 + 4 * place) for place, name in enumerate(recipes)}
+    write_experiment(tmp_path, "ablation", [study_cells({"base": (0.5, 60), **outcomes})])
+    write_experiment(tmp_path, "alignment", [study_cells({FITTED: (0.99, 36)})])
+    distances = [
+        RowDistance(
+            recipe=name, delta_r=(0.1 * place, 0.0, 1.0), mean_w1=None if place == 4 else (place / 9, 0.0, 1.0)
+        )
+        for place, name in enumerate([FITTED, *recipes])
+    ]
+    (tmp_path / "alignment" / INFERENCE).mkdir()
+    write_distances(tmp_path / "alignment" / INFERENCE / DISTANCES, distances)
+    text = report(tmp_path, "alignment")
+    line = next(line for line in text.splitlines() if line.startswith("| delta_r, accuracy, 2 slots |"))
+    found = re.fullmatch(r"\| delta_r, accuracy, 2 slots \| 9 \| (\S+) \[(\S+), (\S+)\] \| (\S+) \|", line)
+    assert found is not None
+    assert float(found[1]) < -0.9 and float(found[4]) < 0.01
+    assert "| mean_w1, accuracy, 2 slots | 8 |" in text, "a row without the distance is left out"
+    assert "noise fitted to traces is above chain-uniform" in text

@@ -1,0 +1,13 @@
+"""D2F's training states in blocks of 4, as its released code draws them."""
+
+from mbd_core.multitf.noise import NoiseBounds
+from mbd_core.multitf.states import StateConfig
+
+D2F_STATES = StateConfig(
+    block_size=4,
+    layouts="d2f",
+    schedule="d2f_monotonic",
+    bounds=NoiseBounds(t_low=0.2, t_high=0.7, margin=0.0),
+    rounding="bernoulli",
+    weighting="ratio_mean",
+)
