@@ -58,6 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Rooms whose tests start Ray or ask what a machine has one of: under pytest-xdist they run in one process, in turn.
 ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
+# When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
+SLOW_SECONDS = 3_600
 # Files whose tests share what takes processes of its own to make.
 WHOLE_FILES = ("tests/multitf/test_sharding.py",)
 
@@ -81,6 +83,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
