@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow" -n 2 -o faulthandler_timeout=900
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
