@@ -182,9 +182,8 @@ class GenerationRequest(StructuredFields):
         """Whether each token's log-probability is asked for."""
         raise NotImplementedError
 
-    @property
-    def num_characters(self) -> int:
-        """Characters to tokenise."""
+    def num_characters(self, body: int) -> int:
+        """About how many characters are to be tokenised of a body of so many bytes."""
         raise NotImplementedError
 
     def samplings(self, seed: int) -> list[Sampling]:
@@ -269,8 +268,7 @@ class CompletionRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
-    @property
-    def num_characters(self) -> int:
+    def num_characters(self, body: int) -> int:
         fixed = [part for part in self.template or () if isinstance(part, str)]
         return sum(len(text) for text in (*self.prompts, *fixed) if isinstance(text, str))
 
@@ -355,10 +353,6 @@ class ChatMessage(Strict):
         return "".join(part.text for part in self.content or ())
 
     @property
-    def num_characters(self) -> int:
-        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
-
-    @property
     def turn(self) -> dict[str, Any]:
         """The turn as a chat template takes it."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
@@ -395,9 +389,8 @@ class ChatRequest(GenerationRequest, ToolFields):
     prediction: Annotated[Any, Only()] = None
     web_search_options: Annotated[Any, Only()] = None
 
-    @property
-    def num_characters(self) -> int:
-        return sum(message.num_characters for message in self.messages) + len(json.dumps(self.shown_tools))
+    def num_characters(self, body: int) -> int:
+        return body  # all of it is messages and tools; to write the tools once more, to count them, takes long
 
     @property
     def prompt_field(self) -> str:

@@ -40,6 +40,7 @@ from mbd_core.serving.tokenizer_requests import (
 )
 
 Body = bytes | Callable[[], Awaitable[bytes]]
+Asked = CompletionRequest | ChatRequest
 
 
 class OpenAIServer:
@@ -115,7 +116,7 @@ class OpenAIServer:
         asked = parse(TokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
             model = (await self._route(self._name(asked.model))).model
-            return await self._tokenizing.run(partial(token_ids, asked, model), characters=asked.num_characters)
+            return await self._tokenizing.run(partial(token_ids, asked, model), characters=len(body))
 
     async def detokenize(self, body: bytes) -> dict[str, Any]:
         """The text of token ids; raises as `complete` does."""
@@ -163,12 +164,14 @@ class OpenAIServer:
             try:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
-                return await self._submit(parse(kind, whole), key=key, watch=watch, request=request)
+                asked = parse(kind, whole)
+                characters = asked.num_characters(len(whole))
+                return await self._submit(asked, characters, key=key, watch=watch, request=request)
             except BaseException:
                 request.end()
                 raise
 
-    def _count(self, asked: CompletionRequest | ChatRequest, request: OpenRequest) -> None:
+    def _count(self, asked: Asked, request: OpenRequest) -> None:
         """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
         number, field = asked.num_prompts, asked.prompt_field
         if number > self._body_prompts:
@@ -177,7 +180,7 @@ class OpenAIServer:
         request.take_choices(number, asked.num_choices, prompt_field=field)
 
     async def _submit(
-        self, asked: CompletionRequest | ChatRequest, *, key: str, watch: RequestWatch, request: OpenRequest
+        self, asked: Asked, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
     ) -> Answer:
         limit = TimeLimit(self._request_seconds)
         self.model(asked.model)
@@ -187,7 +190,7 @@ class OpenAIServer:
         async with limit.watch():
             route = await self._route(asked.model)
             call = partial(route.requests, asked, seed=seed)
-            requests, template, echoes = await self._tokenizing.run(call, characters=asked.num_characters)
+            requests, template, echoes = await self._tokenizing.run(call, characters=characters)
             await route.check_grammar(asked, requests)
         rule = asked.call_rule if isinstance(asked, ChatRequest) else None
         stream = await TextStream.open(
@@ -257,9 +260,7 @@ class _Route:
         grammars = grammars_of(model.tokenizer, model.limits.admission.model)
         self._compile = GrammarCompiler(partial(compile_guide, grammars))
 
-    def requests(
-        self, asked: CompletionRequest | ChatRequest, *, seed: int
-    ) -> tuple[list[Request], TemplateTokens | None, list[str]]:
+    def requests(self, asked: Asked, *, seed: int) -> tuple[list[Request], TemplateTokens | None, list[str]]:
         """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
         text before each."""
         read = self._read(asked)
@@ -284,7 +285,7 @@ class _Route:
         echoes = asked.echoes(self.decode) if isinstance(asked, CompletionRequest) else []
         return requests, template, echoes
 
-    def _read(self, asked: CompletionRequest | ChatRequest) -> Callable[[], list[list[int]]]:
+    def _read(self, asked: Asked) -> Callable[[], list[list[int]]]:
         if isinstance(asked, ChatRequest):
             return partial(self._chat_prompts, asked)
         return partial(self._plain_prompts, asked)

@@ -1,6 +1,5 @@
 """The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for."""
 
-import json
 from typing import Annotated, Any
 
 from pydantic import model_validator
@@ -33,13 +32,6 @@ class TokenizeRequest(ToolFields):
             raise ValueError("tools: only a chat has tools; give messages")
         turns(self.messages or ())
         return self
-
-    @property
-    def num_characters(self) -> int:
-        if self.prompt is not None:
-            return len(self.prompt)
-        tools = len(json.dumps(self.shown_tools))
-        return sum(message.num_characters for message in self.messages or ()) + tools
 
 
 class DetokenizeRequest(Strict):
