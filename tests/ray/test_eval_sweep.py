@@ -244,7 +244,7 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
 
     monkeypatch.setattr(evaluation, "grade_part", grade_nothing)
     out = tmp_path / "out"
-    command = [*sweep_command(tiny_model_dir, out), "--limit", "1"]
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "1", "--timed", "0"]
     assert main(command) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
         f"eval_sweep: the sweep failed: OSError: no space left; what was computed lies in {out}, with the traceback "
@@ -268,7 +268,7 @@ def test_a_sweep_at_a_url_appears_part_by_part(
     """If the storage does not take a file, the same command goes on with what it did take."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out = Folder.at(f"memory://{tmp_path.name}/sweep")
-    command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "4"]
+    command = [*sweep_command(tiny_model_dir, out), "--limit", "8", "--max-rows", "4", "--timed", "0"]
     system, path = out._remote()
     put_file, put = system.put_file, list[str]()
 

@@ -24,6 +24,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "ledger-bd"
 
 
+@pytest.mark.slow
 def test_a_study_is_run_and_gone_on_with(ray_cluster, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = ["ordering", "--base", str(base), "--out", str(out), "--seeds", "0", "--problems", "2", "--steps", "2"]

@@ -93,11 +93,8 @@ def test_a_model_is_trained_and_swept_on_s3(
 
 def test_an_exit_code_says_whose_fault_it_is(client: Any, tmp_path: Path) -> None:
     """2: bad input, 1: a failure; each with one sentence in the log."""
-    (tmp_path / "file").write_text("")
     train, sweep = "python jobs/train_multitf.py --recipe tiny-bd", "python jobs/eval_sweep.py --tasks gsm-mini"
     endings = {
-        f"{train} --steps none": (2, "Invalid value for '--steps'"),
-        f"{train} --storage {tmp_path}/file/runs": (2, f"cannot be written: {tmp_path}/file: Not a directory"),
         f"{train} --storage {tmp_path} --out out": (2, "out is relative, and a submitted job runs in a copy"),
         f"{sweep} --models s3://none/x --out {tmp_path}/sweep": (2, "s3://none/x"),
         f"RAY_ADDRESS=127.0.0.1:9 {sweep} --models tiny-bd --out {tmp_path}/sweep": (1, "does not answer"),
@@ -106,7 +103,7 @@ def test_an_exit_code_says_whose_fault_it_is(client: Any, tmp_path: Path) -> Non
     for command, (code, sentence) in endings.items():
         found, log = ended(client, jobs[command])
         assert (found, sentence in log, "Traceback" in log) == (code, True, False), log
-    assert os.listdir(tmp_path) == ["file"]
+    assert not os.listdir(tmp_path)
 
 
 def from_the_root(dashboard_url: str, submission: str, home: Path, *entrypoint: str) -> "subprocess.Popen[str]":
