@@ -20,7 +20,7 @@ from mbd_core.evaluation.sweep_parts import Shard
 from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
 from mbd_core.evaluation.timed_cases import Timing
 from mbd_core.multitf.fit import check_fit
-from mbd_core.multitf.ledger_recipes import LEDGER_TASK
+from mbd_core.multitf.ledger_recipes import LEDGER_BD, LEDGER_TASK
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.studies.ledger.study_plan import (
     FITTED,
@@ -41,7 +41,7 @@ MAX_ROWS = 64
 
 What = Annotated[Experiment, typer.Argument(help="What is studied; alignment needs the rows of ablation.")]
 Base = Annotated[
-    str | None,
+    str,
     typer.Option(help="The model that all runs go on from: a folder, or a shipped model.", rich_help_panel=MODEL),
 ]
 Seeds = Annotated[str, typer.Option(metavar="S,...", help="Training seeds.", rich_help_panel=DATA)]
@@ -64,7 +64,7 @@ def run(
     experiment: What,
     *,
     out: OutFolder,
-    base: Base = None,
+    base: Base = LEDGER_BD.name,
     seeds: Seeds = "0,1,2",
     problems: Problems = 2000,
     taus: Taus = "0.8,0.9,0.95",
@@ -84,8 +84,6 @@ def run(
     if report_only:
         print(report(out, experiment))
         return
-    if base is None:
-        raise ValueError("--base is missing: the model that all runs go on from (--report-only needs none)")
     base = checked_base(base)
     folder = model_folder(fetch_model(base)).resolve()
     plan = StudyPlan(

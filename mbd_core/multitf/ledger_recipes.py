@@ -1,6 +1,6 @@
 """The recipes of the study on ledger-mini (`mbd_core/studies/ledger`): the base, its control, and Table 2b's rows.
 
-All but the base go on from it (`--base`), with the same data, updates and number of noisy streams, so that they differ
+All but the base go on from it, with the same data, updates and number of noisy streams, so that they differ
 in their training states alone.
 """
 
@@ -25,13 +25,13 @@ LEDGER_BD = TrainingRecipe(
         vocab_size=320,
         hidden_size=128,
         intermediate_size=384,
-        num_layers=3,
+        num_layers=2,
         head_dim=32,
         block_size=16,
     ),
     data=TinyData(per_task=26_000, tasks=LEDGER_TASK),
     states=replace(TEACHER_FORCING, block_size=16),
-    train=TrainConfig(steps=700, batch_size=8, lr=3e-3, decay=1 / 7),
+    train=TrainConfig(steps=2_000, batch_size=8, lr=3e-3, decay=1 / 10),
     max_length=320,
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
     source="this project's study on ledger-mini (docs/studies.md)",
@@ -40,6 +40,7 @@ LEDGER_BD = TrainingRecipe(
 LEDGER_MBD = replace(
     LEDGER_BD,
     name="ledger-mbd",
+    base="ledger-bd",
     model=None,
     data=TinyData(per_task=2_400, tasks=LEDGER_TASK, seed=1),
     states=replace(TINY_MBD.states, num_layouts=NUM_STREAMS),

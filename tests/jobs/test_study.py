@@ -12,7 +12,6 @@ from mbd_core.studies.ledger.study_results import write_experiment
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["ordering"], "--base is missing"),
         (["ordering", "--base", "no-such-model"], "no-such-model"),
         (["ordering", "--base", "tiny-bd", "--seeds", "0,x"], "--seeds x must be a whole number"),
         (["ordering", "--base", "tiny-bd", "--taus", "high"], "--taus high"),

@@ -10,7 +10,7 @@ from mbd_core.tasks import ledger_mini
 from mbd_core.tasks.split import Split, split_of
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
-ENTRY = re.compile(r"([A-Za-z])([=+-])(\d)")
+ENTRY = re.compile(r"([A-Za-z])([=+*-])(\d)")
 BLOCK = 16
 
 
@@ -26,7 +26,7 @@ def balances(question: str) -> dict[str, int]:
         match = ENTRY.fullmatch(entry)
         assert match is not None, entry
         label, sign, number = match[1], match[2], int(match[3])
-        last = number if sign == "=" else (last + number if sign == "+" else last - number) % 100
+        last = {"=": number, "+": last + number, "-": last - number, "*": last * number}[sign] % 100
         found[label] = last
     return found
 
