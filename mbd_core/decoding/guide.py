@@ -177,7 +177,7 @@ def _rank(text: bytes) -> int:
 
 def _byte_ranks() -> list[int]:
     """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
-    first = b"\n\"'}])>;.,:#|/-+=_ "
+    first = b"\n\"'}])>;.,:@#|/-+=_ "
     order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
     order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
     ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}

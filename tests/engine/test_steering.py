@@ -144,6 +144,7 @@ def test_alone_is_in_a_mixed_batch_is_static_is_preempted(loaded: LoadedModel) -
         ("regex", "<b>.*</b>", "<b>.*</b>"),
         ("regex", r"([^\n#]+\n)+#### -?[0-9]+", r"([^\n#]+\n)+#### -?[0-9]+"),
         ("regex", "([a-z]+;)+end", "([a-z]+;)+end"),
+        ("json_schema", '{"type": "string", "format": "email"}', '"[^@]+@[^@]+"'),
         ("lark", 'start: "(" start ")" | /[0-9]/', r"\(*[0-9]\)*"),
     ],
 )
