@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mbd_core.decoding.grammar import NAMES, Grammar, GrammarRefused
+from mbd_core.decoding.grammar import NAMES, Grammar, GrammarRefused, check_bounds
 
 Pick = Callable[[int, np.ndarray], tuple[int, float]]
 """The token at the i-th open position among the allowed ones (V,), and its probability among them."""
@@ -177,7 +177,7 @@ def _rank(text: bytes) -> int:
 
 def _byte_ranks() -> list[int]:
     """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
-    first = b"\n\"'}])>;.,:#|/-+=_ "
+    first = b"\n\"'}])>;.,:@#|/-+=_ "
     order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
     order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
     ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}
@@ -429,6 +429,8 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
+    if grammar.syntax == "json_schema":
+        check_bounds(grammar.text)
     return matcher
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mbd_core.serving.openai_errors import ApiError, clipped
 
-SCHEME = "Bearer "
+SCHEME = "Bearer"
 SHORTEST = 16  # characters of a key
 ADMINISTRATOR = "administrator"
 
@@ -69,14 +69,15 @@ class ApiKeys:
         All keys are compared, each in constant time.
         """
         self._refresh()
-        given = hashlib.sha256(authorization.removeprefix(SCHEME).encode()).digest()
-        names = [name for name, key in self._keys.items() if hmac.compare_digest(key.digest, given)]
-        if not names or not authorization.startswith(SCHEME):
+        scheme, _, key = authorization.partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        names = [name for name, known in self._keys.items() if hmac.compare_digest(known.digest, given)]
+        if not names or scheme.lower() != SCHEME.lower():
             raise ApiError(
                 401,
                 "an API key of this server is needed; send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                headers={"WWW-Authenticate": SCHEME},
             )
         return names[0]
 

@@ -34,6 +34,7 @@ MOST_PROMPTS = 4096  # that it may say
 MAX_IDS = 2**18  # of one prompt
 MAX_MESSAGES, MAX_TEXT_PARTS, MAX_CALLS = 4096, 1024, 128
 MAX_BRACKETS = 250_000  # of a body, those in its texts included
+MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
 MAX_ERRORS = 1000  # that are looked at
 SEEDS = 2**64  # a seed has 64 bits, with sign
 
@@ -437,13 +438,21 @@ R = TypeVar("R", bound=Strict)
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request in a JSON body; raises `ApiError` (400) naming the first field that is wrong."""
-    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
-        message = f"the body has more than {MAX_BRACKETS} brackets, the most that are read here; send less at once"
-        raise ApiError(400, message, code="invalid_json")
+    for most, marks in ((MAX_BRACKETS, "brackets"), (MAX_QUOTES, "quotes")):
+        if _number_of(marks, body) > most:
+            message = f"the body has more than {most} {marks}, the most that are read here; send less at once"
+            raise ApiError(400, message, code="invalid_json")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _number_of(marks: str, body: bytes) -> int:
+    """How many of them a body has, at the speed of memory: what it takes to build the body grows with them."""
+    if marks == "brackets":
+        return body.count(b"[") + body.count(b"{")
+    return body.count(b'"') - body.count(b'\\"')  # a key or text that ends in a backslash counts half
 
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.

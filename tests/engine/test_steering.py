@@ -144,6 +144,7 @@ def test_alone_is_in_a_mixed_batch_is_static_is_preempted(loaded: LoadedModel) -
         ("regex", "<b>.*</b>", "<b>.*</b>"),
         ("regex", r"([^\n#]+\n)+#### -?[0-9]+", r"([^\n#]+\n)+#### -?[0-9]+"),
         ("regex", "([a-z]+;)+end", "([a-z]+;)+end"),
+        ("json_schema", '{"type": "string", "format": "email"}', '"[^@]+@[^@]+"'),
         ("lark", 'start: "(" start ")" | /[0-9]/', r"\(*[0-9]\)*"),
     ],
 )
@@ -342,6 +343,17 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         ({"grammar": Grammar(syntax="regex", text="(")}, "the regular expression cannot be honoured"),
         ({"grammar": Grammar(syntax="json_schema", text='{"$ref": "#"}')}, "accepts no text"),
         ({"grammar": Grammar(syntax="json_schema", text='{"not": {}}')}, "cannot be honoured: Unimplemented keys"),
+        *(
+            (
+                {"grammar": Grammar(syntax="json_schema", text=json.dumps({"items": bounds}))},
+                "a bound less than 1 away",
+            )
+            for bounds in (
+                {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+                {"exclusiveMinimum": 9.0, "exclusiveMaximum": 9.5, "minimum": 3},
+                {"type": ["number", "null"], "minimum": -0.1, "exclusiveMaximum": 0},
+            )
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(loaded: LoadedModel, changes: dict[str, Any], reason: str) -> None:
@@ -349,6 +361,26 @@ def test_what_cannot_be_honoured_is_refused(loaded: LoadedModel, changes: dict[s
         loaded.engine.add(replace(asked(1, Grammar(syntax="regex", text="a")), **changes))
     assert caught.value.field == "grammar"
     assert not loaded.engine.has_work
+
+
+@pytest.mark.parametrize("exclusive", itertools.product([False, True], repeat=2))
+def test_no_bound_of_a_number_is_missed(loaded: LoadedModel, exclusive: tuple[bool, bool]) -> None:
+    """Each bound that llguidance takes although it is exclusive is refused, and little else."""
+    names = ["exclusive" + n.capitalize() if e else n for e, n in zip(exclusive, ("minimum", "maximum"), strict=True)]
+    values, taken = [-2, -1.5, -1, -0.5, -0.001, 0, 0.1, 0.5, 1, 1.25, 9, 9.99, 10], 0
+    for pair in itertools.combinations(values, 2):
+        schema = {"type": "number", **dict(zip(names, pair, strict=True))}
+        try:
+            matcher, _ = loaded.engine._grammars._matcher(Grammar(syntax="json_schema", text=json.dumps(schema)))
+        except GrammarRefused:
+            continue
+        taken += 1
+        for text in {form for bound in pair for form in (str(bound), f"{bound}.0", "-0", "0", "-0.0")}:
+            tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
+            after = matcher.deep_copy()
+            if after.try_consume_tokens(tokens) == len(tokens) and after.is_accepting():
+                jsonschema.validate(json.loads(text), schema)
+    assert taken >= 62
 
 
 def test_a_text_that_is_too_long_and_an_engine_without_a_tokenizer_refuse(loaded: LoadedModel) -> None:

@@ -25,6 +25,7 @@ def test_a_client_is_known_by_its_key_alone(tmp_path: Path) -> None:
     file.write_text(f"# who may ask\nann {ONE}\n\nben {TWO}  # since May\n")
     keys = ApiKeys(file)
     assert [keys.client(f"Bearer {key}") for key in (ONE, TWO)] == ["ann", "ben"]
+    assert [keys.client(f"{scheme}{ONE}") for scheme in ("bearer ", "BEARER  ")] == ["ann"] * 2, "a scheme has no case"
     for header in (
         "",
         "Bearer",

@@ -12,6 +12,7 @@ from mbd_core.serving.openai_requests import (
     MAX_CALLS,
     MAX_IDS,
     MAX_MESSAGES,
+    MAX_QUOTES,
     MOST_PROMPTS,
     ChatMessage,
     ChatRequest,
@@ -93,6 +94,26 @@ def test_a_body_of_brackets_is_not_built() -> None:
     assert (error.code, error.param) == ("invalid_json", None) and f"{MAX_BRACKETS} brackets" in error.message
     text = "[" * (MAX_BRACKETS - 10)
     assert parse(CompletionRequest, json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
+
+
+@pytest.mark.parametrize("name", ["k{}", "k{}\\\\"])
+def test_a_body_of_keys_is_not_built(name: str) -> None:
+    number = MAX_QUOTES // 2 if name == "k{}" else MAX_QUOTES  # a backslash hides one of two quotes, no more
+    keys = ",".join(f'"{name.format(i)}":0' for i in range(number))
+    for kind, body in (
+        (CompletionRequest, '{"model": "m", "prompt": "a", "metadata": {' + keys + "}}"),
+        (CompletionRequest, '{"model": "m", "prompt": "a", ' + keys + "}"),
+        (ChatRequest, '{"model": "m", "messages": [{"role": "user", "content": "a"}], ' + keys + "}"),
+    ):
+        error = refusal(kind, body.encode())
+        assert (error.code, error.param) == ("invalid_json", None) and f"{MAX_QUOTES} quotes" in error.message
+
+
+def test_quotes_in_a_text_are_not_counted() -> None:
+    text = '"' * (2 * MAX_QUOTES) + '\\"' * MAX_QUOTES
+    assert parse(CompletionRequest, json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
+    turns = [CHAT["messages"][0] | {"name": "tom"}] * MAX_MESSAGES
+    assert len(parse(ChatRequest, json.dumps(CHAT | {"messages": turns}).encode()).messages) == MAX_MESSAGES
 
 
 def test_many_unknown_fields_are_counted_and_not_listed() -> None:
