@@ -196,6 +196,7 @@ class Gateway:
         async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY, limited=False), row):
             yield answer
 
+    @api.head("/health")
     @api.get("/health")
     async def health(self) -> Response:
         states = await asyncio.gather(*(route.states() for route in self._routes.values()))
@@ -216,6 +217,7 @@ class Gateway:
         }
         return _state_response(body, ready=body["ready"], asleep=asleep)
 
+    @api.head("/ready")
     @api.get("/ready")
     async def ready(self) -> Response:
         ready = (await self.health()).status_code == 200

@@ -107,6 +107,9 @@ def test_health_and_models(url: str, client: openai.OpenAI) -> None:
     assert (state["defaults"]["temperature"], state["engine"]["batch_invariant"]) == (0, True)
     assert state["kv_cache"] == {"num_pages": 200, "page_size": 16, "tokens": 199 * 16, "free_pages": 199}
     assert state["graphs"] == {"captured": 0, "memory_bytes": 0, "steps_replayed": 0, "steps_eager": 0}
+    for path in ("health", "ready"):
+        seen = httpx.head(f"{url}/{path}", timeout=LIMIT)
+        assert (seen.status_code, seen.content) == (200, b"")
     assert [m.id for m in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
