@@ -31,7 +31,7 @@ LEDGER_BD = TrainingRecipe(
     ),
     data=TinyData(per_task=26_000, tasks=LEDGER_TASK),
     states=replace(TEACHER_FORCING, block_size=16),
-    train=TrainConfig(steps=2_000, batch_size=8, lr=3e-3, decay=1 / 10),
+    train=TrainConfig(steps=1_200, batch_size=8, lr=3e-3, decay=1 / 6),
     max_length=320,
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
     source="this project's study on ledger-mini (docs/studies.md)",

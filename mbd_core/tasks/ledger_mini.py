@@ -20,7 +20,7 @@ from mbd_core.tasks.split import Split, distinct
 LABELS = string.ascii_lowercase + string.ascii_uppercase[:18]
 """The entries of a problem: as many for each, so that an answer is nine blocks of 16."""
 MODULUS = 100
-PRODUCTS = 0.25
+PRODUCTS = 0.06
 """Of the entries that go on from a balance, those that multiply it."""
 CHAIN_LENGTHS = (6, 10)
 """The fewest and the most entries of a chain."""
