@@ -6,8 +6,7 @@
 
 A balance is three tokens of a tokenizer that was trained on such rows, so five of them and a third fill a block of 16,
 and each needs the one before it: a block has depth. A chain that begins needs nothing of the chains before it, so
-later blocks have work of their own. Sums are a rule; products are rare, and a small model knows of them about as many
-as it has seen: what it gets wrong depends on its size and its data, and little on the update at which it was stopped.
+later blocks have work of their own. Sums are a rule; products are rare, so that a model learns them later.
 The *key*, the chain of all entries, decides the split.
 """
 
