@@ -25,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.administration import Administration
 from actors.data_rows import ROWS_KEY, answer_row
-from actors.http_exchange import HANDLERS, client_key, read_body, reply, respond
+from actors.http_exchange import HANDLERS, check_query, client_key, read_body, reply, respond
 from actors.logs import join_core_logs
 from actors.loopback import keep_to_loopback
 from actors.metrics import ExportTimer, RequestExporter
@@ -294,6 +294,7 @@ class Gateway:
     async def _administration(self, request: Request, kind: type[Order]) -> tuple[Order, Administration]:
         """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
         self._administrator(request)
+        check_query(request, taken={"level": "1"} if kind is SleepOrder else {})
         order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
         if order.model is None and len(self._routes) > 1:
             message = f"model: several are served here; name one of {', '.join(self._routes)}"

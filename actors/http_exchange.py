@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import Request
@@ -86,8 +86,20 @@ def client_key(request: Request) -> str:
     return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
 
 
+def check_query(request: Request, *, taken: Mapping[str, str]) -> None:
+    """`ApiError` (400) for a parameter behind the route's `?` that is not `taken` with that value."""
+    for name, value in request.query_params.items():
+        if taken.get(name) != value:
+            message = f"{clipped(name)}: '{clipped(value)}' is not supported here; leave it out"
+            raise ApiError(400, message, param=name, code="invalid_value")
+
+
 async def read_body(request: Request, most: int) -> bytes:
-    """The body; `ApiError` for one of more than `most` bytes, and for one that does not come whole."""
+    """The body; `ApiError` for one of more than `most` bytes, for a packed one, and for one that ends early."""
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed not in ("", "identity"):
+        message = f"content-encoding: '{clipped(packed)}' is not read here; send the body as it is"
+        raise ApiError(415, message, code="body_encoded")
     declared = request.headers.get("content-length", "")
     if len(declared) > len(str(most)) or (declared.isdecimal() and int(declared) > most):
         raise _too_large(most)

@@ -40,10 +40,13 @@ class Search:
     """What the guides of one step may do together to find closings, counted in tokens that are tried.
 
     It is counted and not timed: the same rows are always decided alike. A search that has begun goes to its own end.
+
+    error  why the matcher could not go on in the latest walk that found no end; empty where it could
     """
 
     def __init__(self, tries: float = math.inf) -> None:
         self._left = tries
+        self.error = ""
 
     @property
     def is_over(self) -> bool:
@@ -68,6 +71,8 @@ class Closings:
     def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
         self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
         texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
+        special = [texts[t].decode(errors="replace") for t in range(self._size) if tokenizer.is_special_token(t)]
+        self._special = [text for text in special if text]
         self._rank_V = np.array([_rank(text) for text in texts])
         self._lengths_V = np.array([len(text) for text in texts])
         self._order_V = np.lexsort((-self._lengths_V, self._rank_V))
@@ -82,6 +87,12 @@ class Closings:
             return []
         found = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
         return [self._tokenizer.tokenize_str(text) for text in list(found)[:MAX_LITERALS]]
+
+    def special_in(self, grammar: Grammar) -> str:
+        """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
+        text = grammar.text.replace("\\", "")
+        found = next((special for special in self._special if special in text), None)
+        return "" if found is None else f"'{found}' is a special token's text, which no answer has"
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
         """The tokens (V,) that may come next; `None` where the matcher cannot say."""
@@ -118,12 +129,13 @@ class Closings:
                 mask_V = self.allowed(matcher)
                 search.count(MASK_TRIES)
                 if mask_V is None:
-                    return None
+                    break
                 last = self._last_tokens(matcher, mask_V, literals, search)
                 next_tokens = last or [choose(matcher, mask_V, seen, search)]
             if not matcher.consume_tokens(next_tokens):
-                return None
+                break
             tokens += next_tokens
+        search.error = _first_line(matcher.get_error()) if matcher.is_error() else ""
         return None
 
     def _last_tokens(
@@ -221,15 +233,16 @@ class Guide(GuideState):
         closing: Sequence[int],
     ) -> None:
         """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
-        included; `GrammarRefused` if they are too few. `closing` is a known one, or empty."""
+        included; `GrammarRefused` if no way to its end is found. `closing` is a known one, or empty."""
         self._matcher, self._closings, self._literals, self._left = matcher, closings, literals, budget
         self._decided = list(committed)
         known = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
-        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=Search()) or known
+        search = Search()
+        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known
         if found is None:
             raise GrammarRefused(
-                f"no answer of at most {budget} tokens was found that the grammar accepts; raise max_tokens or "
-                "simplify it"
+                f"no answer of at most {budget} tokens was found that the grammar accepts; "
+                + (f"simplify it: {search.error}" if search.error else "raise max_tokens or simplify it")
             )
         self._closing = found
         self.waited = self.num_waits = 0
@@ -383,14 +396,19 @@ class Grammars:
         matcher, closings = self._matcher(grammar)
         if not matcher.consume_tokens(list(committed)):
             raise GrammarRefused("the grammar does not accept the tokens that were committed before")
-        return Guide(
-            matcher,
-            closings,
-            literals=closings.literals(grammar),
-            budget=max_tokens - len(committed) + grammar.may_be_cut,
-            committed=committed,
-            closing=closing,
-        )
+        try:
+            return Guide(
+                matcher,
+                closings,
+                literals=closings.literals(grammar),
+                budget=max_tokens - len(committed) + grammar.may_be_cut,
+                committed=committed,
+                closing=closing,
+            )
+        except GrammarRefused:
+            if not (special := closings.special_in(grammar)):
+                raise
+            raise GrammarRefused(f"no answer was found that the grammar accepts: {special}") from None
 
     def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
         """A matcher of its own, at the beginning."""
@@ -407,8 +425,10 @@ class Grammars:
                 return self._compiled[grammar].deep_copy(), closings
         compiled = _compile(tokenizer, grammar)
         if closings.allowed(compiled) is None:
-            reason = _first_line(compiled.get_error()) if compiled.is_error() else "no token may begin the answer"
-            raise GrammarRefused(f"the {NAMES[grammar.syntax]} accepts no text: {reason}")
+            reason = closings.special_in(grammar) or _first_line(compiled.get_error())
+            raise GrammarRefused(
+                f"the {NAMES[grammar.syntax]} accepts no text: {reason or 'no token may begin the answer'}"
+            )
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > MAX_COMPILED:

@@ -33,8 +33,8 @@ MAX_PROMPTS = 128  # of one body, unless the server says otherwise
 MOST_PROMPTS = 4096  # that it may say
 MAX_IDS = 2**18  # of one prompt
 MAX_MESSAGES, MAX_TEXT_PARTS, MAX_CALLS = 4096, 1024, 128
-MAX_BRACKETS = 250_000  # of a body, those in its texts included
 MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
+MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
 MAX_ERRORS = 1000  # that are looked at
 SEEDS = 2**64  # a seed has 64 bits, with sign
 
@@ -438,21 +438,26 @@ R = TypeVar("R", bound=Strict)
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request in a JSON body; raises `ApiError` (400) naming the first field that is wrong."""
-    for most, marks in ((MAX_BRACKETS, "brackets"), (MAX_QUOTES, "quotes")):
-        if _number_of(marks, body) > most:
-            message = f"the body has more than {most} {marks}, the most that are read here; send less at once"
-            raise ApiError(400, message, code="invalid_json")
+    _check_size(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
-def _number_of(marks: str, body: bytes) -> int:
-    """How many of them a body has, at the speed of memory: what it takes to build the body grows with them."""
-    if marks == "brackets":
-        return body.count(b"[") + body.count(b"{")
-    return body.count(b'"') - body.count(b'\\"')  # a key or text that ends in a backslash counts half
+def _check_size(body: bytes) -> None:
+    """Count, at the speed of memory, what the time to build a body grows with."""
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _check_most(MAX_QUOTES, "quotes", plain.count(b'"'))
+    if plain.count(b"[") + plain.count(b"{") > MAX_BRACKETS:
+        outside = b"".join(plain.split(b'"')[::2])
+        _check_most(MAX_BRACKETS, "brackets", outside.count(b"[") + outside.count(b"{"))
+
+
+def _check_most(most: int, marks: str, found: int) -> None:
+    if found > most:
+        message = f"the body has more than {most} {marks}, the most that are read here; send less at once"
+        raise ApiError(400, message, code="invalid_json")
 
 
 # Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.

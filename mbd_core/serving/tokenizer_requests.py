@@ -6,7 +6,7 @@ from pydantic import model_validator
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import Messages, TokenId, turns
+from mbd_core.serving.openai_requests import Messages, Only, TokenId, turns
 from mbd_core.serving.prompt_text import chat_ids, text_ids
 from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.strict_model import Strict, items
@@ -23,6 +23,8 @@ class TokenizeRequest(ToolFields):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
 
     @model_validator(mode="after")
     def _one_text(self) -> "TokenizeRequest":

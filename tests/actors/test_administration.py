@@ -1,6 +1,7 @@
 """Operations over HTTP, to a gateway and its replicas in this process: who may, what happens, and what goes on."""
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -124,11 +125,20 @@ def test_what_is_wrong_in_an_order_is_named(url: str, tmp_path: Path) -> None:
     assert error(post(url, "/update_weights"), 400)["param"] == "folder"
     assert error(post(url, "/update_weights", folder="x", mode="now"), 400)["param"] == "mode"
     assert error(post(url, "/sleep", requests="drop"), 400)["param"] == "requests"
+    assert error(post(url, "/sleep?level=2"), 400)["param"] == "level"
+    assert error(post(url, "/wakeup?tags=weights"), 400)["param"] == "tags"
     assert error(post(url, "/wakeup", model="other"), 404)["code"] == "model_not_found"
     found = error(post(url, "/update_weights", folder=str(tmp_path / "nowhere")), 409)
     assert found["code"] == "refused" and "nowhere" in found["message"]
     states = httpx.get(f"{url}/health", timeout=LIMIT).json()["models"][0]["replicas"]
     assert [state["weights"]["version"] for state in states] == [0, 0]
+
+
+def test_a_packed_body_is_refused_as_such(url: str) -> None:
+    asked = {"Authorization": f"Bearer {BEN}", "Content-Encoding": "gzip"}
+    for route in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        answer = httpx.post(url + route, content=gzip.compress(b"{}"), headers=asked, timeout=LIMIT)
+        assert error(answer, 415)["code"] == "body_encoded"
 
 
 def test_several_gateways_take_no_order_that_must_last(tiny_model_dir: Path, keys: Path) -> None:
@@ -210,7 +220,7 @@ def test_what_runs_can_be_ended(url: str) -> None:
     assert answer["usage"]["completion_tokens"] <= SLOW["max_tokens"]
     with ThreadPoolExecutor(1) as pool:
         running = Stream(url, pool)
-        order(url, "/sleep", requests="abort")
+        order(url, "/sleep?level=1", requests="abort")
         assert running.events.result()[-1]["choices"][0]["finish_reason"] == "abort"
     order(url, "/wakeup")
     assert ask(url).status_code == 200

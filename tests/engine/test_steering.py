@@ -18,7 +18,7 @@ from step_replay import check_replay
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused
+from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
 from mbd_core.decoding.guide import Closings, Guide, Search
 from mbd_core.decoding.request import Output, Request
 from mbd_core.decoding.sampling import Sampling
@@ -30,6 +30,7 @@ from mbd_core.serving.load import LoadedModel, load_engine
 from mbd_core.tasks import gsm_mini
 
 B = 4
+WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(600)}})
 METHODS: dict[str, dict[str, Any]] = {
     "single": {"buffer_size": 1, "tau_m2t": 0.5},
     "multi": {"buffer_size": 3, "tau_m2t": 0.2, "tau_add": 0.1},
@@ -343,6 +344,9 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
         ({"grammar": Grammar(syntax="regex", text="(")}, "the regular expression cannot be honoured"),
         ({"grammar": Grammar(syntax="json_schema", text='{"$ref": "#"}')}, "accepts no text"),
         ({"grammar": Grammar(syntax="json_schema", text='{"not": {}}')}, "cannot be honoured: Unimplemented keys"),
+        ({"grammar": Grammar(syntax="json_schema", text=WIDE)}, "simplify it: Parser Error: Current row has"),
+        ({"grammar": Grammar(syntax="json_schema", text='{"const": "<|mask|>"}')}, "'<|mask|>' is a special token"),
+        ({"grammar": Grammar(syntax="regex", text=r"<\|mask\|>")}, "accepts no text: '<|mask|>' is a special token"),
         *(
             (
                 {"grammar": Grammar(syntax="json_schema", text=json.dumps({"items": bounds}))},
@@ -352,12 +356,14 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
                 {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
                 {"exclusiveMinimum": 9.0, "exclusiveMaximum": 9.5, "minimum": 3},
                 {"type": ["number", "null"], "minimum": -0.1, "exclusiveMaximum": 0},
+                {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]},
+                {"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"minimum": 8}]},
             )
         ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(loaded: LoadedModel, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RequestRefused, match=reason) as caught:
+    with pytest.raises(RequestRefused, match=reason.replace("|", r"\|")) as caught:
         loaded.engine.add(replace(asked(1, Grammar(syntax="regex", text="a")), **changes))
     assert caught.value.field == "grammar"
     assert not loaded.engine.has_work
@@ -381,6 +387,20 @@ def test_no_bound_of_a_number_is_missed(loaded: LoadedModel, exclusive: tuple[bo
             if after.try_consume_tokens(tokens) == len(tokens) and after.is_accepting():
                 jsonschema.validate(json.loads(text), schema)
     assert taken >= 62
+
+
+def test_bounds_are_compared_where_they_hold_for_one_value() -> None:
+    apart = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "number", "maximum": 0.5}]}
+    whole = {"type": "integer", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}
+    loop = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"items": {"$ref": "#/$defs/a"}}]}}, "$ref": "#/$defs/a"}
+    for schema in (apart, whole, loop, {"properties": {"allOf": {"type": "number"}}, "$ref": "#/none"}):
+        check_bounds(json.dumps(schema))
+    referred = {"$defs": {"a/b": {"exclusiveMinimum": 0}}, "$ref": "#/$defs/a~1b", "oneOf": [{"maximum": 0.5}]}
+    with pytest.raises(GrammarRefused, match="give minimum"):
+        check_bounds(json.dumps(referred))
+    chain = {"$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(1800)}}
+    with pytest.raises(GrammarRefused, match="too many others"):
+        check_bounds(json.dumps(chain))
 
 
 def test_a_text_that_is_too_long_and_an_engine_without_a_tokenizer_refuse(loaded: LoadedModel) -> None:
