@@ -110,7 +110,9 @@ def _check_no_serve() -> None:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
         return
-    raise RuntimeError("Serve already runs on this cluster, and its address cannot be changed; stop it first")
+    raise RuntimeError(
+        "Serve already runs on this cluster, and its address cannot be changed; end it with `serve shutdown -y`"
+    )
 
 
 def _deploy(args: ServingArgs) -> DeploymentHandle:

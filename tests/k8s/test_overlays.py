@@ -249,6 +249,32 @@ def test_the_network_policy_is_about_every_pod_of_ray(place: str) -> None:
         assert all("namespaceSelector" in source and "ipBlock" not in source for source in rule["from"])
 
 
+def test_the_gateway_of_an_incremental_upgrade_reaches_the_endpoint_and_only_clients_reach_it() -> None:
+    """The operator names it after the RayService, in its namespace; the gateway class labels its pods so."""
+    policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(render("gpu-incremental"), "NetworkPolicy")}
+    pods = {
+        "matchLabels": {"gateway.networking.k8s.io/gateway-name": f"{ray_object('gpu')['metadata']['name']}-gateway"}
+    }
+    (_, workers) = node_groups(ray_object("gpu-incremental"))
+    to_endpoint, to_gateway = policies["mbd-from-gateway"], policies["mbd-gateway"]
+    given = workers.labels.items() | {("ray.io/node-type", "worker")}  # the operator's own label
+    assert to_endpoint["podSelector"]["matchLabels"].items() <= given
+    assert to_endpoint["ingress"] == [{"from": [{"podSelector": pods}], "ports": [{"protocol": "TCP", "port": 8000}]}]
+    assert to_gateway["podSelector"] == pods
+    assert to_gateway["ingress"][0]["from"] == [{"namespaceSelector": {"matchLabels": {"mbd-client": "true"}}}]
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-incremental"])
+def test_on_gpus_no_single_pod_is_the_endpoint(overlay: str) -> None:
+    (application,) = yaml.safe_load(ray_object(overlay)["spec"]["serveConfigV2"])["applications"]
+    (_, workers) = node_groups(ray_object(overlay))
+    fit = workers.resources["GPU"] // application["args"]["models"][0]["tensor_parallel"]
+    assert application["args"]["models"][0]["replicas"]["min"] > fit, "they lie on several pods"
+    assert workers.least >= 2 and application["args"]["gateways"] >= 2
+    (spread,) = workers.pod["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"].items() <= workers.labels.items()
+
+
 @pytest.mark.parametrize("overlay", SERVING)
 def test_the_endpoint_serves_nobody_without_a_key(overlay: str) -> None:
     """The file of keys is a secret's, in the pods that serve and in no others: a job's may run programs of models."""

@@ -21,6 +21,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
         {f"ray_mbd_request_lost_replicas_total{MODEL}": "0x30", f"ray_mbd_num_requests_running{MODEL}": "0x4 stale"},
         12,
     ),
+    "MbdDown": (
+        {f"ray_mbd_request_lost_replicas_total{MODEL}": "0x30"},
+        {f"ray_mbd_request_lost_replicas_total{MODEL}": "0x4 stale"},
+        12,
+    ),
     "MbdQueueGrowing": (
         {f"ray_mbd_num_requests_waiting{MODEL}": "20x30"},
         {f"ray_mbd_num_requests_waiting{MODEL}": "1 1 1 1 1 1 2 4 6 9 13 18 24 31 39 48 58 69 81 94 108"},
@@ -90,7 +95,7 @@ def test_an_alert_fires_when_it_should(alert: str, fires: bool, tmp_path: Path) 
     # without labels and annotations, which are not what is tested here
     rule = {key: rules()[alert][key] for key in ("alert", "expr", "for") if key in rules()[alert]}
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
-    labels = {"model": "tiny"} | ({"replica": "r1"} if alert == "MbdKvCacheNearlyFull" else {})
+    labels = {"MbdDown": {}, "MbdKvCacheNearlyFull": {"model": "tiny", "replica": "r1"}}.get(alert, {"model": "tiny"})
     case = {
         "rule_files": ["rules.yaml"],
         "evaluation_interval": "1m",

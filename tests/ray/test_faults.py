@@ -45,19 +45,25 @@ class Load:
         )
 
 
-@pytest.fixture(scope="module")
-def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
+def deploy(model: Path, *, max_waiting: int = 64, request_seconds: float = 600.0) -> None:
+    """Serve it, or go on with other arguments, which replaces every replica and gateway."""
     from ray import serve
 
     from actors.app import build
     from actors.serving_args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200, "batch_invariant": True}
-    model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": REPLICAS, "engine": engine}
-    args = ServingArgs.model_validate(
-        {"device": "cpu", "gateways": GATEWAYS, "retry_seconds": LIMIT, "models": [model]}
-    )
+    served = {"model": str(model), "name": MODEL, "replicas": REPLICAS, "engine": engine, "max_waiting": max_waiting}
+    options = {"gateways": GATEWAYS, "retry_seconds": LIMIT, "request_seconds": request_seconds}
+    args = ServingArgs.model_validate({"device": "cpu", "models": [served], **options})
     serve.run(build(args), name=MODEL, route_prefix="/faults")
+
+
+@pytest.fixture(scope="module")
+def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
+    from ray import serve
+
+    deploy(tiny_model_dir)
     yield f"{serve_instance}/faults"
     serve.delete(MODEL)
 
@@ -190,6 +196,21 @@ def test_all_replicas_killed_lose_no_request(url: str, expected: str) -> None:
         )
         wait_for_work(load)
     print(f"\nall replicas killed: {load}; all ready again after {seconds:.1f} s")
+    assert load.errors == []
+
+
+def test_a_redeployment_cuts_nothing(url: str, expected: str, tiny_model_dir: Path) -> None:
+    """Other arguments replace every engine and every gateway; each ends after its requests."""
+    before = {one["pid"] for one in replicas(url)} | processes(f"ray::ServeReplica:{MODEL}:Gateway")
+    started = time.monotonic()
+    with under_load(url, expected) as load:
+        wait_for_work(load)
+        deploy(tiny_model_dir, max_waiting=65, request_seconds=500.0)
+        wait_until(lambda: not before & processes(f"ray::ServeReplica:{MODEL}"), "all are replaced")
+        wait_until(lambda: len(replicas(url)) == REPLICAS, "the new ones serve")
+        seconds = time.monotonic() - started
+        wait_for_work(load)
+    print(f"\nredeployed: {load}; every process was another one after {seconds:.1f} s")
     assert load.errors == []
 
 

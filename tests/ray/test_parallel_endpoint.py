@@ -103,11 +103,14 @@ def test_requests_outlive_a_killed_follower_and_the_replica_is_replaced(url: str
         wait_until(lambda: num_requests(url) == 2, "both requests have come to the engine")
         assert not any(p.done() for p in pending)
         os.kill(follower, signal.SIGKILL)
+        killed = time.monotonic()
         answers = [p.result() for p in pending]
+        answered = time.monotonic() - killed
     for answer in answers:
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == wanted
     wait_until(lambda: health(url)["ready"] and len(follower_pids() - {follower}) == 1, "the replica is replaced")
+    print(f"\nrank killed: both answers after {answered:.1f} s, ready again after {time.monotonic() - killed:.1f} s")
     assert complete(url).json()["choices"] == wanted
     assert follower not in follower_pids() and len(follower_pids()) == 1
 

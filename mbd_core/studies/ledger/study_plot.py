@@ -14,7 +14,7 @@ def draw_study(rows: PairedRows, bootstrap: Bootstrap, file: BinaryIO, *, names:
     """Write the plot as PNG; bars are 95 % intervals over problems and seeds."""
     known = curves(rows)
     sizes = sorted({size for _, size in known})
-    figure = Figure(figsize=(5.0 * len(sizes), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.0 * len(sizes), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     recipes = list(dict.fromkeys(recipe for recipe, _ in known))
@@ -45,7 +45,7 @@ def draw_study(rows: PairedRows, bootstrap: Bootstrap, file: BinaryIO, *, names:
         panel.set_xlabel("tokens per forward (TPF)")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy (%)")
-    panels[-1].legend(fontsize="small")
+    figure.legend(*panels[-1].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
     figure.savefig(file, format="png", dpi=130)
 
 
