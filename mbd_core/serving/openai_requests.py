@@ -35,6 +35,7 @@ MAX_IDS = 2**18  # of one prompt
 MAX_MESSAGES, MAX_TEXT_PARTS, MAX_CALLS = 4096, 1024, 128
 MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
 MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
+MAX_COMMAS = 600_000  # the same; token ids have one each
 MAX_ERRORS = 1000  # that are looked at
 SEEDS = 2**64  # a seed has 64 bits, with sign
 
@@ -449,9 +450,9 @@ def _check_size(body: bytes) -> None:
     """Count, at the speed of memory, what the time to build a body grows with."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     _check_most(MAX_QUOTES, "quotes", plain.count(b'"'))
-    if plain.count(b"[") + plain.count(b"{") > MAX_BRACKETS:
-        outside = b"".join(plain.split(b'"')[::2])
-        _check_most(MAX_BRACKETS, "brackets", outside.count(b"[") + outside.count(b"{"))
+    outside = b"".join(plain.split(b'"')[::2])
+    _check_most(MAX_BRACKETS, "brackets", outside.count(b"[") + outside.count(b"{"))
+    _check_most(MAX_COMMAS, "commas", outside.count(b","))
 
 
 def _check_most(most: int, marks: str, found: int) -> None:

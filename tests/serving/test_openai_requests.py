@@ -10,6 +10,7 @@ from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import (
     MAX_BRACKETS,
     MAX_CALLS,
+    MAX_COMMAS,
     MAX_IDS,
     MAX_MESSAGES,
     MAX_QUOTES,
@@ -92,7 +93,9 @@ def test_a_long_conversation_and_a_long_prompt_are_taken() -> None:
 def test_a_body_of_brackets_is_not_built() -> None:
     error = refusal(CompletionRequest, b'{"model": "m", "prompt": "a", "metadata": {"a": [' + b"[]," * MAX_BRACKETS)
     assert (error.code, error.param) == ("invalid_json", None) and f"{MAX_BRACKETS} brackets" in error.message
-    text = '[{\\"[\\' * MAX_BRACKETS
+    error = refusal(CompletionRequest, b'{"model": "m", "prompt": "a", "metadata": {"a": [' + b"1," * (MAX_COMMAS + 1))
+    assert error.code == "invalid_json" and f"{MAX_COMMAS} commas" in error.message
+    text = '[{\\"[\\,,' * max(MAX_BRACKETS, MAX_COMMAS // 2)
     assert parse(CompletionRequest, json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
 
 
