@@ -94,7 +94,7 @@ class ModelArgs(Fields):
     max_waiting      requests that wait for a batch row of a replica; more get 429
     threads          torch's threads, each rank's
     trace            a folder for step traces, each replica's in its own folder in it
-    fp8              which weights are rounded to FP8
+    fp8              which weights are FP8: rounded, or with "blocks" as the folder has them
     engine           `EngineConfig`'s fields
     adapters         LoRA adapters: the names that clients call them by, each with its folder or storage URL
     weights          a folder or storage URL of other weights of the same shapes, to decode with instead of the model's
@@ -111,7 +111,7 @@ class ModelArgs(Fields):
     max_waiting: Count = EndpointArgs.max_waiting
     threads: Count = EndpointArgs.num_threads
     trace: str | None = None
-    fp8: Literal["experts", "all"] | None = None
+    fp8: Literal["experts", "all", "blocks"] | None = None
     engine: EngineConfig = EngineConfig()
     adapters: dict[str, str] = {}
     weights: str | None = None

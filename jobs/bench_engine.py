@@ -36,7 +36,13 @@ ShapeName = Annotated[
 DtypeName = Annotated[
     Dtype | None, typer.Option(help="(default: bfloat16 on a GPU, else float32)", rich_help_panel=MODEL)
 ]
-Fp8 = Annotated[Parts | None, typer.Option(help="Round these weights to FP8.", rich_help_panel=MODEL)]
+Fp8 = Annotated[
+    Parts | None,
+    typer.Option(
+        help="Round these weights to FP8; blocks: the experts, with a scale for each block, an FP8 folder's own.",
+        rich_help_panel=MODEL,
+    ),
+]
 Uniform = Annotated[
     bool, typer.Option("--uniform-routing", help="Tokens choose their experts evenly.", rich_help_panel=MODEL)
 ]

@@ -96,8 +96,9 @@ def run(
     """Samples a second and peak memory of one training sequence with a shared clean stream, and of separate ones.
 
     Measured is forward and backward of one sample, both ways in turn, in float32; on a CPU in seconds of the
-    processor. --count counts the forward's operations instead, also of models that fit on no machine here: those of
-    dense attention, and of FlexAttention's blocks. --data counts the padding of batches, in the shapes' blocks.
+    processor; and what it gains that the last layer's MLP runs on labelled tokens alone. --count counts the forward's
+    operations instead, also of models that fit on no machine here: those of dense attention, and of FlexAttention's
+    blocks. --data counts the padding of batches, in the shapes' blocks.
     """
     if json is not None:
         check_new_file(json)

@@ -42,7 +42,11 @@ Name = Annotated[
     str | None, typer.Option(help="What clients call it (default: the folder's name).", rich_help_panel=MODEL)
 ]
 Fp8 = Annotated[
-    Parts | None, typer.Option(help="Round weights to FP8: the experts', or all layers'.", rich_help_panel=MODEL)
+    Parts | None,
+    typer.Option(
+        help="FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Host = Annotated[
     str, typer.Option(help="Address to listen on; others than loopback want --api-keys.", rich_help_panel=CLUSTER)

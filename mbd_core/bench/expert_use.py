@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import MoEConfig
-from mbd_core.models.moe import MoE, Router
+from mbd_core.models.moe import MoE, Router, with_shared
 
 
 def moe_layers(model: Decoder) -> list[MoE]:
@@ -33,7 +33,7 @@ def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
     def count(num_experts: int, module: nn.Module, arguments: object, chosen: tuple[Tensor, Tensor]) -> None:
         ids_TK, _ = chosen
         touched_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-        touched_E[ids_TK.flatten()] = 1  # the last one is of tokens that go to no expert
+        touched_E[ids_TK.flatten().clamp(max=num_experts)] = 1  # the last one: shared experts, and no expert
         counts.append(touched_E[:num_experts].sum())
 
     hooks = [
@@ -59,17 +59,20 @@ class UniformRouter(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         scores_TE = torch.rand(num_tokens, self.config.num_experts, generator=generator)
         ids_TK = scores_TE.topk(self.config.experts_per_token).indices
-        self.register_buffer("ids_TK", ids_TK.to(device))
         share = self.config.routed_scaling / self.config.experts_per_token
-        self.register_buffer("weights_TK", torch.full(ids_TK.shape, share, device=device))
+        weights_TK = torch.full(ids_TK.shape, share)
+        for num_shared in {0, self.config.num_shared_experts}:
+            joint = with_shared(ids_TK, weights_TK, self.config.num_experts, num_shared)
+            for name, tensor in zip(("ids", "weights"), joint, strict=True):
+                self.register_buffer(f"{name}_{num_shared}", tensor.to(device))
 
-    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K) and their float32 weights (T, K); tokens that are not `live_T` go to no expert."""
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        """As `Router.forward`; `num_shared` is 0 or all."""
         tokens = len(x_TD)
-        ids_TK = self.get_buffer("ids_TK")[:tokens]
+        ids_TK = self.get_buffer(f"ids_{num_shared}")[:tokens]
         if live_T is not None:
-            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.config.num_experts)
-        return ids_TK, self.get_buffer("weights_TK")[:tokens]
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.config.num_experts + num_shared)
+        return ids_TK, self.get_buffer(f"weights_{num_shared}")[:tokens]
 
 
 def route_uniformly(model: Decoder, *, num_tokens: int, seed: int = 0) -> Decoder:

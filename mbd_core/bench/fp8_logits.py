@@ -57,8 +57,8 @@ def fp8_rows(
     Raises `ValueError` for a folder without a model, and for parts that the model does not have.
     """
     config = load_config(folder)
-    if parts == "experts" and config.moe is None:
-        raise ValueError(f"--parts experts: the {config.architecture} in {folder} has no experts; use --parts all")
+    if parts in ("experts", "blocks") and config.moe is None:
+        raise ValueError(f"--parts {parts}: the {config.architecture} in {folder} has no experts; use --parts all")
     parts = parts or ("all" if config.moe is None else "experts")
     model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
     with_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)

@@ -8,9 +8,11 @@ chosen so that its kernels take them: bfloat16, 128 channels, 32-token pages.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mbd_core.bench.step_timing import StepCase, filled_engine
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
@@ -21,13 +23,17 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_kind import StepKind
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.moe import with_shared
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops import fp8
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.attention_definition import paged_attention
 from mbd_core.ops.confidence import confidence
 from mbd_core.ops.experts import loop_experts, resolve_experts
+from mbd_core.ops.experts_triton import SharedExperts, expert_parts
+from mbd_core.ops.residual_norm import sum_experts
 from mbd_core.ops.row_layout import RowLayout
+from mbd_core.ops.triton_launch import triton_serves
 
 Row = dict[str, object]
 
@@ -158,7 +164,8 @@ def _nothing() -> Iterator[None]:
 def kernel_rows(device: torch.device, *, small: bool) -> list[Row]:
     """Every kernel beside its definition: its name, size and largest error. Raises `CheckFailed` if one is off."""
     checks: tuple[Callable[..., Row], ...] = (
-        _attention_row, _long_attention_row, _experts_row, _fp8_experts_row, _fp8_linear_row, _confidence_row,
+        _attention_row, _long_attention_row, _experts_row, _shared_experts_row, _fp8_experts_row,
+        partial(_fp8_experts_row, block=fp8.RELEASED), _fp8_linear_row, _confidence_row,
     )  # fmt: skip
     generator = torch.Generator(device=device).manual_seed(0)
     rows = [check(device, GPU_DTYPE if device.type == "cuda" else torch.float32, generator, small) for check in checks]
@@ -241,16 +248,40 @@ def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Gene
     )
 
 
-def _fp8_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    """Two shared experts among the routed ones."""
+    name = "experts: the shared among them"
+    if not triton_serves(device, dtype):
+        why = "needs CUDA and Triton"
+        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": why}
+    x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
+    wanted = loop_experts(x, gate, up, down, ids, weights).float()
+    wide_gate, wide_up, wide_down = gate[:2].flatten(0, 1), up[2:4].flatten(0, 1), torch.cat((*down[:2],), 1)
+    wanted += F.linear(F.silu(F.linear(x, wide_gate)) * F.linear(x, wide_up), wide_down).float()
+    joint = with_shared(ids, weights, len(gate), 2)
+    parts = expert_parts(x, gate, up, down, *joint, shared=SharedExperts(wide_gate, wide_up, wide_down))
+    found = sum_experts(parts, dtype)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+
+
+def _fp8_experts_row(
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    small: bool,
+    *,
+    block: fp8.Block | None = None,
+) -> Row:
+    name = "experts in FP8" if block is None else "experts in FP8 blocks"
     x, *stacks, ids, weights = _expert_layer(dtype, generator, small)
-    rounded = [fp8.quantize(stack) for stack in stacks]
-    obstacle = fp8.fp8_obstacle(stacks[0])
+    rounded = [fp8.quantize(stack, block=block) for stack in stacks]
+    obstacle = fp8.fp8_obstacle(stacks[0], block=block)
     if obstacle is not None:
-        return {"kernel": "experts in FP8", "size": "", "largest_error": None, "right": None, "not_run": obstacle}
+        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": obstacle}
     found = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
     gate, up, down = (fp8.dequantize(stack, dtype) for stack in rounded)
     wanted = loop_experts(x, gate, up, down, ids, weights)
-    return _row("experts in FP8", f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
 
 
 def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:

@@ -69,7 +69,7 @@ class StepBenchmark:
     """A model, its device and dtype, and the cases to measure; each case is one row of the report.
 
     model  the name of a shape, which gets random weights, or a model folder
-    fp8    round these weights to FP8
+    fp8    round these weights to FP8; a folder with "blocks" has them already
     tpf    tokens per forward, from which TPS is computed; by default that of Table 3
     uniform_routing  tokens choose their experts evenly, as a trained router's do and a random one's do not
     """
@@ -94,9 +94,9 @@ class StepBenchmark:
                     f"--prefix {case.prefix} and the {case.num_tokens(size)} tokens that --steps {case.steps} may "
                     f"decode exceed the model's {config.max_positions} positions; lower one of them"
                 )
-        if self.fp8 == "experts" and config.moe is None:
+        if self.fp8 in ("experts", "blocks") and config.moe is None:
             raise ValueError(
-                f"--fp8 experts cannot be honoured: {self.model} has no experts; --fp8 all rounds its layers"
+                f"--fp8 {self.fp8} cannot be honoured: {self.model} has no experts; --fp8 all rounds its layers"
             )
         if self.uniform_routing and config.moe is None:
             raise ValueError(f"--uniform-routing cannot be honoured: {self.model} has no experts")
@@ -141,12 +141,13 @@ class StepBenchmark:
     def load(self) -> Decoder:
         if self.model in SHAPES:
             model = random_model(self.config, device=self.device, dtype=self.dtype)
+            model = model if self.fp8 is None else quantize_weights(model, self.fp8)
         else:
-            model = load_model(model_folder(self.model), dtype=self.dtype, device=self.device)
+            model = load_model(model_folder(self.model), dtype=self.dtype, device=self.device, fp8=self.fp8)
         if self.uniform_routing:
             most = max(case.rows * case.buffer_size for case in self.cases) * self.config.block_size
             route_uniformly(model, num_tokens=most)
-        return model if self.fp8 is None else quantize_weights(model, self.fp8)
+        return model
 
     def row(self, model: Decoder, case: StepCase, machine: Machine, tick: Callable[[], object]) -> dict[str, Any]:
         engine = filled_engine(model, case)

@@ -1,7 +1,8 @@
 """The operations of a training sample's forward, counted: one shared clean stream against separate ones.
 
-Counted are the multiplications of the layers' matrices and of the attention; not the embedding, the head and the loss,
-which take the same labelled positions either way. The backward pass is twice the forward.
+Counted are the multiplications of the layers' matrices and of the attention; not the embedding, and not the last
+layer's MLP, the head and the loss, which take the same labelled positions either way. The backward pass is twice the
+forward.
 """
 
 import random
@@ -12,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mbd_core.models.flops import matrix_flops, pair_flops
+from mbd_core.models.flops import matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.layout import GroupLayout, layout_set
 from mbd_core.multitf.mask import dual_stream_mask
@@ -73,7 +74,8 @@ def sample_cost(
     sequences = [list(layouts)] if shared else [[layout] for layout in layouts]
     tokens = sum(len(of) + 1 for of in sequences) * layouts[0].num_blocks * block_size
     pairs = sum(computed_pairs(of, block_size, attention) for of in sequences)
-    return SampleCost(tokens=tokens, pairs=pairs, flops=tokens * matrix_flops(config) + pairs * pair_flops(config))
+    everywhere = matrix_flops(config) - mlp_flops(config, config.num_layers - 1)
+    return SampleCost(tokens=tokens, pairs=pairs, flops=tokens * everywhere + pairs * pair_flops(config))
 
 
 def count_row(

@@ -1,5 +1,7 @@
 """Training steps timed, and their peak memory: one shared clean stream against separate sequences of each layout.
 
+A third run has the shared sequence with the last layer's MLP on all its tokens, not on the labelled ones alone.
+
 On a CPU the seconds are the processor's, of all threads: what else runs on the machine is not counted.
 """
 
@@ -9,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
 
 from mbd_core.bench.tables import interleaved, medians
 from mbd_core.bench.training_cost import token_ratio
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.example import Example
+from mbd_core.multitf.example import IGNORE, Example
 from mbd_core.multitf.layout import layout_set
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.sample import MultiTFBatch, collate, corrupt, lay_out
@@ -35,13 +39,16 @@ COLUMNS = {
     "separate_bytes": "separate, peak MB|.0f",
     "shared_bytes": "shared, peak MB|.0f",
     "memory_ratio": "separate / shared|.2f",
+    "everywhere_rate": "last MLP everywhere, samples/s|.3f",
+    "last_mlp_gain": "shared / everywhere|.3f",
+    "everywhere_bytes": "everywhere, peak MB|.0f",
 }
 
 
 def measure_row(
     model: Decoder, attention: TrainingAttention, *, max_group: int, num_random: int, length: int, repeats: int
 ) -> dict[str, Any]:
-    """Samples a second and peak memory above the weights: forward and backward of one sample, both ways in turn."""
+    """Samples a second and peak memory above the weights: forward and backward of one sample, all ways in turn."""
     device = next(model.parameters()).device
     batches = sample_batches(model, max_group=max_group, num_random=num_random, length=length)
     placed = {name: batch.to(device) for name, batch in batches.items()}
@@ -51,11 +58,17 @@ def measure_row(
         loss.backward()
         model.zero_grad(set_to_none=True)
 
+    def step_everywhere(batch: MultiTFBatch) -> None:
+        loss_everywhere(model, batch, attention).backward()
+        model.zero_grad(set_to_none=True)
+
     runs = {name: _timed(step, batch, device) for name, batch in placed.items()}
+    runs["everywhere"] = _timed(step_everywhere, placed["shared"], device)
     for run in runs.values():
         run()
     seconds = medians(interleaved(runs, repeats=repeats))
     peaks = {name: _peak_bytes(model, step, batch, device) for name, batch in placed.items()}
+    peaks["everywhere"] = _peak_bytes(model, step_everywhere, placed["shared"], device)
     layouts = int(batches["shared"].stream.max())
     return {
         "max_group": max_group,
@@ -67,7 +80,17 @@ def measure_row(
         "speedup": seconds["separate"] / seconds["shared"],
         **{f"{name}_bytes": peaks[name] / 1e6 for name in runs},
         "memory_ratio": peaks["separate"] / peaks["shared"],
+        "last_mlp_gain": seconds["everywhere"] / seconds["shared"],
     }
+
+
+def loss_everywhere(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention) -> Tensor:
+    """`multitf_loss` of a model whose last layer computes every token, and whose head the labelled ones."""
+    rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
+    hidden = model(batch.input_ids, batch.positions, attention.of(batch))
+    logits = model.logits(hidden[rows, batch.source[rows, places]])
+    losses = F.cross_entropy(logits, batch.labels[rows, places], reduction="none")
+    return (losses * batch.weights[rows, places].to(losses.dtype)).sum() / batch.num_samples
 
 
 def sample_batches(model: Decoder, *, max_group: int, num_random: int, length: int) -> dict[str, MultiTFBatch]:

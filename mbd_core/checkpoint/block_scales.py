@@ -2,7 +2,8 @@
 
 `weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C as config.json's
 `quantization_config` says (128 x 128 in the releases). They are read as bfloat16 matrices, block by block of what is
-asked for; `models/quantize.py` may round them again for computing in FP8.
+asked for; `models/quantize.py` may round them again for computing in FP8. Experts can also keep their values and
+scales (`block_experts.py`).
 """
 
 from collections.abc import Mapping
@@ -54,12 +55,23 @@ class ScaledMatrix:
 
     def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
         """Float32 rows and columns."""
-        given = where if isinstance(where, tuple) else (where,)
-        ranges = [
-            range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)
-        ]
+        ranges = self._ranges(where)
         rows, columns = (
             torch.arange(one.start, one.stop) // block for one, block in zip(ranges, self.blocks, strict=True)
         )
         part = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
         return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]
+
+    def as_stored(self, where: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """The float8 values of rows and columns that begin where blocks do, and their blocks' scales, float32."""
+        ranges = self._ranges(where)
+        assert all(one.start % block == 0 for one, block in zip(ranges, self.blocks, strict=True))
+        rows, columns = (
+            slice(one.start // block, -(-one.stop // block)) for one, block in zip(ranges, self.blocks, strict=True)
+        )
+        values = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        return values, self.scales.to(torch.float32)[rows, columns]
+
+    def _ranges(self, where: slice | tuple[slice, ...]) -> list[range]:
+        given = where if isinstance(where, tuple) else (where,)
+        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)]

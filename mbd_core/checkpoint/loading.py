@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint.block_experts import copy_blocks, find_blocks, keep_blocks
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.safetensor_files import (
     DTYPES,
@@ -29,7 +30,11 @@ from mbd_core.checkpoint.tensor_matching import match_tensors
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shard import Shard, split_dim
+
+_OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
+"""Endings of the names of tensors that are never cast: those of FP8 weights are the last two."""
 
 
 def load_model(
@@ -39,12 +44,14 @@ def load_model(
     device: str | torch.device = "cpu",
     shard: Shard | None = None,
     reduce: Reduce | None = None,
+    fp8: Parts | None = None,
 ) -> Decoder:
     """The model of a checkpoint folder, in evaluation mode; raises `ValueError` naming the file and the tensor.
 
     Without `dtype` the weights keep their dtype; if a checkpoint mixes dtypes, they get the one that config.json
     names. The router's `expert_bias` is always float32. With a `shard`, only that tensor-parallel rank's slices are
-    read, and `reduce` must sum over the ranks (see `Decoder`).
+    read, and `reduce` must sum over the ranks (see `Decoder`). `fp8` are the weights to be rounded to FP8
+    (`quantize_weights`); "blocks" are not rounded but keep what FP8 files hold (`block_experts.py`).
     """
     refuse_dcp(folder)
     config = load_config(folder)
@@ -52,24 +59,28 @@ def load_model(
         model = Decoder(config, shard=shard, reduce=reduce)
     listed, expected, _ = match_tensors(folder, config, list_tensors(folder))
     common = dtype or _stored_dtype(folder, listed)
+    if fp8 == "blocks":
+        modules, blocks = find_blocks(folder, config, listed, expected, num_ranks=model.shard.size)
+        keep_blocks(model, modules, blocks, device)
     weights = {
-        name: torch.empty(t.shape, dtype=torch.float32 if name.endswith(FLOAT32_ALWAYS) else common, device=device)
+        name: torch.empty(t.shape, dtype=t.dtype if name.endswith(_OWN_DTYPE) else common, device=device)
         for name, t in model.state_dict().items()
         if not (name == "lm_head.weight" and config.tie_word_embeddings)
     }
     for path, names in itertools.groupby(listed, key=lambda name: listed[name].path):
         with open_file(path) as file, LastFile() as beside:
             for name in names:
-                places = _copy_in(weights, matrix_slice(file, name, listed[name], beside), expected[name], model.shard)
-                if not all(_is_finite(place) for place in places):
-                    kind = str(places[0].dtype).removeprefix("torch.")
+                source = matrix_slice(file, name, listed[name], beside)
+                unfit = _copy_in(weights, source, expected[name], model.shard)
+                if unfit is not None:
+                    kind = str(unfit).removeprefix("torch.")
                     raise ValueError(f"{path}: tensor '{name}' has values that are not finite in {kind}")
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval()
+    return model.eval() if fp8 in (None, "blocks") else quantize_weights(model.eval(), fp8)
 
 
 def empty_model(folder: Path) -> Decoder:
@@ -148,19 +159,26 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(low) and math.isfinite(high)
 
 
-def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shard: Shard) -> list[Tensor]:
-    """Copy a stored tensor's parts, or this rank's slices of them, into the model; returns the model's tensors."""
-    places: list[Tensor] = []
-    start = 0
+def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shard: Shard) -> torch.dtype | None:
+    """Copy a stored tensor's parts, or this rank's slices of them, into the model; the dtype in which a value is not
+    finite, `None` if all are."""
+    start, unfit = 0, None
     for part, length in zip(stored.parts, stored.lengths, strict=True):
-        target = weights[part.target] if part.expert is None else weights[part.target][part.expert]
+        kept = part.target not in weights
+        target = weights[f"{part.target}_values" if kept else part.target]
+        target = target if part.expert is None else target[part.expert]
         where = [slice(start, start + length)] + [slice(None)] * (len(stored.shape) - 1)
         dim = split_dim(part.target)
         if shard.size > 1 and dim is not None:
             dim -= part.expert is not None
             begin = (start if dim == 0 else 0) + shard.rank * target.shape[dim]
             where[dim] = slice(begin, begin + target.shape[dim])
-        target.copy_(source[tuple(where)])
-        places.append(target)
+        if kept:
+            assert part.expert is not None
+            finite = copy_blocks(weights, part.target, part.expert, tuple(where), source)
+        else:
+            target.copy_(source[tuple(where)])
+            finite = _is_finite(target)
+        unfit = unfit if finite else target.dtype
         start += length
-    return places
+    return unfit

@@ -11,12 +11,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint.block_experts import has_blocks
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.quantize import Parts, quantized_parts
 from mbd_core.models.shard import split_dim
-from mbd_core.ops.fp8 import Fp8Module, quantize
+from mbd_core.ops.fp8 import FP8, Block, Fp8Module, quantize
 
 SwapMode = Literal["wait", "preempt"]
 WeightSource = Path | Iterable[tuple[str, Tensor]]
@@ -57,7 +59,9 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
     dtype = model.model.norm.weight.dtype
     if isinstance(source, Path):
         try:
-            loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce)
+            keeps = quantized_parts(model) == "blocks" and has_blocks(source)
+            parts: Parts | None = "blocks" if keeps else None
+            loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce, fp8=parts)
         except OSError as error:
             raise ValueError(f"the folder of the weights cannot be read: {error}") from error
         theirs, ours = loaded.config, model.config
@@ -67,8 +71,14 @@ def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> Stage
                 f"{source} cannot take the place of the weights: its {name} is {getattr(theirs, name)}, the model's "
                 f"{getattr(ours, name)}"
             )
+        if keeps and _blocks(loaded) != _blocks(model):
+            raise ValueError(f"{source} cannot take the place of the weights: its FP8 experts are in other blocks")
         return StagedWeights(_without_tied_head(loaded, loaded.state_dict()), mode)
     return StagedWeights(_check_tensors(model, dict(source), dtype), mode)
+
+
+def _blocks(model: Decoder) -> dict[str, Block | None]:
+    return {name: module.block for name, module in model.named_modules() if isinstance(module, Fp8Module)}
 
 
 def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,19 +111,27 @@ def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype)
 
 @torch.no_grad()
 def overwrite(model: Decoder, staged: StagedWeights) -> None:
-    """Copy staged weights over the model's, in place; what is FP8 is rounded anew, with scales of its own."""
+    """Copy staged weights over the model's, in place; what is FP8 here alone is rounded anew, with scales of its
+    own."""
     places = {name: tensor for name, tensor in model.state_dict().items() if name in staged.tensors}
     for name, place in places.items():
-        place.copy_(staged.tensors[name])
+        _copy(place, staged.tensors[name])
     rounded = 0
     for prefix, module in model.named_modules():
         if isinstance(module, Fp8Module):
             for buffer, values in module.named_buffers(recurse=False):
                 weight = buffer.removesuffix("_values")
-                if weight != buffer:
+                if weight != buffer and f"{prefix}.{weight}" in staged.tensors:
                     wide = staged.tensors[f"{prefix}.{weight}"].to(values.device)
                     new = quantize(wide, block=module.block)
-                    values.view(torch.uint8).copy_(new.values.view(torch.uint8))
+                    _copy(values, new.values)
                     module.get_buffer(f"{weight}_scale").copy_(new.scale)
                     rounded += 1
     assert len(places) + rounded == len(staged.tensors), "a staged weight has no place in the model"
+
+
+def _copy(place: Tensor, new: Tensor) -> None:
+    """FP8 is copied as bytes."""
+    if place.dtype == FP8:
+        place, new = place.view(torch.uint8), new.view(torch.uint8)
+    place.copy_(new)

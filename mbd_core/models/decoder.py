@@ -112,8 +112,13 @@ class DecoderLayer(nn.Module):
         split: Sequence[int] | None,
         reduce: Reduce | None,
         adapters: TokenAdapters | None = None,
+        kept: Tensor | None = None,
     ) -> list[Tensor]:
-        """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor."""
+        """The residual stream after this layer, in the same rows; only `attend` gets all rows in one tensor.
+
+        With `kept` (N), places of the only row's tokens counted without its shape, it is these tokens' (N, D), and the
+        MLP runs on them alone.
+        """
         adapts = [None] * len(rows) if adapters is None else [a.of(layer) for a in adapters.split(split)]
         parts = [
             self.self_attn.project(self.input_layernorm(x), rope, adapt)
@@ -121,12 +126,18 @@ class DecoderLayer(nn.Module):
         ]
         q, k, v = (join(part) for part in zip(*parts, strict=True))
         attended = pieces(attend(layer, q, k, v), split)
-        return [self._finish(x, out, reduce, adapt) for x, out, adapt in zip(rows, attended, adapts, strict=True)]
+        return [
+            self._finish(x, out, reduce, adapt, kept) for x, out, adapt in zip(rows, attended, adapts, strict=True)
+        ]
 
-    def _finish(self, x: Tensor, attended: Tensor, reduce: Reduce | None, adapt: Adapt | None) -> Tensor:
+    def _finish(
+        self, x: Tensor, attended: Tensor, reduce: Reduce | None, adapt: Adapt | None, kept: Tensor | None
+    ) -> Tensor:
         heads = attended.flatten(-2)
         out = adapted(self.self_attn.o_proj(heads), adapt, "o_proj", heads)
         x = x + (out if reduce is None else reduce(out))
+        if kept is not None:
+            x = x.flatten(0, -2)[kept]
         out = self.mlp(self.post_attention_layernorm(x), adapt)
         return x + (out if reduce is None else reduce(out))
 
@@ -168,8 +179,12 @@ class Decoder(nn.Module):
         soft_weight: Tensor | None = None,
         split: Sequence[int] | None = None,
         adapters: TokenAdapters | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states (..., D) of `input_ids` (...) at `positions` (...).
+
+        With `kept` (N), places in `input_ids` counted without its shape, those of these tokens alone (N, D): the last
+        layer's MLP and the norm run on no other.
 
         `soft_weight` (...), float32 in [0, 1], mixes each token's embedding with the mask's (`embed`). With `split`,
         the lengths of the rows that `input_ids` (T) packs, each row is computed in calls of its own. Its numbers then
@@ -179,8 +194,10 @@ class Decoder(nn.Module):
         weights = [None] * len(ids) if soft_weight is None else pieces(soft_weight, split)
         rows = [self.embed(row, weight) for row, weight in zip(ids, weights, strict=True)]
         ropes = [rotary(row, self.config) for row in pieces(positions, split)]
+        assert kept is None or (split is None and adapters is None), "kept places are of one row, in training"
+        last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            rows = layer(rows, ropes, attend, index, split, self.reduce, adapters)
+            rows = layer(rows, ropes, attend, index, split, self.reduce, adapters, kept if index == last else None)
         return join([self.model.norm(row) for row in rows])
 
     def embed(self, input_ids: Tensor, soft_weight: Tensor | None = None) -> Tensor:

@@ -8,18 +8,17 @@ from mbd_core.models.model_config import ModelConfig
 
 def matrix_flops(config: ModelConfig) -> float:
     """Operations of one token in the layers' matrices: of a mixture of experts those that it activates."""
-    d, c = config.hidden_size, config.head_dim
-    attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
-    total = 0.0
-    for layer in range(config.num_layers):
-        moe = config.moe if config.is_sparse(layer) else None
-        if moe is None:
-            mlp = 3 * d * config.intermediate_size
-        else:
-            experts = 3 * d * (moe.experts_per_token * moe.intermediate_size + moe.shared_size)
-            mlp = d * moe.num_experts + experts
-        total += 2 * (attention + mlp)
-    return total
+    attention = 2.0 * config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    return sum(attention + mlp_flops(config, layer) for layer in range(config.num_layers))
+
+
+def mlp_flops(config: ModelConfig, layer: int) -> float:
+    """Operations of one token in the MLP of layer number `layer`: with experts the router and those it chooses."""
+    moe = config.moe if config.is_sparse(layer) else None
+    if moe is None:
+        return 6.0 * config.hidden_size * config.intermediate_size
+    width = moe.experts_per_token * moe.intermediate_size + moe.shared_size
+    return 2.0 * config.hidden_size * (moe.num_experts + 3 * width)
 
 
 def pair_flops(config: ModelConfig) -> float:

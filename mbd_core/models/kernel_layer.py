@@ -1,6 +1,6 @@
 """A decoder layer of few CUDA kernels: a `FusedLayer` whose work between the products is done by Triton kernels.
 
-    norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts ...
+    norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts
 
 What a layer adds last is added by the norm that follows it, in the next layer or behind the last one.
 
@@ -94,13 +94,15 @@ class KernelLayer(FusedLayer):
         self, x_TD: Tensor, inner_TD: Tensor, adapters: TokenAdapters | None, index: int, live_T: Tensor | None
     ) -> Stream:
         """The stream with what the MLP of `inner_TD` adds to it; of a rank's part, summed over the ranks."""
-        part_TD = None if self._swiglu is None else _swiglu(self._swiglu, inner_TD, adapters, index)
+        fuses = self._experts is not None and self._experts.fuses(len(inner_TD))
+        shares = fuses and self._swiglu is not None and adapters is None  # adapters are of the shared experts alone
+        part_TD = None if self._swiglu is None or shares else _swiglu(self._swiglu, inner_TD, adapters, index)
         experts: ExpertParts | None = None
         if self._experts is not None:
-            routed = self._experts.parts(inner_TD, live_T)
-            if isinstance(routed, ExpertParts):
-                experts = routed
+            if fuses:
+                experts = self._experts.parts(inner_TD, live_T, shares=shares)
             else:
+                routed = self._experts.routed(inner_TD, live_T)
                 part_TD = routed if part_TD is None else part_TD.add_(routed)
         if self._reduce is not None:
             if experts is not None:

@@ -3,7 +3,7 @@
 `Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights, and
 the softmax router of SDAR-MoE (Qwen3-MoE). Both compute in float32, whatever the model's dtype.
 
-Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width.
+Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width, S shared experts.
 """
 
 import functools
@@ -18,6 +18,7 @@ from mbd_core.models.lora import Adapt
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.experts import ExpertsKernel, resolve_experts
+from mbd_core.ops.experts_triton import SharedExperts, expert_parts
 from mbd_core.ops.residual_norm import ExpertParts
 from mbd_core.ops.router_triton import route
 from mbd_core.ops.triton_launch import triton_serves
@@ -47,9 +48,10 @@ class Router(nn.Module):
         """Float32 scores (T, E) before sigmoid or softmax."""
         return F.linear(x_TD.float(), self.weight.float())
 
-    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Expert ids (T, K) and their float32 weights (T, K). Tokens that are not `live_T` go to the sentinel E, which
-        is no expert."""
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        """Expert ids (T, K + S) and their float32 weights (T, K + S), the last S = `num_shared` those of the experts
+        that every token shares, E to E + S - 1. Tokens that are not `live_T` go to the sentinel E + S, which is no
+        expert."""
         c = self.config
         if torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
             return route(
@@ -61,6 +63,7 @@ class Router(nn.Module):
                 kept_groups=c.topk_groups,
                 normalizes=c.norm_topk_prob and c.experts_per_token > 1,
                 scaling=c.routed_scaling,
+                num_shared=num_shared,
                 live_T=live_T,
             )
         logits_TE = self.logits(x_TD)
@@ -76,9 +79,18 @@ class Router(nn.Module):
         weights_TK = scores_TE.gather(-1, ids_TK)
         if c.norm_topk_prob and c.experts_per_token > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK * c.routed_scaling
+        if num_shared:
+            ids_TK, weights_TK = with_shared(ids_TK, weights_TK, c.num_experts, num_shared)
         if live_T is not None:
-            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts)
-        return ids_TK, weights_TK * c.routed_scaling
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts + num_shared)
+        return ids_TK, weights_TK
+
+
+def with_shared(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
+    """Ids and weights (T, K + S) with the shared experts, each of weight 1, behind the chosen ones."""
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids_TK.device).expand(len(ids_TK), -1)
+    return torch.cat((ids_TK, shared), 1), torch.cat((weights_TK, torch.ones_like(shared, dtype=torch.float32)), 1)
 
 
 def product_in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -142,10 +154,16 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return compute_experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
 
-    def parts(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertParts | Tensor:
-        """`forward`, for inference; not summed yet if the kernels for few tokens compute it."""
+    def fuses(self, num_assignments: int) -> bool:
+        """Whether the kernels for few tokens compute so many assignments, in inference."""
+        return kernel_for(self.gate_proj).fuses(num_assignments, len(self.gate_proj))
+
+    def parts(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: SharedExperts | None = None
+    ) -> ExpertParts:
+        """`forward` before the sum, and `shared` among the experts, where the kernels for few tokens compute it."""
         stacks = self.gate_proj, self.up_proj, self.down_proj
-        return kernel_for(self.gate_proj).parts(x_TD, *stacks, ids_TK, weights_TK)
+        return expert_parts(x_TD, *stacks, ids_TK, weights_TK, shared=shared)
 
 
 class MoE(nn.Module):
@@ -164,9 +182,19 @@ class MoE(nn.Module):
         out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T))
         return out_TD
 
-    def parts(self, x_TD: Tensor, live_T: Tensor | None = None) -> ExpertParts | Tensor:
-        """`routed`, for inference; not summed yet if the kernels for few tokens compute it."""
-        return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
+    def fuses(self, num_tokens: int) -> bool:
+        """Whether the kernels for few tokens compute the experts of so many, in inference."""
+        return self.experts.fuses(num_tokens * self.gate.config.experts_per_token)
+
+    def parts(self, x_TD: Tensor, live_T: Tensor | None, *, shares: bool) -> ExpertParts:
+        """Where the kernels for few tokens compute it: `routed` before the sum, with `shares` the whole layer."""
+        if not shares:
+            return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
+        mlp = self.shared_experts
+        assert mlp is not None
+        shared = SharedExperts(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        ids_TK, weights_TK = self.gate(x_TD, live_T, self.gate.config.num_shared_experts)
+        return self.experts.parts(x_TD, ids_TK, weights_TK, shared)
 
     def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
         out = self.routed(x.flatten(0, -2)).view_as(x)

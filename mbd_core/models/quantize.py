@@ -1,5 +1,7 @@
 """FP8 weights in a model: those of its experts alone, or of all matrix products in its layers.
 
+"experts" and "all" round with a scale per output channel. "blocks" are the experts with a scale per block of 128 x 128
+weights, as releases are stored; `checkpoint.loading` keeps the values and scales of such files instead of rounding.
 Embeddings, norms and lm_head are not rounded because they are few bytes; the router is not because it chooses experts.
 A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds its own part with scales of its own, so
 its rounding is never coarser than the whole model's.
@@ -12,16 +14,17 @@ from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.moe import Experts
+from mbd_core.ops import fp8
 from mbd_core.ops.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 
-Parts = Literal["experts", "all"]
+Parts = Literal["experts", "all", "blocks"]
 
 
 def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
-    """Round `model`'s experts, or all matrices of its layers, to FP8 in place; returns it.
+    """Round `model`'s experts ("experts", "blocks"), or all matrices of its layers, to FP8 in place; returns it.
 
     Wide tensors are freed one by one: the peak memory is the model and about one tensor. All checks run before the
-    first change. Raises `ValueError` for unknown parts, a model without experts (for "experts") or with
+    first change. Raises `ValueError` for unknown parts, a model without experts (but for "all") or with
     FP8 weights already, weights that are not finite, and a device or sizes that no FP8 product takes.
     """
     if parts not in get_args(Parts):
@@ -32,13 +35,13 @@ def quantize_weights(model: Decoder, parts: Parts) -> Decoder:
     names = _module_names(model, parts)
     if not names:
         raise ValueError(
-            f"parts='experts' rounds experts and this {model.config.architecture} has none; use parts='all'"
+            f"parts={parts!r} rounds experts and this {model.config.architecture} has none; use parts='all'"
         )
     for name in names:
         _check(name, model.get_submodule(name))
     for name in names:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _round(model.get_submodule(name)))
+        setattr(model.get_submodule(parent), child, _round(model.get_submodule(name), parts))
     return model
 
 
@@ -47,7 +50,10 @@ def quantized_parts(model: nn.Module) -> Parts | None:
     kinds = {type(module) for module in model.modules()}
     if Fp8Linear in kinds:
         return "all"
-    return "experts" if Fp8Experts in kinds else None
+    stacks = [module for module in model.modules() if isinstance(module, Fp8Experts)]
+    if not stacks:
+        return None
+    return "experts" if stacks[0].block is None else "blocks"
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -57,7 +63,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _module_names(model: Decoder, parts: Parts) -> list[str]:
     """The modules to replace, by name: a list of the modules themselves would keep their memory in use."""
-    kinds = Experts if parts == "experts" else (Experts, nn.Linear)
+    kinds = (Experts, nn.Linear) if parts == "all" else Experts
     return [f"model.layers.{name}" for name, m in model.model.layers.named_modules() if isinstance(m, kinds)]
 
 
@@ -72,7 +78,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _round(module: nn.Module) -> nn.Module:
+def _round(module: nn.Module, parts: Parts) -> nn.Module:
     if isinstance(module, nn.Linear):
         return Fp8Linear(module)
 
@@ -81,4 +87,5 @@ def _round(module: nn.Module) -> nn.Module:
         delattr(module, name)
         return weight
 
-    return Fp8Experts(take)
+    # no wide stack is kept beyond its rounding
+    return Fp8Experts(lambda name: fp8.quantize(take(name), block=fp8.RELEASED if parts == "blocks" else None))

@@ -1,8 +1,9 @@
 """How many bytes a step keeps for its backward pass, counted on tensors without memory (the meta device).
 
 One layer of each kind runs on a training sequence of the asked length, and what autograd saves of it is added up. So
-the count follows the layer's code. Two parts stand for themselves. Attention is counted as a fused kernel's: queries,
-keys, values, output, and a float32 number for each query and head. Experts are counted as grouped products
+the count follows the layer's code. The last layer counts as the others, though its MLP has the predicted tokens alone:
+how many these are depends on the noise. Two parts stand for themselves. Attention is counted as a fused kernel's:
+queries, keys, values, output, and a float32 number for each query and head. Experts are counted as grouped products
 (`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its output in float32.
 
 Shape legend: T tokens, A assignments, D hidden, F expert width.

@@ -13,6 +13,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mbd_core.multitf.error_sentence import error_sentence
+
 JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
 CHATS = ("messages", "conversations")
@@ -110,8 +112,10 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
             raise ValueError(f"{path} does not exist")
         else:
             found = _folder_files(system, root, path, split)
-    except (OSError, ImportError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
     unknown = [name for name in found if not name.endswith(SUFFIXES)]
     if unknown or not found:
         where = unknown[0] if unknown else path
@@ -153,6 +157,10 @@ def read_rows(files: Sequence[str]) -> Iterator[Row]:
                 yield from _tables(path, name)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        except ValueError:
+            raise
+        except Exception as error:  # each storage raises types of its own
+            raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
 
 
 def _json_lines(path: str, name: str) -> Iterator[Row]:

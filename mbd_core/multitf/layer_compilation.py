@@ -1,9 +1,10 @@
 """`torch.compile` of a model in training: one compiled layer, which all layers of a kind share.
 
 A layer is one graph. Of a layer with experts the projections and the shared expert are, each: which experts compute is
-known to no trace. Lengths differ from batch to batch, so sizes are symbols from the first compilation on, and a new
-length compiles nothing. What remains is bounded: one sample at once or several, a forward with gradients or without
-(roll-outs, teachers), a layer with an adapter switched off.
+known to no trace. The last layer, whose MLP has the predicted tokens alone, is one graph more. Lengths differ from
+batch to batch, so sizes are symbols from the first compilation on, and a new length compiles nothing. What remains is
+bounded: one sample at once or several, a forward with gradients or without (roll-outs, teachers), a layer with an
+adapter switched off.
 
 `fullgraph` makes an error of what cannot be traced. Without it a layer would fall apart into graphs that differ from
 one call to the next, and activation checkpointing must meet the same ones twice.

@@ -34,6 +34,9 @@ Distillation = Literal["student_teacher", "teacher_student"]
 Scored = tuple[Tensor, Tensor]
 """For each label the loss, and whether the model's likeliest token is the label (N)."""
 
+Tokens = tuple[Tensor, Tensor]
+"""Tokens of a batch: their rows, and their places in them (N)."""
+
 Measured = tuple[Tensor, Tensor]
 """The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
 sums and counts of `loss_buckets.bucket_sums`."""
@@ -63,13 +66,14 @@ def multitf_loss(
 ) -> Measured:
     """The weighted CE over `divisor`, by default the number of samples.
 
-    The LM head runs on labelled positions only, in pieces where their logits are large; a
-    batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the batch has
-    positions for it; workers with parts of one model must all have one or none, since each forward gathers weights.
+    The last layer's MLP and the LM head run on labelled positions only, the head in pieces where their logits are
+    large; a batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the
+    batch has positions for it; workers with parts of one model must all have one or none, since each forward gathers
+    weights.
     """
     if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
         batch = roll_out(model, batch, attention=attention)
-    known = _labelled(batch, _hidden(model, batch, attention))
+    known = _labelled(model, batch, attention)
 
     def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
         logits_NV = _wide(model.logits(hidden_ND))
@@ -82,7 +86,7 @@ def multitf_loss(
 def roll_out(model: Decoder, batch: MultiTFBatch, *, attention: TrainingAttention = DENSE) -> MultiTFBatch:
     """The batch with the model's likeliest tokens in place of the masks of `batch.rollout` (Alg. 2)."""
     rows, places = batch.rollout.nonzero(as_tuple=True)
-    hidden = _hidden(model, batch, attention)[rows, batch.source[rows, places]]
+    hidden = _hidden(model, batch, attention, (rows, places))
     tokens = batch.input_ids.clone()
     for part in torch.arange(len(rows), device=tokens.device).split(_piece(model)):
         logits = model.logits(hidden[part]).float()
@@ -106,8 +110,8 @@ def distillation_loss(
     sequence whole, the student under the batch's mask.
     """
     with torch.no_grad(), as_teacher():
-        taught = _labelled(batch, _hidden(model, batch, attention, whole=True)).hidden
-    known = _labelled(batch, _hidden(model, batch, attention))
+        taught = _labelled(model, batch, attention, whole=True).hidden
+    known = _labelled(model, batch, attention)
 
     def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
         with torch.no_grad():
@@ -126,8 +130,18 @@ def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Ten
     return F.kl_div(logs, target, reduction="none", log_target=True).sum(-1)
 
 
-def _hidden(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False) -> Tensor:
-    return model(batch.input_ids, batch.positions, attention.of(batch, whole=whole))
+def _hidden(
+    model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, tokens: Tokens, *, whole: bool = False
+) -> Tensor:
+    """The hidden states (N, D) that predict these tokens.
+
+    Where there is none, one token's is computed: weights that a forward does not use have no gradient, not even zero.
+    """
+    rows_N, places_N = tokens
+    kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
+    computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
+    hidden: Tensor = model(batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N)
+    return hidden[: len(kept_N)]
 
 
 @dataclass(frozen=True)
@@ -141,10 +155,11 @@ class Labelled:
     ratios: Tensor
 
 
-def _labelled(batch: MultiTFBatch, hidden: Tensor) -> Labelled:
+def _labelled(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False) -> Labelled:
     rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
+    hidden = _hidden(model, batch, attention, (rows, places), whole=whole)
     columns = (column[rows, places] for column in (batch.labels, batch.weights, batch.slot, batch.ratio))
-    return Labelled(hidden[rows, batch.source[rows, places]], *columns)
+    return Labelled(hidden, *columns)
 
 
 def _wide(logits: Tensor) -> Tensor:

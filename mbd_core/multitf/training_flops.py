@@ -3,15 +3,17 @@
 MFU is operations that the model asks for, over seconds, over the peak of all workers' devices. Counted are the pairs
 of tokens that see each other, not those that a dense mask computes besides; the backward pass is twice the forward, of
 frozen matrices as much as it (under LoRA: the adapter's own operations are left out); layers that are computed again
-for it do not count. A roll-out or a teacher is one forward more.
+for it do not count. A roll-out or a teacher is one forward more. The last layer's MLP and the head have the predicted
+tokens alone.
 """
 
 import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from mbd_core.models.flops import head_flops, matrix_flops, pair_flops
+from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flops
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.example import IGNORE
 from mbd_core.multitf.precision import computes_bfloat16
@@ -54,15 +56,20 @@ def update_flops(
 ) -> float:
     """The operations of one update on a batch that lies on the CPU."""
     tokens, pairs = batch.num_tokens, visible_pairs(batch)
-    matrices = tokens * matrix_flops(config)
+    last = mlp_flops(config, config.num_layers - 1)
+
+    def products(predicted: Tensor) -> float:
+        everywhere = tokens * (matrix_flops(config) - last)
+        return everywhere + int(predicted.sum()) * (last + head_flops(config))
+
+    labelled = batch.labels != IGNORE
     attention = pairs * pair_flops(config)
-    logits = int((batch.labels != IGNORE).sum()) * head_flops(config)
-    total = (2 if lora else 3) * (matrices + logits) + 3 * attention
+    total = (2 if lora else 3) * products(labelled) + 3 * attention
     if rolls_out:
-        total += matrices + attention + int(batch.rollout.sum()) * head_flops(config)
+        total += products(batch.rollout) + attention
     if distills:
         seen = batch.sample[batch.sample >= 0].bincount()
-        total += matrices + int(seen.square().sum()) * pair_flops(config) + logits
+        total += products(labelled) + int(seen.square().sum()) * pair_flops(config)
     return total
 
 

@@ -9,9 +9,9 @@ Shape legend: T tokens, K experts a token, A = T * K assignments, D model width,
 """
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 from mbd_core.ops.expert_order import sort_by_expert, unsort, without_sentinels
 from mbd_core.ops.experts_triton import expert_parts
-from mbd_core.ops.residual_norm import ExpertParts, sum_experts
+from mbd_core.ops.residual_norm import sum_experts
 
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
-PartsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], ExpertParts | Tensor]
-"""The same, but not summed yet if that is left to what follows."""
-Experts = TypeVar("Experts", ExpertsFunction, PartsFunction)
+MANY = 32
+"""Tokens an expert from which on the grouped products are used. It has not been measured: it is two tiles of the fused
+kernel, which reads an expert's weights again for every tile."""
 
 
 def loop_experts(
@@ -67,16 +67,15 @@ def grouped_experts(
     return without_sentinels(unsort(y_AD, order_A, weights_TK), ids_TK, gate_EFD.shape[0]).to(x_TD.dtype)
 
 
-def by_load(*, few: Experts, many: ExpertsFunction, tokens_per_expert: int = 32) -> Experts:
+def by_load(*, few: ExpertsFunction, many: ExpertsFunction, tokens_per_expert: float = MANY) -> ExpertsFunction:
     """A function that calls `many` if an expert gets at least `tokens_per_expert` tokens on average, else `few`.
 
-    Shapes alone decide, so a CUDA graph can capture it. The default has not been measured: it is two tiles of the
-    fused kernel, which reads an expert's weights again for every tile.
+    Shapes alone decide, so a CUDA graph can capture it.
     """
 
     def call(
         x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Any:
+    ) -> Tensor:
         chosen = many if ids_TK.numel() >= tokens_per_expert * gate_EFD.shape[0] else few
         return chosen(x_TD, gate_EFD, up_EFD, down_EDF, ids_TK, weights_TK)
 
@@ -94,13 +93,18 @@ def fused_experts(
 class ExpertsKernel:
     """The implementation in use. `reasons` says of every other one, in one sentence, why it is not used.
 
-    parts  the same as `call`, but not summed yet where the Triton kernels compute it: an `ExpertParts`
+    fused_below  tokens an expert below which the Triton kernels compute it: their parts can be had before the sum, and
+                 the shared experts can be among them
     """
 
     name: str
     call: ExpertsFunction
-    parts: PartsFunction
+    fused_below: float = 0.0
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def fuses(self, num_assignments: int, num_experts: int) -> bool:
+        """Whether the Triton kernels compute so many assignments."""
+        return num_assignments < self.fused_below * num_experts
 
 
 def resolve_experts(
@@ -131,14 +135,11 @@ def resolve_experts(
         "grouped": no_grouped,
         "loop": None,
     }
-    calls: dict[str, tuple[ExpertsFunction, PartsFunction]] = {
-        "triton+grouped": (
-            by_load(few=fused_experts, many=grouped_experts),
-            by_load(few=expert_parts, many=grouped_experts),
-        ),
-        "triton": (fused_experts, expert_parts),
-        "grouped": (grouped_experts, grouped_experts),
-        "loop": (loop_experts, loop_experts),
+    calls: dict[str, tuple[ExpertsFunction, float]] = {
+        "triton+grouped": (by_load(few=fused_experts, many=grouped_experts), MANY),
+        "triton": (fused_experts, math.inf),
+        "grouped": (grouped_experts, 0.0),
+        "loop": (loop_experts, 0.0),
     }
     if preference is not None and preference not in calls:
         raise ValueError(f"experts={preference!r} is unknown; choose one of {', '.join(calls)}")
@@ -150,8 +151,8 @@ def resolve_experts(
         for name, obstacle in obstacles.items()
         if name != chosen
     }
-    call, parts = calls[chosen]
-    return ExpertsKernel(name=chosen, call=call, parts=parts, reasons=reasons)
+    call, fused_below = calls[chosen]
+    return ExpertsKernel(name=chosen, call=call, fused_below=fused_below, reasons=reasons)
 
 
 def _triton_obstacle(device: torch.device, has_triton: bool) -> str | None:

@@ -6,7 +6,7 @@ is taken K times. Ties go to the lowest expert.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
-Shape legend: T tokens, E experts, K experts a token.
+Shape legend: T tokens, E experts, K experts a token, S shared experts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 def _route_kernel(
     logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, scaling,
-    E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr,
+    E: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMALIZES: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One token: the K best experts of the KEPT best groups, and their weights."""
+    """One token: the K best experts of the KEPT best groups, and their weights; behind them the SHARED ones."""
     token = tl.program_id(0).to(tl.int64)
     least = float("-inf")
     number = tl.arange(0, BLOCK_G)
@@ -67,11 +68,15 @@ def _route_kernel(
         choice = tl.where(expert == at, least, choice)
     if NORMALIZES:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
+    weights = weights * scaling
+    if SHARED > 0:
+        ids = tl.where(column < K, ids, (E - K + column).to(tl.int64))
+        weights = tl.where(column < K, weights, 1.0)
     if MASKED:
-        ids = tl.where(tl.load(live_ptr + token) != 0, ids, E)
-    place = token * K + column
-    tl.store(ids_ptr + place, ids, mask=column < K)
-    tl.store(weights_ptr + place, weights * scaling, mask=column < K)
+        ids = tl.where(tl.load(live_ptr + token) != 0, ids, E + SHARED)
+    place = token * (K + SHARED) + column
+    tl.store(ids_ptr + place, ids, mask=column < K + SHARED)
+    tl.store(weights_ptr + place, weights, mask=column < K + SHARED)
 
 
 @functools.cache
@@ -95,23 +100,27 @@ def route(
     kept_groups: int,
     normalizes: bool,
     scaling: float,
+    num_shared: int = 0,
     live_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Expert ids (T, K) int64, best first, and their weights (T, K) float32, of float32 logits (T, E).
+    """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
 
-    The arguments are those of `MoEConfig`. The ids of a token that is not `live_T` are all E, which is no expert.
+    The arguments are those of `MoEConfig`. Last stand the `num_shared` (S) experts that every token shares, E to
+    E + S - 1, with weight 1. The ids of a token that is not `live_T` are all E + S, which is no expert.
     """
     triton, kernel = _compiled()
     tokens, experts = logits_TE.shape
-    ids_TK = torch.empty((tokens, per_token), dtype=torch.int64, device=logits_TE.device)
-    weights_TK = torch.empty((tokens, per_token), dtype=torch.float32, device=logits_TE.device)
+    columns = per_token + num_shared
+    ids_TK = torch.empty((tokens, columns), dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty((tokens, columns), dtype=torch.float32, device=logits_TE.device)
     launch(
         kernel, (tokens,),
         logits_TE.contiguous(), logits_TE if bias_E is None else bias_E, logits_TE if live_T is None else live_T,
         ids_TK, weights_TK, scaling,
-        E=experts, GROUPS=num_groups, KEPT=kept_groups, K=per_token, SIGMOID=sigmoid, NORMALIZES=normalizes,
-        BIASED=bias_E is not None, MASKED=live_T is not None, BLOCK_G=triton.next_power_of_2(num_groups),
-        BLOCK_E=triton.next_power_of_2(experts // num_groups), BLOCK_K=triton.next_power_of_2(per_token),
+        E=experts, SHARED=num_shared, GROUPS=num_groups, KEPT=kept_groups, K=per_token, SIGMOID=sigmoid,
+        NORMALIZES=normalizes, BIASED=bias_E is not None, MASKED=live_T is not None,
+        BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_E=triton.next_power_of_2(experts // num_groups),
+        BLOCK_K=triton.next_power_of_2(columns),
         num_warps=1 if experts <= 256 else 4,
     )  # fmt: skip
     return ids_TK, weights_TK

@@ -10,7 +10,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.steering import Decided
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import quantize_weights
+from mbd_core.models.quantize import Parts, quantized_parts
 from mbd_core.parallel.group import Group, Rank, init_group, load_shard
 from mbd_core.parallel.kv_agreement import sized_alike
 from mbd_core.parallel.orders import (
@@ -72,8 +72,8 @@ def _build(model: Decoder, group: Group) -> Engine:
     setup: Setup = group.receive()
     if setup.model != model.config:
         raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {setup.model}")
-    if setup.fp8 is not None:
-        quantize_weights(model, setup.fp8)
+    if setup.fp8 != quantized_parts(model):
+        raise ValueError(f"rank {group.rank.rank} has FP8 weights ({quantized_parts(model)}), rank 0 ({setup.fp8})")
     if group.rank.kind == "cpu":
         torch.set_num_threads(setup.num_threads)
     sized = sized_alike(model, setup.engine, group)
@@ -101,11 +101,11 @@ def _obey(engine: Engine, command: Command, group: Group) -> None:
                 change(engine, command, group)
 
 
-def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None) -> None:
+def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> None:
     """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
 
     If it fails it does not leave the group: its process ends, and the other ranks learn the reason from that.
     """
     group = init_group(rank)
-    follow(load_shard(folder, group, dtype=dtype), group)
+    follow(load_shard(folder, group, dtype=dtype, fp8=fp8), group)
     group.close()

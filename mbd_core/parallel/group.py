@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.quantize import Parts
 from mbd_core.models.shard import Shard
 
 T = TypeVar("T")
@@ -242,7 +243,7 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
         time.sleep(0.01)
 
 
-def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None) -> Decoder:
+def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> Decoder:
     """This rank's part of the model in `folder`, on its device, its partial sums going over the group."""
     rank = group.rank
-    return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=group.reduce)
+    return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=group.reduce, fp8=fp8)

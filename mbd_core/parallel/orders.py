@@ -22,7 +22,7 @@ class Setup:
     """The first message: what a follower builds its engine from, so that all ranks are set up alike.
 
     model        rank 0's configuration
-    fp8          which weights each rank rounds to FP8, of the part it holds
+    fp8          which weights of the part it holds are FP8
     num_threads  of the CPU, on which the rounding of a matrix product may depend
     """
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from mbd_core.checkpoint.block_experts import check_blocks
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.decoding.guide import Grammars
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.quantize import Parts
 from mbd_core.parallel.follower import run_follower
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Group, Rank, RankLost, init_group, load_shard, num_arrived, open_store
@@ -44,6 +45,8 @@ def start_parallel(
     No process is left running then.
     """
     check_size(load_config(folder), size, device=device)
+    if fp8 == "blocks":
+        check_blocks(folder, num_ranks=size)
     store = open_store(ADDRESS, size=size, timeout=timeout)
     ranks = [
         Rank(
@@ -56,14 +59,12 @@ def start_parallel(
         )
         for rank in range(size)
     ]
-    followers = Followers(run_follower, [(folder, rank, dtype) for rank in ranks[1:]])
+    followers = Followers(run_follower, [(folder, rank, dtype, fp8) for rank in ranks[1:]])
     group: Group | None = None
     try:
         _wait_for_followers(followers, store, size)
         group = init_group(ranks[0], store=store)
-        model = load_shard(folder, group, dtype=dtype)
-        if fp8 is not None:
-            quantize_weights(model, fp8)
+        model = load_shard(folder, group, dtype=dtype, fp8=fp8)
         return ParallelEngine(
             model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit, grammars=grammars
         )

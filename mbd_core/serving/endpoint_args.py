@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mbd_core.checkpoint.block_experts import check_blocks
 from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
@@ -21,7 +22,7 @@ class EndpointArgs:
     max_waiting      requests that may wait for a batch row; more get 429
     num_threads      torch's threads a rank
     trace            a folder for step traces, on the replica's machine; each replica writes into its own folder in it
-    fp8              which weights are rounded to FP8
+    fp8              which weights are FP8: rounded, or with "blocks" as the folder has them
     tensor_parallel  ranks the model is cut among, each a process with a GPU of its own where the replica has GPUs
     """
 
@@ -65,6 +66,8 @@ def endpoint_args(
         folder.config.sharded(tensor_parallel)
     except ValueError as error:
         raise ValueError(f"tensor_parallel={tensor_parallel} cannot be honoured: {error}") from None
+    if fp8 == "blocks":
+        check_blocks(folder.path, num_ranks=tensor_parallel)
     if trace is not None and trace.exists() and not trace.is_dir():
         raise ValueError(f"trace={trace} is a file, not a folder")
     return EndpointArgs(

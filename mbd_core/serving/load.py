@@ -15,7 +15,7 @@ from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
+from mbd_core.models.quantize import Parts, quantized_parts
 from mbd_core.parallel.leader import ParallelEngine
 from mbd_core.parallel.start import start_parallel
 from mbd_core.trace.recorder import TraceRecorder
@@ -84,7 +84,8 @@ def load_engine(
     """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
 
     device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
-    fp8              which weights are rounded to FP8: the experts', or those of all layers (`models.quantize`)
+    fp8              which weights are FP8 (`models.quantize`): the experts' or those of all layers, rounded; or, in a
+                     folder whose experts are FP8 in blocks, these as they are
     tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
     adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
     """
@@ -109,9 +110,7 @@ def load_engine(
             grammars=grammars,
         )
     else:
-        model = load_model(folder, dtype=dtype, device=device)
-        if fp8 is not None:
-            quantize_weights(model, fp8)
+        model = load_model(folder, dtype=dtype, device=device, fp8=fp8)
         engine = Engine(
             model,
             config,

@@ -11,6 +11,7 @@ from mbd_core.bench.training_cost import (
     computed_pairs,
     count_row,
     matrix_flops,
+    mlp_flops,
     pair_flops,
     sample_cost,
     token_ratio,
@@ -27,6 +28,7 @@ SMALL = replace(
 
 def test_a_token_and_a_pair_cost_what_their_products_do() -> None:
     attention = 10 * 12 + 2 * 10 * 4 + 12 * 10  # q, k and v, o
+    assert mlp_flops(SMALL, 1) == 2 * 3 * 10 * 20
     assert matrix_flops(SMALL) == 2 * 2 * (attention + 3 * 10 * 20)
     assert pair_flops(SMALL) == 2 * 4 * 12
 
@@ -40,7 +42,8 @@ def test_two_blocks_in_one_group_by_hand() -> None:
     assert computed_pairs([one, two], FLEX_BLOCK, "flex") == (3 + 3 + 3) * FLEX_BLOCK**2
     cost = sample_cost(SMALL, [one, two], FLEX_BLOCK, attention="flex", shared=True)
     assert cost.tokens == 6 * FLEX_BLOCK and cost.pairs == 9 * FLEX_BLOCK**2
-    assert cost.flops == cost.tokens * matrix_flops(SMALL) + cost.pairs * pair_flops(SMALL)
+    everywhere = matrix_flops(SMALL) - mlp_flops(SMALL, 1)
+    assert cost.flops == cost.tokens * everywhere + cost.pairs * pair_flops(SMALL)
     apart = sample_cost(SMALL, [one, two], FLEX_BLOCK, attention="dense", shared=False)
     assert apart.tokens == 8 * FLEX_BLOCK and apart.pairs == 2 * 16 * FLEX_BLOCK**2
 
@@ -65,7 +68,7 @@ def test_sharing_pays_with_flex_at_any_length_and_dense_at_none() -> None:
         assert row["layouts"] == 12 and row["token_ratio"] == token_ratio(12) == pytest.approx(24 / 13)
         assert row["separate_tokens"] / row["shared_tokens"] == pytest.approx(row["token_ratio"])
         assert row["flex_gain"] == pytest.approx(row["token_ratio"], rel=0.02)
-    assert [round(row["separate_dense_tflop"]) for row in rows] == [802, 1841]
-    assert [round(row["shared_dense_tflop"]) for row in rows] == [788, 2412]
+    assert [round(row["separate_dense_tflop"]) for row in rows] == [787, 1811]
+    assert [round(row["shared_dense_tflop"]) for row in rows] == [780, 2396]
     with pytest.raises(ValueError, match="no whole number of blocks of 32"):
         count_row(SHAPES["sdar-8b"], max_group=2, num_random=0, length=100)

@@ -8,7 +8,7 @@ import torch
 from family_models import FAMILIES, random_model
 
 from jobs import bench_train
-from mbd_core.bench.training_speed import COLUMNS, measure_row, sample_batches
+from mbd_core.bench.training_speed import COLUMNS, loss_everywhere, measure_row, sample_batches
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.training_attention import TrainingAttention
 
@@ -22,7 +22,9 @@ def test_both_batches_are_the_same_sample() -> None:
     assert bool((batches["shared"].input_ids[batches["shared"].labels >= 0] == model.config.mask_token_id).all())
     with torch.no_grad():
         separate, shared = (float(multitf_loss(model, batches[name])[0]) for name in ("separate", "shared"))
+        everywhere = float(loss_everywhere(model, batches["shared"], TrainingAttention("auto", CPU)))
     assert shared == pytest.approx(separate, rel=1e-6)
+    assert shared == pytest.approx(everywhere, rel=1e-6)
 
 
 def test_a_row_has_both_rates_and_both_peaks() -> None:
@@ -30,8 +32,9 @@ def test_a_row_has_both_rates_and_both_peaks() -> None:
     row = measure_row(model, TrainingAttention("auto", CPU), max_group=2, num_random=2, length=24, repeats=1)
     assert set(COLUMNS) <= set(row) and row["layouts"] == 4 and row["token_ratio"] == 1.6
     assert row["speedup"] == pytest.approx(row["shared_rate"] / row["separate_rate"])
+    assert row["last_mlp_gain"] == pytest.approx(row["shared_rate"] / row["everywhere_rate"])
     gradients = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6
-    assert row["separate_bytes"] > row["shared_bytes"] > gradients
+    assert row["separate_bytes"] > row["everywhere_bytes"] > row["shared_bytes"] > gradients
     assert all(p.grad is None for p in model.parameters())
 
 

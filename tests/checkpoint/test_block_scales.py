@@ -7,54 +7,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_folders import CONFIGS, write_model
+from fp8_folders import rounded_folder
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mbd_core.checkpoint import safetensor_files
 from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.safetensor_files import INDEX, WEIGHTS, list_tensors
+from mbd_core.checkpoint.safetensor_files import WEIGHTS, list_tensors
 from mbd_core.models.shard import Shard
-
-BLOCKS = (8, 6)  # of which the matrices are no multiples
-KEPT = ("embed", "lm_head", "norm", "bias", "gate.weight")
-
-
-def expand(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Each scale over its block, by repetition."""
-    wide = scales.repeat_interleave(BLOCKS[0], 0).repeat_interleave(BLOCKS[1], 1)
-    return wide[: shape[0], : shape[1]]
-
-
-def rounded_folder(folder: Path, config_name: str, *, apart: bool = False) -> dict[str, Tensor]:
-    """Write a model folder with FP8 matrices, as releases are; the float32 tensors that its files stand for.
-
-    apart   the scales lie in a file of their own
-    """
-    write_model(folder, CONFIGS[config_name])
-    stored, scales, meaning = load_file(folder / WEIGHTS), dict[str, Tensor](), dict[str, Tensor]()
-    for name, tensor in stored.items():
-        meaning[name] = tensor.float()
-        if tensor.dim() != 2 or any(part in name for part in KEPT):
-            continue
-        rows, columns = -(-tensor.shape[0] // BLOCKS[0]), -(-tensor.shape[1] // BLOCKS[1])
-        scale = torch.linspace(0.01, 0.03, rows * columns).reshape(rows, columns)
-        wide = expand(scale, tensor.shape)
-        stored[name] = (tensor.float() / wide).to(torch.float8_e4m3fn)
-        scales[f"{name}_scale_inv"] = scale
-        meaning[name] = stored[name].float() * wide
-    (folder / WEIGHTS).unlink()
-    files = {"first.safetensors": stored, "second.safetensors": scales} if apart else {WEIGHTS: stored | scales}
-    for file, tensors in files.items():
-        save_file(tensors, folder / file)
-    if apart:
-        weight_map = {name: file for file, tensors in files.items() for name in tensors}
-        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    config = json.loads((folder / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCKS)}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    assert scales
-    return meaning
 
 
 def test_a_file_of_scales_is_opened_once_for_all_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,32 +76,42 @@ def tiles(grid: tuple[int, int], expert: Tensor, first: Tensor, end: Tensor) -> 
     assert {t.dtype for t in (expert, first, end)} == {torch.int32} and grid[0] == len(expert)
     for e, start, stop in zip(expert.tolist(), first.tolist(), end.tolist(), strict=True):
         if stop > start:
-            assert stop - start <= moe_triton.DEFAULT_TILES[2].rows
+            assert stop - start <= moe_triton.FULL_ROWS
             yield e, slice(start, stop)
 
 
+def widened(stack: Tensor, scale: Tensor, expert: int, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """The weights of an expert, which are FP8 if a scale has `rows`."""
+    if not rows:
+        return stack[expert]
+    return fp8.dequantize(fp8.Fp8Weight(stack[expert], scale[expert], (rows, columns) if columns else None), dtype)
+
+
 def swiglu_kernel(
-    grid: Any, x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor, up_scale: Tensor, hidden: Tensor,
-    order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int, K: int, *, SCALED: bool, BLOCK_F: int,
-    **_: Any,
+    grid: Any, x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor, up_scale: Tensor, shared_gate: Tensor,
+    shared_up: Tensor, hidden: Tensor, order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int,
+    E: int, K: int, num_scales: int, *, SHARES: bool, ROWS: int, COLUMNS: int, BLOCK_F: int, **_: Any,
 ) -> None:  # fmt: skip
+    assert not SHARES and len(gate) == E and (ROWS == 0 or gate_scale[0].numel() == up_scale[0].numel() == num_scales)
     assert x.shape[1] == D and gate.shape[1:] == up.shape[1:] == (F_, D) and grid[1] == -(-F_ // BLOCK_F)
     for e, rows in tiles(grid, expert, first, end):
         source = x[order[rows] // K]
-        g, u = (F.linear(source, w[e].to(x.dtype)) for w in (gate, up))
-        if SCALED:
-            g, u = g * gate_scale[e], u * up_scale[e]
+        g, u = (
+            F.linear(source, widened(w, s, e, x.dtype, ROWS, COLUMNS)) for w, s in ((gate, gate_scale), (up, up_scale))
+        )
         hidden[rows] = (F.silu(g) * u).to(hidden.dtype)
 
 
 def down_kernel(
-    grid: Any, hidden: Tensor, down: Tensor, scale: Tensor, weights: Tensor, y: Tensor, order: Tensor, expert: Tensor,
-    first: Tensor, end: Tensor, D: int, F_: int, *, SCALED: bool, BLOCK_D: int, **_: Any,
+    grid: Any, hidden: Tensor, down: Tensor, scale: Tensor, shared_down: Tensor, weights: Tensor, y: Tensor,
+    order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int, E: int, wide: int, num_scales: int, *,
+    SHARES: bool, ROWS: int, COLUMNS: int, BLOCK_D: int, **_: Any,
 ) -> None:  # fmt: skip
+    assert not SHARES and len(down) == E and (ROWS == 0 or scale[0].numel() == num_scales)
     assert hidden.shape[1] == F_ and y.shape == (len(order), D) and grid[1] == -(-D // BLOCK_D)
     for e, rows in tiles(grid, expert, first, end):
-        out = F.linear(hidden[rows], down[e].to(hidden.dtype)).float()
-        y[order[rows]] = (out * scale[e] if SCALED else out) * weights.flatten()[order[rows], None]
+        out = F.linear(hidden[rows], widened(down, scale, e, hidden.dtype, ROWS, COLUMNS)).float()
+        y[order[rows]] = out * weights.flatten()[order[rows], None]
 
 
 def tiles_by_sorting(ids: Tensor, num_experts: int, tile: int) -> SortedTiles:
@@ -330,7 +340,8 @@ def test_a_kernels_layout_is_captured(device: FakeDevice, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "parts"), [("sdar", "all"), ("llada2", None), ("llada2", "experts"), ("dream", "all")]
+    ("family", "parts"),
+    [("sdar", "all"), ("llada2", None), ("llada2", "experts"), ("llada2", "blocks"), ("dream", "all")],
 )
 def test_bfloat16_and_fp8_are_captured(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str, parts: Parts | None

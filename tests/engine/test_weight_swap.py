@@ -426,9 +426,9 @@ def test_weights_that_one_rank_cannot_read_change_none(
         assert len(served.generate(batch())) == 5
 
 
-def run_follower_on_a_bad_disk(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
+def run_follower_on_a_bad_disk(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
     def no_weights(*_: Any) -> None:
         raise OSError("the disk is gone")
 
     Engine.stage_weights = no_weights  # type: ignore[method-assign, assignment]
-    run_follower(folder, rank, dtype)
+    run_follower(folder, rank, dtype, fp8)

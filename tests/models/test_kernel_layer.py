@@ -13,10 +13,9 @@ from mbd_core.models.fused import fuse
 from mbd_core.models.kernel_layer import KernelLayer
 from mbd_core.models.lora import Adapter, AdapterSlots, adapted_modules
 from mbd_core.ops.experts import ExpertsKernel, fused_experts
-from mbd_core.ops.experts_triton import expert_parts
 from mbd_core.ops.row_layout import RowLayout
 from mbd_core.ops import attention_cpu
-kernels = ExpertsKernel(name="triton", call=fused_experts, parts=expert_parts)
+kernels = ExpertsKernel(name="triton", call=fused_experts, fused_below=float("inf"))
 T, SIZE, PAGES = 12, 4, 8
 
 def hidden(model, by_kernels, *, adapters=None):

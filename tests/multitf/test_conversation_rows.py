@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -101,6 +102,27 @@ def test_a_place_without_files_is_one_sentence(tmp_path: Path) -> None:
         find_files(str(tmp_path))
     with pytest.raises(ValueError, match="has no splits; leave --split out"):
         find_files(str(tmp_path), split="train")
+
+
+class Closed(fsspec.AbstractFileSystem):
+    """A storage that lets nobody in, and says so by a type of its own, as S3's library does."""
+
+    protocol = "closed"
+
+    def isfile(self, path: str) -> bool:
+        raise RuntimeError("no credentials\nadvice")
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> None:
+        raise RuntimeError("no credentials\nadvice")
+
+
+def test_a_storage_that_refuses_is_one_sentence() -> None:
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    sentence = "^closed://rows.jsonl cannot be read: RuntimeError: no credentials$"
+    with pytest.raises(ValueError, match=sentence):
+        find_files("closed://rows.jsonl")
+    with pytest.raises(ValueError, match=sentence):
+        next(read_rows(["closed://rows.jsonl"]))
 
 
 def test_conversations_come_from_the_usual_columns() -> None:

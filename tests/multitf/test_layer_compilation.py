@@ -62,16 +62,17 @@ def trainer(family: str, *, compile: bool, states: StateConfig | None = None, **
 @pytest.mark.parametrize(
     ("family", "again", "graphs"),
     [
-        pytest.param("sdar", True, 1, id="dense layers, computed again"),
-        pytest.param("sdar", False, 1, id="dense layers", marks=pytest.mark.slow),
-        pytest.param("llada2", False, 3, id="experts", marks=pytest.mark.slow),
-        pytest.param("llada2", True, 3, id="experts, computed again", marks=pytest.mark.slow),
+        pytest.param("sdar", True, 2, id="dense layers, computed again"),
+        pytest.param("sdar", False, 2, id="dense layers", marks=pytest.mark.slow),
+        pytest.param("llada2", False, 4, id="experts", marks=pytest.mark.slow),
+        pytest.param("llada2", True, 4, id="experts, computed again", marks=pytest.mark.slow),
     ],
 )
 def test_the_losses_are_the_eager_ones_and_lengths_compile_nothing(
     family: str, again: bool, graphs: int, compilations: CompileCounterWithBackend
 ) -> None:
-    """A layer is one graph; of the kind with experts the projections and the shared expert are one each."""
+    """A layer is one graph; of the kind with experts the projections and the shared expert are one each. The last
+    layer's is one more, because its MLP has the predicted tokens alone."""
     eager, compiled = (trainer(family, compile=c, activation_checkpointing=again) for c in (False, True))
     lengths, counts = [], []
     for step in range(6):
@@ -86,13 +87,14 @@ def test_the_losses_are_the_eager_ones_and_lengths_compile_nothing(
 
 @pytest.mark.slow
 def test_roll_outs_and_single_samples_compile_once_more_each(compilations: CompileCounterWithBackend) -> None:
-    """With gradients and without, one sample at once and two: nothing else multiplies the compilations."""
+    """With gradients and without, one sample at once and two, of the last layer and the others: nothing else
+    multiplies the compilations."""
     states = StateConfig(block_size=B, max_group=2, self_denoising="both", labels="answer")
     for micro_batch in (2, 1):
         compiled = trainer("sdar", compile=True, states=states, micro_batch=micro_batch)
         for _ in range(3):
             compiled.step()
-    assert 2 <= compilations.frame_count <= 4
+    assert 2 <= compilations.frame_count <= 8
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])

@@ -110,10 +110,12 @@ def test_large_logits_go_through_the_head_in_pieces(model: Decoder, monkeypatch:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_on_labels_alone_gives_the_gradients_of_all_logits(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of every position, the unlabelled weighted by nothing: what never exists in training."""
+    model = random_model(FAMILIES[family]).double().train()
     batch = batch_of(model, StateConfig(block_size=B, max_group=2), [sample(), sample(16, seed=1)])
     mask = dual_stream_mask(batch.stream, batch.block, batch.first)[:, None]
     logits = model.logits(model(batch.input_ids, batch.positions, DenseAttention(mask)))
@@ -126,6 +128,34 @@ def test_the_head_on_labels_alone_gives_the_gradients_of_all_logits(
     assert loss.item() == pytest.approx(full.item(), rel=1e-9)
     for a, b in zip(gradients(model, loss), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_mlp_computes_predicted_tokens_alone(family: str) -> None:
+    model = random_model(FAMILIES[family]).train()
+    config = StateConfig(block_size=B, max_group=2, labels="answer", self_denoising="half")
+    batch = batch_of(model, config, [sample(), sample(16, seed=1)])
+    tokens: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _module, inputs: tokens.append(inputs[0][..., 0].numel()))
+    multitf_loss(model, batch)
+    every, labels, masks = batch.input_ids.numel(), int((batch.labels != IGNORE).sum()), int(batch.rollout.sum())
+    before = [every] * (len(model.model.layers) - 1)
+    assert 0 < masks < labels < every
+    assert tokens == [*before, masks, *before, labels]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_label_every_weight_has_a_gradient_of_zeros(family: str) -> None:
+    """Workers add up the gradients of all weights: one that has none would wait for ever."""
+    model = random_model(FAMILIES[family]).train()
+    batch = batch_of(model, StateConfig(block_size=B, max_group=2), [sample()])
+    batch = replace(batch, labels=torch.full_like(batch.labels, IGNORE))
+    loss, _ = multitf_loss(model, batch)
+    loss.backward()
+    assert loss.item() == 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
 
 
 def test_self_denoising_has_gradients_through_its_second_pass_alone(model: Decoder) -> None:

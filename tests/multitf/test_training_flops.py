@@ -9,7 +9,7 @@ from family_models import FAMILIES, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mbd_core.models.flops import head_flops, matrix_flops, pair_flops
+from mbd_core.models.flops import head_flops, matrix_flops, mlp_flops, pair_flops
 from mbd_core.multitf import training_flops
 from mbd_core.multitf.example import IGNORE, Example
 from mbd_core.multitf.loss import distillation_loss, multitf_loss
@@ -67,7 +67,9 @@ def test_under_an_adapter_frozen_matrices_have_no_gradient_of_their_own() -> Non
     config, batch = FAMILIES["sdar"], batch_of(STATES["one group"], 24)
     saved = update_flops(config, batch) - update_flops(config, batch, lora=True)
     labels = int((batch.labels != IGNORE).sum())
-    assert saved == batch.num_tokens * matrix_flops(config) + labels * head_flops(config)
+    last = mlp_flops(config, config.num_layers - 1)
+    assert 0 < labels < batch.num_tokens
+    assert saved == batch.num_tokens * (matrix_flops(config) - last) + labels * (last + head_flops(config))
 
 
 def test_a_peak_is_known_by_name_or_measured_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,12 @@ for experts, groups, kept, each, score, bias, normalizes in (
     torch.testing.assert_close(weights[live], wanted[live], rtol=1e-5, atol=1e-6)
     ids, _ = route(logits, **arguments)
     assert ids.max() < experts, "ids of unread logits stay ids"
+    for shared in (1, 3):
+        wanted_ids, wanted = router(x, live, shared)
+        ids, weights = route(logits, live_T=live, num_shared=shared, **arguments)
+        assert torch.equal(ids, wanted_ids) and (ids[live, each:] == torch.arange(experts, experts + shared)).all()
+        assert (ids[~live] == experts + shared).all() and (weights[live, each:] == 1).all()
+        torch.testing.assert_close(weights[live], wanted[live], rtol=1e-5, atol=1e-6)
 print("all held")
 """
 

@@ -26,6 +26,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed here; its
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """What a program may have of a chip's shared memory, by compute capability."""
+LEAST_SHARED_BYTES = 99 * 1024
+"""That of 8.9, the first capability with FP8."""
 
 EXPERTS = {"llada2-mini": (2048, 512, 8), "llada2-flash": (4096, 1024, 8), "sdar-30b-a3b": (2048, 768, 8)}
 """Hidden size, an expert's width, experts a token."""
@@ -67,33 +69,51 @@ def spilled(binary: Any, capability: int, folder: Path) -> int:
 
 
 def check(binary: Any, capability: int, folder: Path) -> None:
-    assert binary.asm["cubin"] and binary.metadata.shared <= SHARED_BYTES[capability]
+    assert binary.asm["cubin"] and binary.metadata.shared <= SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
     assert spilled(binary, capability, folder) == 0
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-@pytest.mark.parametrize("weights", ["bf16", "fp8e4nv"])
-def test_the_experts_kernels_fit(weights: str, capability: int, tmp_path: Path) -> None:
-    scaled = weights != "bf16"
-    if scaled and capability < 89:
-        pytest.skip("FP8 needs compute capability 8.9, and fp8_obstacle says so")
+FORMS: dict[str, tuple[str, int, int]] = {
+    "bf16": ("bf16", 0, 0),
+    "fp8": ("fp8e4nv", 1, 0),
+    "fp8 in blocks": ("fp8e4nv", 128, 128),
+}
+"""A weight's type, and the rows and columns of a scale."""
+
+
+@pytest.mark.parametrize(
+    ("form", "shares", "each", "capability"),
+    [
+        *(("bf16", True, 1, capability) for capability in SHARED_BYTES),
+        *((form, True, 1, capability) for form in ("fp8", "fp8 in blocks") for capability in (89, 90, 100)),
+        ("bf16", False, 1, 90),
+        *((form, False, 64, 90) for form in FORMS),
+        ("fp8 in blocks", False, 64, 100),
+    ],
+)
+def test_the_experts_kernels_fit(form: str, shares: bool, each: int, capability: int, tmp_path: Path) -> None:
+    """`each` tokens an expert."""
+    weights, rows, columns = FORMS[form]
     _, swiglu, down = experts_triton._compiled()
-    scale = "*fp32" if scaled else "*bf16"
+    scale = "*fp32" if rows else "*bf16"
     layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
     for hidden, width, _ in EXPERTS.values():
         assert hidden % 128 == width % 128 == 0  # so that all models run the same binaries
-    tiles = experts_triton.DEFAULT_TILES[1 if scaled else 2]
-    assert tiles == experts_triton.tiles_for(64, 512, 1 if scaled else 2) and 512 // tiles.depth <= 4
+    size = 1 if rows else 2
+    tiles = experts_triton.tiles_for(64, 512, size, each=each)
+    assert tiles.rows == (16 if each == 1 else 64) and 512 // tiles.depth <= 4
+    assert experts_triton._within(columns, tiles.depth) == tiles.depth
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    rule = {"num_scales": "i32!", "SHARES": shares, "ROWS": rows, "COLUMNS": columns, "TILE": tiles.rows}
     gather = {
         "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
-        "up_scale_ptr": scale, "hidden_ptr": "*bf16", **layout, "D": "i32", "F": "i32", "K": "i32!", "SCALED": scaled,
-        "TILE": tiles.rows, "BLOCK_F": tiles.columns, "BLOCK_D": tiles.depth,
+        "up_scale_ptr": scale, "shared_gate_ptr": "*bf16", "shared_up_ptr": "*bf16", "hidden_ptr": "*bf16", **layout,
+        "D": "i32", "F": "i32", "E": "i32", "K": "i32!", **rule, "BLOCK_F": tiles.columns, "BLOCK_D": tiles.depth,
     }  # fmt: skip
     check(compiled(swiglu, gather, capability, **options), capability, tmp_path)
     scatter = {
-        "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "weights_ptr": "*fp32",
-        "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "SCALED": scaled, "TILE": tiles.rows,
+        "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "shared_down_ptr": "*bf16",
+        "weights_ptr": "*fp32", "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "E": "i32", "wide": "i32", **rule,
         "BLOCK_D": tiles.columns, "BLOCK_F": tiles.depth,
     }  # fmt: skip
     check(compiled(down, scatter, capability, **options), capability, tmp_path)
@@ -184,19 +204,21 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
         "logits_ptr": "*fp32", "bias_ptr": "*fp32", "live_ptr": "*i1", "ids_ptr": "*i64", "weights_ptr": "*fp32",
         "scaling": "fp32!",
     }  # fmt: skip
-    for experts, groups, kept, sigmoid in ((256, 8, 4, True), (128, 1, 1, False)):
+    for experts, groups, kept, sigmoid, shared in ((256, 8, 4, True, 1), (128, 1, 1, False, 0)):
         rule = {
-            "E": experts, "GROUPS": groups, "KEPT": kept, "K": 8, "SIGMOID": sigmoid, "NORMALIZES": True,
-            "BIASED": sigmoid, "MASKED": True, "BLOCK_G": groups, "BLOCK_E": experts // groups, "BLOCK_K": 8,
+            "E": experts, "SHARED": shared, "GROUPS": groups, "KEPT": kept, "K": 8, "SIGMOID": sigmoid,
+            "NORMALIZES": True, "BIASED": sigmoid, "MASKED": True, "BLOCK_G": groups, "BLOCK_E": experts // groups,
+            "BLOCK_K": 8 << shared,
         }  # fmt: skip
         check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
     _, tiles = expert_tiles._compiled()
     layout = {
         "ids_ptr": "*i64", "order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32",
         "A": "i32!", "E": "i32", "N": "i32!", "placing": "i32!", "TILE": "i32", "BLOCK": expert_tiles._PLACED,
-        "CHUNK": expert_tiles._CHUNK, "BLOCK_E": 256,
+        "CHUNK": expert_tiles._CHUNK,
     }  # fmt: skip
-    check(compiled(tiles, layout, capability, num_warps=8), capability, tmp_path)
+    for block in (256, 512):  # 256 experts, and one more
+        check(compiled(tiles, {**layout, "BLOCK_E": block}, capability, num_warps=8), capability, tmp_path)
 
 
 BUFFER = {

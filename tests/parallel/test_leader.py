@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_folders import rounded_folder
 from small_groups import CONFIGS, LIMIT, SIZES, break_off, child, gist, rank_of, requests, serve
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
 from mbd_core.models.shard import Shard, split_dim
 from mbd_core.ops.fp8 import Fp8Module, dequantize
 from mbd_core.parallel import kv_agreement, start
@@ -53,13 +54,13 @@ def test_all_ranks_have_the_pages_of_the_rank_where_the_fewest_fit(
         assert {i: gist(o) for i, o in serve(engine).items()}
 
 
-def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
+def run_follower_with_little_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
     def few_pages(model: Decoder, config: EngineConfig) -> int:
         assert config.kv_memory_fraction == 0.25, "two ranks share a machine's memory"
         return 17
 
     kv_agreement.fitting_pages = few_pages
-    run_follower(folder, rank, dtype)
+    run_follower(folder, rank, dtype, fp8)
 
 
 def test_idle_followers_stay(folders: dict[str, Path]) -> None:
@@ -220,6 +221,31 @@ def test_each_rank_rounds_what_it_holds(folders: dict[str, Path], name: str, par
     for output, right, wrong in zip(found, wanted, unrounded, strict=True):
         assert output.logprobs == pytest.approx(right.logprobs, abs=1e-3)
         assert output.logprobs != pytest.approx(wrong.logprobs, abs=1e-3), "FP8 should show"
+
+
+@pytest.mark.slow
+def test_ranks_of_kept_blocks_serve_as_one_does(tmp_path: Path) -> None:
+    rounded_folder(tmp_path / "m", "llada2", blocks=(3, 3), gain=20.0)
+    asked = [
+        replace(
+            r,
+            prompt=tuple(t % 60 + 2 for t in r.prompt[:20]),
+            max_tokens=10,
+            decoding=replace(r.decoding, block_size=32),
+        )
+        for r in requests(3)
+    ]
+    sizes = replace(SIZES, page_size=None, max_prefill_tokens=64)
+    wanted = Engine(load_model(tmp_path / "m", dtype=torch.float32, fp8="blocks"), sizes).generate(asked)
+    with closing(
+        start_parallel(tmp_path / "m", sizes, size=2, dtype=torch.float32, fp8="blocks", timeout=LIMIT)
+    ) as engine:
+        assert quantized_parts(engine.model) == "blocks"
+        found = engine.generate(asked)
+    assert list(map(gist, found)) == list(map(gist, wanted))
+    rounded_folder(tmp_path / "cut", "llada2", blocks=(4, 3))
+    with pytest.raises(ValueError, match="cannot be honoured with tensor_parallel=2"):
+        start_parallel(tmp_path / "cut", sizes, size=2, fp8="blocks")
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from small_groups import LIMIT, SIZES, gist, requests
 
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.dormant_memory import DormantMemory
+from mbd_core.models.quantize import Parts
 from mbd_core.parallel import start
 from mbd_core.parallel.follower import run_follower
 from mbd_core.parallel.group import Rank
@@ -48,7 +49,7 @@ def test_ranks_sleep_and_wake_up_together_or_not_at_all(
             assert list(map(gist, engine.generate(requests(3)))) == list(map(gist, before))
 
 
-def run_follower_that_wakes_up_late(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
+def run_follower_that_wakes_up_late(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
     restore, refusals = DormantMemory.restore, ["full"]
 
     def restore_later(memory: DormantMemory) -> None:
@@ -57,4 +58,4 @@ def run_follower_that_wakes_up_late(folder: Path, rank: Rank, dtype: torch.dtype
         restore(memory)
 
     DormantMemory.restore = restore_later  # type: ignore[method-assign]
-    run_follower(folder, rank, dtype)
+    run_follower(folder, rank, dtype, fp8)

@@ -11,6 +11,7 @@ from small_groups import DENSE, LIMIT, SIZES, break_off, gone
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
+from mbd_core.models.quantize import Parts
 from mbd_core.parallel import start
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Rank, init_group, load_shard
@@ -43,7 +44,7 @@ def unloadable(folders: dict[str, Path], folder: Path) -> Path:
     return folder
 
 
-def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None) -> None:
+def run_out_of_memory(folder: Path, rank: Rank, dtype: torch.dtype | None, fp8: Parts | None) -> None:
     group = init_group(rank)
     load_shard(folder, group, dtype=dtype)
     group.receive()

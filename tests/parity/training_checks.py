@@ -140,8 +140,8 @@ class StoredLogits(torch.nn.Module):
         self.config = SimpleNamespace(vocab_size=student.shape[-1], mask_token_id=250)
         self.teaching = False
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        return self.teacher if self.teaching else self.student
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, *, kept: Tensor) -> Tensor:
+        return (self.teacher if self.teaching else self.student).flatten(0, -2)[kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

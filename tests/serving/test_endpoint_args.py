@@ -35,6 +35,7 @@ def test_arguments_name_the_folder_and_keep_the_settings(tiny_model_dir: Path, t
         ({"engine": EngineConfig(attention="magic")}, "attention='magic' is unknown; choose one of "),
         ({"tensor_parallel": 3}, "tensor_parallel=3 cannot be honoured: num_key_value_heads=2 does not divide"),
         ({"fp8": "experts"}, "fp8=experts cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
+        ({"fp8": "blocks"}, "fp8=blocks cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
     ],
 )
 def test_a_setting_that_the_model_cannot_honour_is_refused(
