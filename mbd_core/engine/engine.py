@@ -354,7 +354,7 @@ class Engine:
             return self.land()
         plan = self.schedule()
         launched = self.launch(plan)
-        if self.overlap and self._is_static(plan):
+        if self.overlap and self._is_static(plan) and not plan.chunks:
             previous = self.ahead.put(launched)
             return [] if previous is None else self.collect(previous)
         assert self.ahead.step is None
@@ -396,13 +396,10 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """A step's second part, on the device: one forward and what follows from it."""
+        """A step's second part, on the device: one forward, or two (see `EngineConfig`), and what follows from it."""
         num_pages = self._seating.num_pages
         self.buffer.hold_to(plan.max_blocks)
-        if self._is_static(plan):
-            return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         tables_RP, canvases = self._state.tables_RP[:, :num_pages], self._seating.canvases
-        adapters_R = self._state.adapters_R if self._seating.adapts else None
 
         def lay_out(buffer: BlockBuffer | None) -> StepRows:
             return packed_rows(
@@ -414,9 +411,13 @@ class Engine:
                 shift=self.model.config.shift_logits,
                 softens=plan.kind.work.softens,
                 whole=self.config.batch_invariant,
-                adapters_R=adapters_R,
+                adapters_R=self._state.adapters_R if self._seating.adapts else None,
             )
 
+        if self._is_static(plan):
+            if plan.chunks:  # first: a sequence whose prompt they complete decodes in this step
+                store_step(self._state, lay_out(None))
+            return LaunchedStep(plan=plan, report=HostCopy(self._graphs.run(plan.kind, num_pages=num_pages)))
         if not plan.decoding:
             return LaunchedStep(plan=plan, report=None, canvas_logits_AV=store_step(self._state, lay_out(None)))
         tries = math.inf if self.config.batch_invariant else STEP_TRIES  # a row must not wait for others there
@@ -433,9 +434,8 @@ class Engine:
         return self._collector.collect(launched)
 
     def _is_static(self, plan: StepPlan) -> bool:
-        """Whether a step only decodes, in blocks, and all of it on the device."""
-        mixed = plan.chunks or self._seating.canvases.running or self._seating.ledger.steers
-        return self.static_shapes and bool(plan.decoding) and not mixed
+        """Whether all that a step decodes is decoded in blocks and on the device."""
+        return self.static_shapes and bool(plan.decoding) and not self._seating.decides_on_host
 
     def _may_run_ahead(self) -> bool:
         """Whether nobody is to be seated, and there are pages for what the step under way and the next may fill."""

@@ -23,9 +23,10 @@ class EngineConfig:
     kv_memory_fraction  share of the device's memory that the engine may use where `num_pages` is not given
     max_prefill_tokens  prompt tokens stored a step, at most
     prefix_caching      keep stored blocks, prompt and generated, for requests that begin alike
-    static_shapes       in steps that only decode, send every slot of the batch rows in use through the model, resident
-                        or not (Alg. 5), so that a CUDA graph can be replayed; otherwise only resident slots (Alg. 4).
-                        Default: on a GPU
+    static_shapes       in steps that decode in blocks alone, send every slot of the batch rows in use through the
+                        model, resident or not (Alg. 5), so that a CUDA graph can be replayed, and prompts by a forward
+                        of their own before it; otherwise only resident slots (Alg. 4), and prompts with them. Default:
+                        on a GPU
     graphs              replay static steps as CUDA graphs, with kernels that allow it. Default: on a GPU
     overlap             launch a static step before the results of the one before are read, where that is safe.
                         Default: on a GPU

@@ -86,6 +86,11 @@ class Seating:
         """Whether any running sequence decodes with an adapter."""
         return self._adapters_R is not None and any(s.adapter for s in self.scheduler.running.values())
 
+    @property
+    def decides_on_host(self) -> bool:
+        """Whether the host has a part in decoding: canvases, or tokens of some row."""
+        return bool(self.canvases.running) or self.ledger.steers
+
     def set_aside(self, sequence: SequenceState) -> None:
         """A preempted sequence: what stands in its buffer row is kept. A canvas keeps nothing and begins anew; what it
         repeats is no part of its NFE."""

@@ -25,6 +25,7 @@ from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine import build as build_module
 from mbd_core.engine import model_runner as runner_module
+from mbd_core.engine.ahead import StepPlan
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
@@ -249,6 +250,31 @@ def test_graphs_captured_at_start_serve_every_request(
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
     assert report["captured"] == 8 and report["steps_replayed"] > 0 == report["steps_eager"]
+
+
+@pytest.mark.parametrize("family", ["llada2", "dream"])
+def test_steps_that_store_prompts_replay_the_graph_of_those_that_decode(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str
+) -> None:
+    """A long prompt comes in while others decode; tokens are those of one forward for both."""
+    model = build(**FAMILIES[family]).double()
+    method = "multi" if family == "llada2" else "d2f"
+    batch = [request(f"r{i}", 9 * i, method, sampling=Sampling(), max_tokens=20, ignore_eos=True) for i in range(5)]
+    sizes = replace(SIZES, max_rows=3)
+    wanted = [gist(o)[0] for o in Engine(model, sizes).generate(batch)]
+    attend_by(monkeypatch, KERNELS["triton"](FakePackages(), device))
+    served = Engine(device.move(model), sizes)
+    kinds = capture_every_kind(monkeypatch, served)
+    launched: list[StepPlan] = []
+    launch = served.launch
+    monkeypatch.setattr(served, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted and kinds
+    decoding = [plan for plan in launched if plan.decoding]
+    storing = [{c.sequence.row for c in plan.chunks} - plan.decoding.keys() for plan in decoding if plan.chunks]
+    assert len(storing) > 1 and not all(storing), "rows whose prompt is complete decode at once"
+    assert any(storing) == (family == "llada2"), "a prompt under full attention is stored in one step"
+    report = served.graph_report()
+    assert report["steps_replayed"] == len(decoding) and report["steps_eager"] == 0
 
 
 def test_a_step_without_a_graph_runs_eagerly_and_is_counted(
