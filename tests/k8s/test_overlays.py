@@ -1,6 +1,8 @@
 """What `kubectl apply -k` would send: every object against its schema, and the parts against each other."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from manifests import (
     OVERLAYS,
     ROOT,
     Object,
+    kubectl,
     node_groups,
     of_kind,
     overlay_names,
@@ -314,6 +317,22 @@ def test_the_disruption_budget_is_about_pods_that_serve(overlay: str) -> None:
     given = {"ray.io/serve": "true", "ray.io/node-type": "worker"}.items()  # the operator's own labels
     (_, workers) = node_groups(ray_object(overlay))
     assert wanted <= workers.labels.items() | given
+
+
+def test_alerts_and_dashboard_are_taken_as_deployment_says(tmp_path: Path) -> None:
+    """The line of docs/deployment.md in the platform of a copy: the rules and the dashboard come with it."""
+    assert "- ../../../observability" in DOCUMENT.read_text()
+    shutil.copytree(OVERLAYS.parent, tmp_path / "k8s")
+    file = tmp_path / "k8s" / "overlays" / "gpu" / "platform" / "kustomization.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("components:\n", "components:\n- ../../../observability\n"))
+    assert file.read_text() != text
+    done = subprocess.run([kubectl(), "kustomize", str(file.parent)], capture_output=True, text=True, check=True)
+    kinds = {o["kind"]: o for o in yaml.safe_load_all(done.stdout)}
+    (group,) = kinds["PrometheusRule"]["spec"]["groups"]
+    assert {rule["alert"] for rule in group["rules"]} > {"MbdDown", "MbdNoReplica"}
+    assert kinds["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert {o["metadata"].get("namespace") for kind, o in kinds.items() if kind != "Namespace"} == {"mbd"}
 
 
 def test_no_folder_is_left_out() -> None:
