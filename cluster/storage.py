@@ -28,12 +28,11 @@ import pyarrow.fs
 from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 
-from mbd_core.files import MANIFEST, check_replaceable, check_target_folder, check_writable, is_named, write_text
+from mbd_core.files import FLAT, MANIFEST, check_replaceable, check_target_folder, check_writable, is_named, write_text
 
 UNFINISHED = f".{MANIFEST}.0.partial"
 PROBE = ".mbd-probe-"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-FLAT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")  # where a file needs no folder to be made for it
 # An endpoint that does not answer is given up within a minute, not after ten.
 CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
 OPTIONS: dict[str, dict[str, Any]] = {scheme: {"config_kwargs": CONNECTION} for scheme in ("s3", "s3a")}
@@ -286,7 +285,7 @@ class Folder:
 
     def _make_parent(self, system: Any, file: str) -> None:
         """Make the folder of a file, where that is not to make a bucket."""
-        if not self.location.startswith(tuple(f"{scheme}://" for scheme in FLAT)):
+        if not self.location.startswith(FLAT):
             system.makedirs(file.rpartition("/")[0], exist_ok=True)
 
     @contextmanager

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "mbd-manifest.json"
+FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
+"""How URLs begin at which a file needs no folder to be made for it; to make one could make a bucket."""
 PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial(\.[^.]+)?")
 
 

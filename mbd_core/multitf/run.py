@@ -8,12 +8,14 @@ failed, 2 bad input.
 
 import os
 import re
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import fsspec
 import torch
 import typer
 from tqdm import tqdm
@@ -21,8 +23,9 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.files import check_writable
+from mbd_core.files import FLAT, check_writable
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.export import check_export, export, join_export
 from mbd_core.multitf.fit import check_fit, check_room, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
@@ -194,10 +197,25 @@ def check_local(folder: Path, checkpoints: str | None) -> None:
     """Raise `ValueError` for a model folder at a URL, and for checkpoints that cannot be written here."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(folder)):
         raise ValueError(f"{folder} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
-    if checkpoints is not None and "://" not in checkpoints:
+    if checkpoints is not None and "://" in checkpoints:
+        check_url(checkpoints)
+    elif checkpoints is not None:
         if Path(checkpoints).is_file():
             raise ValueError(f"{checkpoints} is a file; give a folder for checkpoints")
         check_writable(Path(checkpoints), Path(checkpoints))
+
+
+def check_url(location: str) -> None:
+    """Make a file there and remove it; `ValueError` if that fails."""
+    try:
+        system, path = fsspec.core.url_to_fs(location)
+        if not location.startswith(FLAT):
+            system.makedirs(path, exist_ok=True)
+        probe = f"{path}/.mbd-probe-{secrets.token_hex(4)}"
+        system.pipe_file(probe, b"")
+        system.rm_file(probe)
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
 
 
 def check_device(recipe: TrainingRecipe, choice: ShardingChoice, workers: Workers) -> Sharding:

@@ -203,6 +203,8 @@ LONG = "x" * 300
         (["--out", "/proc/model"], "cannot be written"),
         (["--checkpoints", "file/run"], "file/run cannot be written: "),
         (["--checkpoints", "file"], "file is a file; give a folder for checkpoints"),
+        (["--checkpoints", "nowhere://bucket/run"], "nowhere://bucket/run cannot be written: ValueError: Proto"),
+        (["--checkpoints", "local://file/run"], "local://file/run cannot be written: "),
         (["--log-to", "tensorboard"], "--log-to tensorboard needs a folder for the run: name it with --checkpoints"),
         (["--checkpoints", "run", "--log-to", "paper"], "--log-to 'paper': known are tensorboard, wandb, mlflow"),
         (["--base", "nowhere"], "unknown model 'nowhere'"),
