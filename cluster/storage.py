@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +27,19 @@ import pyarrow.fs
 from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 
-from mbd_core.files import FLAT, MANIFEST, check_replaceable, check_target_folder, check_writable, is_named, write_text
+from mbd_core.files import (
+    MANIFEST,
+    PROBE,
+    check_replaceable,
+    check_target_folder,
+    check_writable,
+    is_named,
+    make_parent,
+    probe_folder,
+    write_text,
+)
 
 UNFINISHED = f".{MANIFEST}.0.partial"
-PROBE = ".mbd-probe-"
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # An endpoint that does not answer is given up within a minute, not after ten.
 CONNECTION = {"connect_timeout": 10, "retries": {"max_attempts": 2, "mode": "standard"}}
@@ -130,9 +138,7 @@ class Folder:
                 check_writable(self.path if self.path.is_dir() else self.path.parent, self.path)
                 return
             system, path = self._remote()
-            probe = f"{path}/{PROBE}{secrets.token_hex(4)}"
-            self._put(system, probe, b"")
-            system.rm_file(probe)
+            probe_folder(system, self.location, path)
 
     def check_target(self, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
         """Raise `ValueError` if a folder of `kind` cannot be written here, as `files.check_target_folder` does."""
@@ -227,7 +233,7 @@ class Folder:
             if MANIFEST in present:
                 system.rm_file(f"{path}/{MANIFEST}")
             for name in names:
-                self._make_parent(system, f"{path}/{name}")
+                make_parent(system, self.location, f"{path}/{name}")
                 system.put_file(str(folder / name), f"{path}/{name}")
             for name in present.keys() - {*names, MANIFEST, UNFINISHED}:
                 system.rm_file(f"{path}/{name}")
@@ -280,13 +286,8 @@ class Folder:
         return fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
 
     def _put(self, system: Any, file: str, content: bytes) -> None:
-        self._make_parent(system, file)
+        make_parent(system, self.location, file)
         system.pipe_file(file, content)
-
-    def _make_parent(self, system: Any, file: str) -> None:
-        """Make the folder of a file, where that is not to make a bucket."""
-        if not self.location.startswith(FLAT):
-            system.makedirs(file.rpartition("/")[0], exist_ok=True)
 
     @contextmanager
     def _errors(self, what: str, kind: Callable[[str], Exception] = OSError) -> Iterator[None]:
@@ -321,7 +322,7 @@ class Mirror:
                     system.rm_file(f"{path}/{MANIFEST}")
                 self._begun = True
             if (self.path / name).exists():
-                self.target._make_parent(system, f"{path}/{name}")
+                make_parent(system, self.target.location, f"{path}/{name}")
                 system.put_file(str(self.path / name), f"{path}/{name}")
             elif system.exists(f"{path}/{name}"):
                 system.rm_file(f"{path}/{name}")

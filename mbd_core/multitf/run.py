@@ -8,7 +8,6 @@ failed, 2 bad input.
 
 import os
 import re
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.files import FLAT, check_writable
+from mbd_core.files import check_writable, probe_folder
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.export import check_export, export, join_export
@@ -209,11 +208,7 @@ def check_url(location: str) -> None:
     """Make a file there and remove it; `ValueError` if that fails."""
     try:
         system, path = fsspec.core.url_to_fs(location)
-        if not location.startswith(FLAT):
-            system.makedirs(path, exist_ok=True)
-        probe = f"{path}/.mbd-probe-{secrets.token_hex(4)}"
-        system.pipe_file(probe, b"")
-        system.rm_file(probe)
+        probe_folder(system, location, path)
     except Exception as error:  # each storage raises types of its own
         raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
 
