@@ -6,6 +6,7 @@ Files are read one after another and row by row, here or at any URL that fsspec 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +100,25 @@ def _asked(messages: Messages) -> Messages:
     return asked
 
 
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Make one sentence, a `ValueError`, of what cannot be read. One of ours is a sentence already."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
+
+
 def find_files(path: str, *, split: str | None = None) -> list[str]:
     """The data files at a path or URL, in order: the file itself, or those of a folder.
 
     Of a Hugging Face dataset that was saved to disk, the files of its `split`. Raises `ValueError` if there are none.
     """
-    try:
+    with _reading(path):
         system, root = fsspec.core.url_to_fs(path)
         if system.isfile(root):
             found = [root]
@@ -112,10 +126,6 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
             raise ValueError(f"{path} does not exist")
         else:
             found = _folder_files(system, root, path, split)
-    except ValueError:
-        raise
-    except Exception as error:  # each storage raises types of its own
-        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
     unknown = [name for name in found if not name.endswith(SUFFIXES)]
     if unknown or not found:
         where = unknown[0] if unknown else path
@@ -148,19 +158,13 @@ def read_rows(files: Sequence[str]) -> Iterator[Row]:
     """
     for path in files:
         name = path.rpartition("/")[2]
-        try:
+        with _reading(path):
             if name.endswith(JSON_LINES):
                 yield from _json_lines(path, name)
             elif name.endswith(".json"):
                 yield from _json_list(path, name)
             else:
                 yield from _tables(path, name)
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        except ValueError:
-            raise
-        except Exception as error:  # each storage raises types of its own
-            raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
 
 
 def _json_lines(path: str, name: str) -> Iterator[Row]:
