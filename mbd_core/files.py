@@ -160,12 +160,16 @@ def check_replaceable(
             "give a folder that is yet to be made"
         ) from None
     if there != kind:
-        raise ValueError(f"{folder} exists already and holds a {there}, not a {kind}; give another folder")
+        raise ValueError(f"{folder} exists already and holds {_a(there)}, not {_a(kind)}; give another folder")
     if not overwrite:
-        raise ValueError(f"{folder} exists already and holds a {kind}; give another folder, or --overwrite")
+        raise ValueError(f"{folder} exists already and holds {_a(kind)}; give another folder, or --overwrite")
     foreign = [n for n in present if n != MANIFEST and not any(is_named(n, p) for p in patterns)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _manifest(folder: Path) -> str | None:

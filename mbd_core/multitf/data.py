@@ -1,14 +1,15 @@
 """Training samples from the task generators, tokenised in the chat format."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import question
-from mbd_core.multitf.chat_encoding import encode_chats
-from mbd_core.multitf.example import Example, encode_example
+from mbd_core.multitf.chat_encoding import EncodedChat, encode_chats, tokenizer_fingerprint
+from mbd_core.multitf.prepared_data import BATCH, write_record, write_samples
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 TOKENIZER_PAIRS = 8000
@@ -24,33 +25,42 @@ class TinyData:
     tasks: tuple[str, ...] = ("gsm-mini", "code-mini")
 
 
-def conversations(data: TinyData) -> list[tuple[str, str]]:
+def conversations(data: TinyData) -> Iterator[tuple[str, str]]:
     """(user, assistant) pairs of the tasks' train splits, interleaved."""
-    streams = []
-    for name in data.tasks:
-        task = GENERATED_TASKS[name]
-        rows = itertools.islice(task.generate(split="train", seed=data.seed), data.per_task)
-        streams.append([(row[task.asked], row[task.answered]) for row in rows])
-    return list(itertools.chain.from_iterable(zip(*streams, strict=True)))
+    tasks = [GENERATED_TASKS[name] for name in data.tasks]
+    streams = [task.generate(split="train", seed=data.seed) for task in tasks]
+    for rows in itertools.islice(zip(*streams, strict=True), data.per_task):
+        for task, row in zip(tasks, rows, strict=True):
+            yield row[task.asked], row[task.answered]
 
 
-def encode_conversations(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], *, block_size: int, max_length: int
-) -> list[Example]:
-    """Tokenise the pairs; one longer than `max_length` tokens is a `ValueError`, since nothing is cut silently."""
-    chats = [
-        (f"training sample {number}", [*question(user), {"role": "assistant", "content": answer}])
-        for number, (user, answer) in enumerate(pairs)
-    ]
-    eos, mask = tokenizer.eos_token_id, tokenizer.mask_token_id
-    examples = []
-    for (name, _), chat in zip(
-        chats, encode_chats(tokenizer, chats, eos_token_id=eos, mask_token_id=mask), strict=True
-    ):
-        example = encode_example(
-            chat.prompt, chat.response, eos_token_id=eos, block_size=block_size, max_length=max_length
-        )
-        if example is None:
-            raise ValueError(f"{name} is longer than max_length={max_length} tokens")
-        examples.append(example)
-    return examples
+def write_conversations(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, data: TinyData, *, block_size: int, max_length: int
+) -> None:
+    """Tokenise them into a folder of samples, some at a time.
+
+    One longer than `max_length` tokens when it fills its blocks is a `ValueError`, since nothing is cut silently.
+    """
+    ids = {"eos_token_id": tokenizer.eos_token_id, "mask_token_id": tokenizer.mask_token_id}
+
+    def samples() -> Iterator[EncodedChat]:
+        for first, pairs in _batches(conversations(data)):
+            names = [f"training sample {number}" for number in range(first, first + len(pairs))]
+            chats = [[*question(user), {"role": "assistant", "content": answer}] for user, answer in pairs]
+            encoded = encode_chats(tokenizer, list(zip(names, chats, strict=True)), **ids)
+            for name, sample in zip(names, encoded, strict=True):
+                length = len(sample.prompt) + len(sample.response) + 1
+                if -(-length // block_size) * block_size > max_length:
+                    raise ValueError(f"{name} is longer than max_length={max_length} tokens")
+                yield sample
+
+    written = write_samples(folder, samples())
+    write_record(folder, {**written, **ids, "tokenizer": tokenizer_fingerprint(tokenizer), "max_length": max_length})
+
+
+def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """The pairs in lists, each with the number of its first."""
+    source, first = iter(pairs), 0
+    while batch := list(itertools.islice(source, BATCH)):
+        yield first, batch
+        first += len(batch)

@@ -4,16 +4,22 @@ Ray Train or torchrun starts them; without either a run has one worker and no gr
 """
 
 import os
-from collections.abc import Iterator
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from mbd_core.multitf.precision import Precision, compute_precision
 from mbd_core.multitf.trainer import StepMetrics
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,38 @@ class Workers:
         if self.size > 1:
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MIN)
         return int(numbers)
+
+    def all_values(self, own: T) -> list[T]:
+        """Every worker's value, by rank."""
+        values = [own] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(values, own)
+        return values
+
+    @contextmanager
+    def folder_of_machine(self, write: Callable[[Path], None]) -> Iterator[Path]:
+        """A temporary folder that one worker of each machine has written, for all of its workers; all call this.
+
+        It is gone after the block, in which its files are opened. A `ValueError` of `write` is raised on all workers.
+        """
+        names = self.all_values(platform.node())
+        writer = names.index(names[self.rank])
+        folder = tempfile.mkdtemp(prefix="mbd-data-") if writer == self.rank else ""
+        try:
+            problem = ""
+            if folder:
+                try:
+                    write(Path(folder))
+                except ValueError as error:
+                    problem = str(error)
+            written = self.all_values((folder, problem))
+            if found := [problem for _, problem in written if problem]:
+                raise ValueError(found[0])
+            yield Path(written[writer][0])
+            self.all_values(None)
+        finally:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def precision(self, asked: Precision) -> Literal["float32", "bfloat16"]:
         """What all workers compute in: for `auto` the least of them decides. Every worker calls it."""

@@ -52,7 +52,7 @@ def namespaces() -> None:
 @pytest.fixture(scope="module")
 def cluster(namespaces: None) -> Iterator[HostCluster]:
     started = time.monotonic()
-    with host_cluster(num_workers=3) as cluster:
+    with host_cluster(num_workers=4) as cluster:
         cluster.start(*cluster.workers[:2])
         say("the cluster is up", since=started)
         yield cluster
@@ -223,6 +223,37 @@ def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostClust
     wait_for(lambda: len(cluster.actors(SERVED_ENGINE)) == len(served.engines()) == 2, "two engines")
     say("two engines are ready again", since=fault)
     assert served.whole(questions[0]) == wanted[0]
+
+
+def test_a_host_that_is_to_stop_ends_its_requests_first(cluster: HostCluster, served: Client) -> None:
+    """What a Kubernetes node's drain does to a pod, with room for its engine elsewhere."""
+    spare = cluster.workers[3]
+    cluster.start(spare)
+    questions = range(10, 50)
+    with ThreadPoolExecutor(2 * len(questions)) as threads:
+        wanted = list(threads.map(served.whole, questions))
+        before = cluster.actors(SERVED_ENGINE)
+        streams = [threads.submit(served.streamed, cups) for cups in questions]
+        busy = wait_for(lambda: [id for id, running in served.engines().items() if running >= 8], "a busy engine")
+        (address,) = (address for name, address in before.items() if name.endswith(f"#{busy[0]}"))
+        (stopping,) = (host for host in cluster.workers if host.address == address)
+        stopped = time.monotonic()
+        stopping.drain()
+        replies = [threads.submit(served.whole, cups) for cups in questions]
+        streamed = [stream.result(PATIENCE) for stream in streams]
+        say("all streams have ended", since=stopped)
+        assert [reply.result(PATIENCE) for reply in replies] == wanted
+        say("all replies that came after the signal have ended", since=stopped)
+        assert [stream.text for stream in streamed] == wanted
+    print(f"         longest pause of a stream: {max(stream.longest_pause for stream in streamed):.1f} s")
+    wait_for(lambda: not stopping.is_up, "the end of the host's node")
+    say("the node has ended", since=stopped)
+    wait_for(lambda: len(served.engines()) == 2, "two engines")
+    say("two engines are ready", since=stopped)
+    assert address not in cluster.actors(SERVED_ENGINE).values()
+    assert served.whole(questions[0]) == wanted[0]
+    cluster.start(stopping)
+    spare.kill()
 
 
 KILLED_RUN = """

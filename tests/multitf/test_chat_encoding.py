@@ -37,7 +37,7 @@ def test_system_and_earlier_turns_are_the_prompt(tokenizer: PreTrainedTokenizerB
 
 
 def test_generated_problems_are_encoded_as_prompt_and_answer_apart(tokenizer: PreTrainedTokenizerBase) -> None:
-    pairs = conversations(TinyData(per_task=50))
+    pairs = list(conversations(TinyData(per_task=50)))
     chats = [("row", [*question(user), {"role": "assistant", "content": answer}]) for user, answer in pairs]
     for chat, (user, answer) in zip(
         encode_chats(tokenizer, chats, eos_token_id=1, mask_token_id=0), pairs, strict=True

@@ -14,30 +14,27 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from actors.request_ids import MAX_LENGTH
-from cluster.local import free_ports
+from cluster.local import RAY_START, free_ports, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
 MODEL, REPLICAS, STREAMS, CHOICES = "tiny", 2, 4, 3
 
 
+def entrypoint(model: Path, port: int) -> list[str]:
+    """Replicas that decode one sequence at a time."""
+    engine = ["--max-rows", "1", "--num-pages", "64", "--drain-seconds", str(LIMIT)]
+    served = ["--model", str(model), "--name", MODEL, "--port", str(port), "--replicas", str(REPLICAS)]
+    return ["jobs/serve.py", *served, *engine]
+
+
 @contextmanager
 def serve_job(model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
     """The job, on a Ray of its own; none of its processes outlives the block."""
-    options = ["--name", MODEL, "--port", str(port), "--replicas", str(REPLICAS), "--drain-seconds", str(LIMIT)]
-    command = [
-        sys.executable,
-        "jobs/serve.py",
-        "--model",
-        str(model),
-        "--max-rows",
-        "1",
-        "--num-pages",
-        "64",
-        *options,
-    ]
+    command = [sys.executable, *entrypoint(model, port)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as job:
         started = psutil.Process(job.pid)
@@ -130,3 +127,41 @@ def test_streams_end_whole_after_a_signal(tiny_model_dir: Path) -> None:
         assert drain in printed
         assert printed[printed.index(drain) + 1] == "stopping"
         assert not psutil.wait_procs(processes, timeout=LIMIT)[1], "processes outlived the job"
+
+
+@pytest.mark.slow
+def test_streams_of_a_submitted_job_end_whole_when_it_is_stopped(tiny_model_dir: Path) -> None:
+    """The two commands of docs/serving.md: the job is given the time of its drain, and `ray job stop` ends it."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(LIMIT)}})
+
+    def ray_job(verb: str, *arguments: str) -> str:
+        command = [*RAY_START[:-1], "job", verb, f"--address={cluster.dashboard_url}", *arguments]
+        done = subprocess.run(
+            command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=LIMIT, check=True
+        )
+        return done.stdout
+
+    with local_cluster(num_cpus=8) as cluster, ThreadPoolExecutor(STREAMS) as pool:
+        submission = ["--submission-id=served", "--no-wait", "--runtime-env-json", patience]
+        ray_job("submit", *submission, "--", "python", *entrypoint(tiny_model_dir, port))
+        deadline = time.monotonic() + LIMIT
+        while f"serving {MODEL} at " not in (log := ray_job("logs", "served")):
+            assert time.monotonic() < deadline, log
+            time.sleep(1)
+        begun = threading.Semaphore(0)
+        streams = [pool.submit(stream, url, seed, begun) for seed in range(STREAMS)]
+        for _ in streams:
+            assert begun.acquire(timeout=LIMIT)
+        ray_job("stop", "--no-wait", "served")
+        check_refusing(url)
+        assert any(not one.done() for one in streams), "the streams were too short to tell anything"
+        for one in streams:
+            check_whole(one.result())
+        while "STOPPED" not in (state := ray_job("status", "served")):
+            assert time.monotonic() < deadline + LIMIT, state
+            time.sleep(1)
+        assert ray_job("logs", "served").rstrip().endswith("stopping")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", timeout=LIMIT)

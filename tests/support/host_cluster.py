@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from cluster.local import RAY_START, SUPERVISOR
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,13 +38,7 @@ LOCK = "lock"
 RAY = RAY_START[:-1]  # the command `ray` of this environment
 PRIVATE = ipaddress.ip_network("10.213.0.0/16")  # each machine of hosts takes a free /24 of it
 OBJECT_STORE_BYTES = 100 * 2**20
-# A dead host is known after 4 x 0.5 s, one that is cut off after 4 x 2.5 s.
-HEALTH_CHECKS = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 4,
-}
+PODS = ROOT / "k8s" / "base" / "nodes" / "ray-cluster.yaml"
 # Beside a network a host has a name, which resolves to its address as a pod's does, and sees its own processes only.
 # The shell collects orphans; it would not if it made way for the command, as it does for a last one.
 UNSHARED = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -96,6 +92,15 @@ class Host:
             self.node.wait()
             self.node = None
 
+    def drain(self) -> None:
+        """What a pod that is to stop gets: SIGTERM to its first process, `ray start`."""
+        for pid in _pids(self.namespace):
+            program, *arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if program == RAY[0] and "start" in arguments and "--block" in arguments:
+                os.kill(pid, signal.SIGTERM)
+                return
+        raise AssertionError(f"no `ray start` runs on {self.name}")
+
     def cut_off(self) -> None:
         """Pull the cable: the processes live on, and no packet comes or goes."""
         _ip("link", "set", self.link, "down")
@@ -121,6 +126,12 @@ class HeadState:
         }
 
 
+def pod_environment() -> dict[str, str]:
+    """The variables that the manifests give to every pod of a cluster: checks of health, drains."""
+    head = yaml.safe_load(PODS.read_text())["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return {variable["name"]: variable["value"] for variable in head["env"]}
+
+
 class HostCluster:
     """A Ray cluster whose nodes are hosts; `hosts[0]` is the head, which runs no tasks."""
 
@@ -136,7 +147,7 @@ class HostCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            **pod_environment(),
             "RAY_memory_monitor_refresh_ms": "0",
             "OMP_NUM_THREADS": "1",
             **({} if state is None else state.environment),
@@ -170,7 +181,6 @@ class HostCluster:
         options += ["--block", "--log-color=false", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         if host is self.head:
             options += ["--head", f"--dashboard-host={host.address}"]
-            options += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
             options += [] if self._kept is None else [f"--redis-password={self._kept.password}"]
         else:
             options += [f"--address={self.head.address}:6379"]

@@ -1,0 +1,35 @@
+"""A worker that takes part in writing a folder of its machine, and says what it saw: `machine_folder.py OUT [SENTENCE]`.
+
+With a sentence, the writing fails with it.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from mbd_core.multitf.workers import torchrun_workers
+
+
+def main() -> None:
+    out, *sentence = sys.argv[1:]
+    wrote = []
+
+    def write(folder: Path) -> None:
+        wrote.append(str(folder))
+        if sentence:
+            raise ValueError(*sentence)
+        (folder / "file").write_text("whole")
+
+    with torchrun_workers() as workers:
+        try:
+            with workers.folder_of_machine(write) as folder:
+                seen = (folder / "file").read_text()
+            ended = "" if folder.exists() and workers.is_first else str(folder)
+        except ValueError as error:
+            seen, ended = str(error), ""
+        told = {"wrote": wrote, "seen": seen, "ended": ended}
+        Path(out, os.environ["RANK"]).write_text(json.dumps(told))
+
+
+main()
