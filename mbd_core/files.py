@@ -153,23 +153,24 @@ def check_replaceable(
     """
     try:
         content = json.loads(manifest or "")
-        there, patterns = content["kind"], list(content["files"])
+        there, patterns = str(content["kind"]), list(content["files"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists already and was not written by this project (it has no {MANIFEST}); "
             "give a folder that is yet to be made"
         ) from None
+    holds = f"{folder} exists already and holds {_with_article(there)}"
     if there != kind:
-        raise ValueError(f"{folder} exists already and holds {_a(there)}, not {_a(kind)}; give another folder")
+        raise ValueError(f"{holds}, not {_with_article(kind)}; give another folder")
     if not overwrite:
-        raise ValueError(f"{folder} exists already and holds {_a(kind)}; give another folder, or --overwrite")
+        raise ValueError(f"{holds}; give another folder, or --overwrite")
     foreign = [n for n in present if n != MANIFEST and not any(is_named(n, p) for p in patterns)]
     if foreign:
         raise ValueError(f"{folder} cannot be replaced: {min(foreign)} in it was not written by this project; move it")
 
 
-def _a(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+def _with_article(kind: str) -> str:
+    return f"{'an' if kind.startswith(tuple('aeiou')) else 'a'} {kind}"
 
 
 def _manifest(folder: Path) -> str | None:

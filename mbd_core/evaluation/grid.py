@@ -20,8 +20,17 @@ Methods = dict[str, Fields]
 DEFAULT_SLOTS = 4  # the buffer size of `multi` if the model's author recommends SingleBD
 # These fields have no effect with one slot, where varying them would repeat the same run.
 MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
-MULTI_LABELS = {"teacher_forcing": "MultiBD (training-free)", "multitf": "MBD", None: "MultiBD"}
-LABELS = ("SingleBD", *MULTI_LABELS.values())
+TRAINING_FREE = "MultiBD (training-free)"
+MULTI_LABELS: dict[str | None, str] = {
+    "teacher_forcing": TRAINING_FREE,
+    "dmax_oput": TRAINING_FREE,  # DMax's own training: one noisy block after clean ones
+    "multitf": "MBD",
+    "d2f": "MultiBD",  # for several blocks, but not by MultiTF
+    "d2f_block_causal": "MultiBD",
+    None: "MultiBD",
+}
+"""What decoding several blocks is called, by how the model was trained: its recipe's `trained_with`."""
+LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

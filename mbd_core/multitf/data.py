@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import question
 from mbd_core.multitf.chat_encoding import EncodedChat, encode_chats, tokenizer_fingerprint
+from mbd_core.multitf.example import filled_length
 from mbd_core.multitf.prepared_data import BATCH, write_record, write_samples
 from mbd_core.tasks.generated import GENERATED_TASKS
 
@@ -50,7 +51,7 @@ def write_conversations(
             encoded = encode_chats(tokenizer, list(zip(names, chats, strict=True)), **ids)
             for name, sample in zip(names, encoded, strict=True):
                 length = len(sample.prompt) + len(sample.response) + 1
-                if -(-length // block_size) * block_size > max_length:
+                if filled_length(length, block_size) > max_length:
                     raise ValueError(f"{name} is longer than max_length={max_length} tokens")
                 yield sample
 

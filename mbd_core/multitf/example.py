@@ -26,6 +26,11 @@ class Example:
             )
 
 
+def filled_length(length: int, block_size: int) -> int:
+    """A sample's tokens once they fill their blocks."""
+    return -(-length // block_size) * block_size
+
+
 def encode_example(
     prompt: Sequence[int],
     response: Sequence[int],
@@ -40,7 +45,7 @@ def encode_example(
     `trailing_fill` adds up to that many EOS more, as far as `max_length` has room.
     """
     tokens = [*prompt, *response, eos_token_id]
-    if len(tokens) + -len(tokens) % block_size > max_length:
+    if filled_length(len(tokens), block_size) > max_length:
         return None
     tokens += [eos_token_id] * min(trailing_fill, max_length // block_size * block_size - len(tokens))
     tokens += [eos_token_id] * (-len(tokens) % block_size)

@@ -1,4 +1,4 @@
-"""The recipes of the study on ledger-mini (`mbd_core/studies/ledger`): the base, its control, and Table 2b's rows.
+"""The recipes of the study on ledger-mini (`mbd_core/studies/ledger`): base, control, Table 2b's rows, editing.
 
 All but the base go on from it, with the same data, updates and number of noisy streams, so that they differ
 in their training states alone.
@@ -31,7 +31,7 @@ LEDGER_BD = TrainingRecipe(
     ),
     data=TinyData(per_task=26_000, tasks=LEDGER_TASK),
     states=replace(TEACHER_FORCING, block_size=16),
-    train=TrainConfig(steps=1_200, batch_size=8, lr=3e-3, decay=1 / 6),
+    train=TrainConfig(steps=1_000, batch_size=8, lr=3e-3, decay=1 / 6),
     max_length=320,
     generation={"buffer_size": 1, **TINY_THRESHOLDS, "trained_with": "teacher_forcing"},
     source="this project's study on ledger-mini (docs/studies.md)",
@@ -81,4 +81,12 @@ ABLATION_ROWS: dict[str, TrainingRecipe] = {
 """Table 2b in small, by what each row is. The table's SingleBD row trains nothing; here the control has its compute.
 Its last row is its third again, so D2F's noise stands here in both of its forms."""
 
-LEDGER_RECIPES = (LEDGER_BD, *ABLATION_ROWS.values())
+LEDGER_OPUT = replace(
+    LEDGER_MBD,
+    name="ledger-oput",
+    states=replace(LEDGER_MBD.states, labels="answer", self_denoising="half"),
+)
+"""MBD trained for editing: DMax's OPUT on its states, every token of the answer labelled. It has MBD's data and
+updates, and a forward more in each for its own predictions."""
+
+LEDGER_RECIPES = (LEDGER_BD, *ABLATION_ROWS.values(), LEDGER_OPUT)

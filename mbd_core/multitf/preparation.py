@@ -15,12 +15,12 @@ from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData, conversations, writ
 from mbd_core.multitf.fit import check_data, check_model
 from mbd_core.multitf.prepared_data import PreparedData, PreparedExamples
 from mbd_core.multitf.training_recipe import TrainingRecipe
-from mbd_core.multitf.workers import Workers
+from mbd_core.multitf.workers import ALONE, Workers
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
 
 def prepare(
-    recipe: TrainingRecipe, workers: Workers, *, on_meta: bool = False
+    recipe: TrainingRecipe, *, workers: Workers = ALONE, on_meta: bool = False
 ) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
     """The model on the CPU in float32, its tokenizer, and all samples; `on_meta`: a base's shapes without its values.
 

@@ -24,7 +24,7 @@ def start(
     A sharded model is loaded part by part: no worker holds all of its weights. Raises `ValueError` as `prepare` does.
     """
     in_parts = sharding == "sharded" and workers.size > 1 and recipe.base is not None
-    model, tokenizer, examples = prepare(recipe, workers, on_meta=in_parts)
+    model, tokenizer, examples = prepare(recipe, workers=workers, on_meta=in_parts)
     trainer = Trainer(
         model,
         examples,

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,26 +74,36 @@ class Workers:
             distributed.all_gather_object(values, own)
         return values
 
+    @staticmethod
+    def _raise_first(problems: Sequence[str | None]) -> None:
+        for problem in problems:
+            if problem is not None:
+                raise ValueError(problem)
+
     @contextmanager
     def folder_of_machine(self, write: Callable[[Path], None]) -> Iterator[Path]:
         """A temporary folder that one worker of each machine has written, for all of its workers; all call this.
 
-        It is gone after the block, in which its files are opened. A `ValueError` of `write` is raised on all workers.
+        It is gone after the block, in which its files are opened; a worker that is killed while it writes leaves it in
+        the temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write`
+        does on one, or if one does not see its folder.
         """
         names = self.all_values(platform.node())
         writer = names.index(names[self.rank])
         folder = tempfile.mkdtemp(prefix="mbd-data-") if writer == self.rank else ""
         try:
-            problem = ""
+            problem = None
             if folder:
                 try:
                     write(Path(folder))
                 except ValueError as error:
                     problem = str(error)
             written = self.all_values((folder, problem))
-            if found := [problem for _, problem in written if problem]:
-                raise ValueError(found[0])
-            yield Path(written[writer][0])
+            self._raise_first([problem for _, problem in written])
+            shared = Path(written[writer][0])
+            unseen = f"{shared}, which another worker of {platform.node()} has written, is not there for this one"
+            self._raise_first(self.all_values(None if shared.is_dir() else f"{unseen}; give each host its own name"))
+            yield shared
             self.all_values(None)
         finally:
             if folder:
@@ -102,6 +112,10 @@ class Workers:
     def precision(self, asked: Precision) -> Literal["float32", "bfloat16"]:
         """What all workers compute in: for `auto` the least of them decides. Every worker calls it."""
         return "bfloat16" if self.least(compute_precision(asked, self.device) == "bfloat16") else "float32"
+
+
+ALONE = Workers(rank=0, size=1, device=torch.device("cpu"))
+"""This process alone, on the CPU."""
 
 
 @contextmanager

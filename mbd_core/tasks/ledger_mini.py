@@ -1,13 +1,19 @@
-"""ledger-mini: running balances of a ledger, in GSM8K's columns (`question`, `answer` ending in `#### N`).
+"""ledger-mini: balances of a ledger, page by page, in GSM8K's columns (`question`, `answer` ending in `#### N`).
 
-    a=7 b+4 c-8 d=2 e+9 f*6 ...    a balance begins (`=7`), or goes on from the one before it (`+4`), modulo 100
-    a07 b11 c03 d02 e11 f66 ...
-    #### 66
+    a=6 b-0 c+7 d-8 e+3 f-2 g~4 ...    a balance begins (`=6`: 66), or goes on (`-0`), modulo 100
+    0 a66 b66 c73 d65 e68 6 f66 g64 ...
+    #### 5886
 
-A balance is three tokens of a tokenizer that was trained on such rows, so five of them and a third fill a block of 16,
-and each needs the one before it: a block has depth. A chain that begins needs nothing of the chains before it, so
-later blocks have work of their own. Sums are a rule; products are rare, so that a model learns them later.
-The *key*, the chain of all entries, decides the split.
+A page is a digit that is carried onto it and five balances. That is a block of 16 tokens, of a tokenizer that was
+trained on such rows, and the question is whole blocks. Two things need what was decoded before:
+
+- a balance needs the one before it, so that a block has depth. A chain that begins with `=` needs nothing of the
+  pages before it, so that later blocks have work of their own; `~4` takes its page's digit for its tens.
+- the carried digit is the tens digit of the newest balance of at least 50 on the pages before, 0 without one. A page
+  that is decoded too early finds an older balance: nothing tells it that a newer one is yet to come.
+
+The answer is the digits that were carried onto the last four pages. The *key*, the chain of all entries, decides the
+split.
 """
 
 import random
@@ -16,11 +22,15 @@ from collections.abc import Iterator
 
 from mbd_core.tasks.split import Split, distinct
 
-LABELS = string.ascii_lowercase + string.ascii_uppercase[:18]
-"""The entries of a problem: as many for each, so that an answer is nine blocks of 16."""
+LABELS = string.ascii_lowercase + string.ascii_uppercase[:16]
+"""The entries of a problem: as many for each, so that question and answer are eight and nine blocks of 16."""
+PAGE = 5
+"""The balances of a page."""
+CARRIED = 50
+"""From here on a balance's tens digit is carried."""
+GRADED = 4
+"""The pages whose carried digits are the answer."""
 MODULUS = 100
-PRODUCTS = 0.06
-"""Of the entries that go on from a balance, those that multiply it."""
 CHAIN_LENGTHS = (6, 10)
 """The fewest and the most entries of a chain."""
 
@@ -28,25 +38,28 @@ CHAIN_LENGTHS = (6, 10)
 def _problem(rng: random.Random) -> tuple[str, dict[str, str]]:
     entries: list[str] = []
     balances: list[int] = []
+    worked: list[str] = []
+    digits = ""
     rest = 0
-    while len(balances) < len(LABELS):
+    for at, label in enumerate(LABELS):
+        if at % PAGE == 0:
+            digits += str(next((balance // 10 for balance in reversed(balances) if balance >= CARRIED), 0))
+            worked.append(digits[-1])
         number = rng.randrange(10)
         if rest == 0:
             rest = rng.randint(*CHAIN_LENGTHS)
-            sign, balance = "=", number
-        elif rng.random() < PRODUCTS:
-            number = rng.randint(2, 9)
-            sign, balance = "*", (balances[-1] * number) % MODULUS
+            sign, tens = ("=", number) if rng.random() < 0.5 else ("~", int(digits[-1]))
+            balance = 10 * tens + number
         elif rng.random() < 0.5:
             sign, balance = "+", (balances[-1] + number) % MODULUS
         else:
             sign, balance = "-", (balances[-1] - number) % MODULUS
-        entries.append(f"{sign}{number}")
+        entries.append(f"{label}{sign}{number}")
         balances.append(balance)
+        worked.append(f"{label}{balance:02d}")
         rest -= 1
-    question = " ".join(label + entry for label, entry in zip(LABELS, entries, strict=True))
-    worked = " ".join(f"{label}{balance:02d}" for label, balance in zip(LABELS, balances, strict=True))
-    return f"ledger {question}", {"question": question, "answer": f"{worked}\n#### {balances[-1]}"}
+    question = " ".join(entries)
+    return f"ledger {question}", {"question": question, "answer": f"{' '.join(worked)}\n#### {digits[-GRADED:]}"}
 
 
 def generate(*, split: Split, seed: int) -> Iterator[dict[str, str]]:

@@ -3,6 +3,7 @@
 import pytest
 
 from mbd_core.evaluation.grid import Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.multitf.recipes import RECIPES
 
 DEFAULTS = {"tau_m2t": 0.9, "buffer_size": 1, "trained_with": "teacher_forcing", "eos_token_id": [1]}
 
@@ -24,6 +25,19 @@ def test_the_label_says_how_the_model_was_trained() -> None:
     assert variants("buffer_size=2", "multi", trained_with=None)[0].method == "MultiBD"
     with pytest.raises(ValueError, match="unknown trained_with='other'"):
         variants("buffer_size=2", "multi", trained_with="other")
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_what_a_recipe_trains_can_be_swept(name: str) -> None:
+    """Its export says how it was trained, and a sweep has a label for that."""
+    trained_with = RECIPES[name].generation["trained_with"]
+    (variant,) = variants("buffer_size=2", "multi", trained_with=trained_with)
+    assert (variant.method == "MBD") == (trained_with == "multitf")
+
+
+def test_what_was_trained_for_several_blocks_is_not_called_training_free() -> None:
+    labels = {name: variants("buffer_size=2", "multi", trained_with=name)[0].method for name in ("d2f", "dmax_oput")}
+    assert labels == {"d2f": "MultiBD", "dmax_oput": "MultiBD (training-free)"}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from mbd_core.multitf.curve_file import LOSSES
 
 # Hosts have a CPU each, so that two processes that ask for one lie on two hosts.
 TRAINERS, STEPS = 2, 8
+# What the gateway counts: answers, and how often a request lost its engine.
+ANSWERS, LOST = "ray_mbd_request_success_total", "ray_mbd_request_lost_replicas_total"
 # What Ray calls our actors.
 TRAINER, ENGINE = "RayTrainWorker", "MapWorker(MapBatches(DecodeActor))"
 
@@ -186,13 +188,14 @@ def test_a_sweep_outlives_the_host_of_its_engine(cluster: HostCluster, tiny_mode
 @pytest.fixture
 def served(cluster: HostCluster) -> Iterator[Client]:
     """Two engines and the gateway on a host each."""
-    third = cluster.workers[2]
-    cluster.start(third)
+    first_two, others = cluster.workers[:2], cluster.workers[2:]
+    cluster.start(*(host for host in first_two if not host.is_up), others[0])
     try:
         with deployed(cluster, through=cluster.head) as client:
             yield client
     finally:
-        third.kill()
+        for host in others:
+            host.kill()
 
 
 def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostCluster, served: Client) -> None:
@@ -214,6 +217,7 @@ def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostClust
         say("all streams have ended", since=fault)
         assert [reply.result(PATIENCE) for reply in replies] == wanted
         assert [stream.text for stream in streamed] == wanted
+    wait_for(lambda: cluster.counted(LOST) > 0, "the count of requests that lost their engine")
     pauses = sorted(stream.longest_pause for stream in streamed)
     say("all replies have ended", since=fault)
     print(f"         longest pauses of streams: {', '.join(f'{pause:.1f} s' for pause in pauses[-8:])}")
@@ -226,10 +230,11 @@ def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostClust
 
 
 def test_a_host_that_is_to_stop_ends_its_requests_first(cluster: HostCluster, served: Client) -> None:
-    """What a Kubernetes node's drain does to a pod, with room for its engine elsewhere."""
+    """What a Kubernetes node's drain does to a pod, with room elsewhere: no request loses its engine."""
     spare = cluster.workers[3]
     cluster.start(spare)
     questions = range(10, 50)
+    counts = cluster.counted(ANSWERS), cluster.counted(LOST)
     with ThreadPoolExecutor(2 * len(questions)) as threads:
         wanted = list(threads.map(served.whole, questions))
         before = cluster.actors(SERVED_ENGINE)
@@ -246,14 +251,14 @@ def test_a_host_that_is_to_stop_ends_its_requests_first(cluster: HostCluster, se
         say("all replies that came after the signal have ended", since=stopped)
         assert [stream.text for stream in streamed] == wanted
     print(f"         longest pause of a stream: {max(stream.longest_pause for stream in streamed):.1f} s")
+    wait_for(lambda: cluster.counted(ANSWERS) >= counts[0] + 3 * len(questions), "the count of these answers")
+    assert cluster.counted(LOST) == counts[1]
     wait_for(lambda: not stopping.is_up, "the end of the host's node")
     say("the node has ended", since=stopped)
     wait_for(lambda: len(served.engines()) == 2, "two engines")
     say("two engines are ready", since=stopped)
     assert address not in cluster.actors(SERVED_ENGINE).values()
     assert served.whole(questions[0]) == wanted[0]
-    cluster.start(stopping)
-    spare.kill()
 
 
 KILLED_RUN = """

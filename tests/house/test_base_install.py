@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
     "alignment", "bench_decoders", "bench_engine", "bench_train", "branch_report", "fp8_report", "grade",
-    "ledger_gate", "report_sweep", "trace_report",
+    "ledger_gate", "report_sweep", "trace_report", "transfer_table",
 )  # fmt: skip
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
 # peft where a recipe trains an adapter, mlflow and wandb where a run is logged to them, the others where a GPU is.

@@ -15,6 +15,7 @@ from manifests import (
     OVERLAYS,
     ROOT,
     Object,
+    environment,
     kubectl,
     node_groups,
     of_kind,
@@ -47,10 +48,6 @@ def ray_object(overlay: str) -> Object:
 def platform(overlay: str) -> list[Object]:
     """What lies under the clusters of an overlay's place."""
     return render(f"{re.split('-incremental|/', overlay)[0]}/platform")
-
-
-def environment(container: Object) -> dict[str, str]:
-    return {variable["name"]: variable["value"] for variable in container["env"]}
 
 
 def test_each_place_has_serving_jobs_and_a_cluster() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from manifests import BASE_SERVE_FILE, ROOT, node_groups, render
+from manifests import BASE_SERVE_FILE, ROOT, environment, node_groups, render
 
 from actors.serving import QUESTION
 from cluster.local import LOOPBACK, TOKEN_PATH, LocalCluster, local_cluster
@@ -30,11 +30,11 @@ def cluster() -> Iterator[LocalCluster]:
             pytest.skip(f"something listens on the config's port {PORT} here")
     (service,) = [o for o in render("cpu-kind") if o["kind"] == "RayService"]
     *_, workers = node_groups(service)
-    given = {variable["name"]: variable["value"] for variable in workers.container["env"]}
+    given = environment(workers.container)
     given["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # the cluster of a test ends at once
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as patched:
         for name, value in given.items():
-            environment.setenv(name, value)
+            patched.setenv(name, value)
         with local_cluster(num_cpus=int(workers.resources["CPU"])) as started:
             yield started
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from failing_storage import ServerSilentError
 from family_models import rewrite
 
@@ -17,9 +16,7 @@ from mbd_core.multitf.checkpoints import Checkpoints
 from mbd_core.multitf.trained_adapter import LoraSettings
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened
-from mbd_core.multitf.workers import Workers
-
-ALONE = Workers(0, 1, torch.device("cpu"))
+from mbd_core.multitf.workers import ALONE
 
 
 def run(recipe: TrainingRecipe, location: str, **options: Any) -> None:

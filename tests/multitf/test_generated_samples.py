@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gloo_workers import started
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.data import TinyData, conversations, write_conversations
 from mbd_core.multitf.prepared_data import BATCH, PreparedExamples
-from mbd_core.multitf.workers import Workers
+from mbd_core.multitf.workers import ALONE
 
 SECONDS = 120
 
@@ -25,7 +24,7 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(tiny_model_dir, load_model(tiny_model_dir).config)
 
 
-def told(out: Path, *sentence: str) -> list[dict[str, Any]]:
+def reports(out: Path, *sentence: str) -> list[dict[str, Any]]:
     """What two workers say."""
     with started("machine_folder.py", str(out), *sentence) as workers:
         assert [worker.wait(timeout=SECONDS) for worker in workers] == [0, 0]
@@ -33,23 +32,22 @@ def told(out: Path, *sentence: str) -> list[dict[str, Any]]:
 
 
 def test_one_worker_of_a_machine_writes_the_folder_of_all(tmp_path: Path) -> None:
-    first, second = told(tmp_path)
+    first, second = reports(tmp_path)
     (folder,) = first["wrote"]
     assert second["wrote"] == []
     assert first["seen"] == second["seen"] == "whole"
-    assert first["ended"] == second["ended"] == folder and not Path(folder).exists()
+    assert first["folder"] == second["folder"] == folder and not Path(folder).exists()
 
 
 def test_what_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
-    first, second = told(tmp_path, "sample 7 is too long")
+    first, second = reports(tmp_path, "sample 7 is too long")
     assert first["seen"] == second["seen"] == "sample 7 is too long"
     assert not Path(first["wrote"][0]).exists()
 
 
 def test_the_samples_are_the_conversations_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
     data = TinyData(per_task=BATCH)  # of two tasks: two batches
-    one = Workers(rank=0, size=1, device=torch.device("cpu"))
-    with one.folder_of_machine(
+    with ALONE.folder_of_machine(
         lambda folder: write_conversations(folder, tokenizer, data, block_size=8, max_length=512)
     ) as folder:
         examples = PreparedExamples(folder, block_size=8, max_length=512)

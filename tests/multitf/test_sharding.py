@@ -26,9 +26,8 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.checkpoints import MARKER
 from mbd_core.multitf.curve_file import LOSSES
-from mbd_core.multitf.workers import Workers
+from mbd_core.multitf.workers import ALONE
 
-ALONE = Workers(0, 1, torch.device("cpu"))
 LIMIT = 300.0
 CLOSE = {"adamw": 1e-5, "muon": 1e-4}
 """Workers add up gradients in another order than one does: after 8 updates losses differ by less than this.

@@ -22,9 +22,8 @@ from mbd_core.multitf.checkpoints import MARKER
 from mbd_core.multitf.loss_buckets import BUCKETS
 from mbd_core.multitf.tensor_parallel import check_divides, cut_dim
 from mbd_core.multitf.training_loop import start
-from mbd_core.multitf.workers import Workers
+from mbd_core.multitf.workers import ALONE
 
-ALONE = Workers(0, 1, torch.device("cpu"))
 LIMIT = 600.0
 
 

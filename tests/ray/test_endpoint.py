@@ -679,7 +679,7 @@ def test_the_job_names_known_models_and_does_not_take_over_a_running_serve(
 
     assert main(["--model", "no-such-model"]) == 2
     message = capsys.readouterr().err
-    assert "unknown model 'no-such-model'" in message and "known: ledger-bd, tiny-bd" in message
+    assert "unknown model 'no-such-model'" in message and "known: ledger-bd, ledger-mbd" in message
     assert main(["--model", str(tiny_model_dir), "--buffer-size", "1"]) == 2
     assert "buffer_size=1 must be at least that" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-APP, MODEL = "zero", "tiny"
+APP, MODEL = "scaling", "tiny"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
 
 
@@ -58,7 +58,7 @@ def test_a_model_goes_to_no_replica_and_back_though_its_health_is_asked_for_all_
 def test_a_load_of_kv_memory_starts_a_second_replica_which_goes_again(
     serve_instance: str, tiny_model_dir: Path
 ) -> None:
-    """As many requests as one replica may have: their number alone asks for no other."""
+    """There are fewer requests than one replica's target: their memory alone asks for another."""
     clients = 6
     scaling = {"min": 1, "max": 2, "target_requests": 100, "target_kv_load": 0.3, "window_seconds": 11}
     scaling |= {"up_seconds": 0, "down_seconds": 1}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from actors.request_ids import MAX_LENGTH
-from cluster.local import RAY_START, free_ports, local_cluster
+from cluster.local import RAY_START, TOKEN_PATH, free_ports, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
@@ -131,7 +131,7 @@ def test_streams_end_whole_after_a_signal(tiny_model_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_streams_of_a_submitted_job_end_whole_when_it_is_stopped(tiny_model_dir: Path) -> None:
-    """The two commands of docs/serving.md: the job is given the time of its drain, and `ray job stop` ends it."""
+    """The job is given the time of its drain, and stopped by the request that `ray job stop` makes."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     patience = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(LIMIT)}})
@@ -150,11 +150,13 @@ def test_streams_of_a_submitted_job_end_whole_when_it_is_stopped(tiny_model_dir:
         while f"serving {MODEL} at " not in (log := ray_job("logs", "served")):
             assert time.monotonic() < deadline, log
             time.sleep(1)
+        token = {"Authorization": f"Bearer {Path(cluster.environment[TOKEN_PATH]).read_text()}"}
         begun = threading.Semaphore(0)
         streams = [pool.submit(stream, url, seed, begun) for seed in range(STREAMS)]
         for _ in streams:
             assert begun.acquire(timeout=LIMIT)
-        ray_job("stop", "--no-wait", "served")
+        stopped = httpx.post(f"{cluster.dashboard_url}/api/jobs/served/stop", headers=token, timeout=LIMIT)
+        assert stopped.json() == {"stopped": True}, stopped.text
         check_refusing(url)
         assert any(not one.done() for one in streams), "the streams were too short to tell anything"
         for one in streams:

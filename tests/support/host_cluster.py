@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from manifests import BASE_CLUSTER_FILE, environment
 
 from cluster.local import RAY_START, SUPERVISOR
 
@@ -38,7 +39,6 @@ LOCK = "lock"
 RAY = RAY_START[:-1]  # the command `ray` of this environment
 PRIVATE = ipaddress.ip_network("10.213.0.0/16")  # each machine of hosts takes a free /24 of it
 OBJECT_STORE_BYTES = 100 * 2**20
-PODS = ROOT / "k8s" / "base" / "nodes" / "ray-cluster.yaml"
 # Beside a network a host has a name, which resolves to its address as a pod's does, and sees its own processes only.
 # The shell collects orphans; it would not if it made way for the command, as it does for a last one.
 UNSHARED = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -95,10 +95,11 @@ class Host:
     def drain(self) -> None:
         """What a pod that is to stop gets: SIGTERM to its first process, `ray start`."""
         for pid in _pids(self.namespace):
-            program, *arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if program == RAY[0] and "start" in arguments and "--block" in arguments:
-                os.kill(pid, signal.SIGTERM)
-                return
+            with suppress(FileNotFoundError, ProcessLookupError):
+                program, *arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if program == RAY[0] and "start" in arguments and "--block" in arguments:
+                    os.kill(pid, signal.SIGTERM)
+                    return
         raise AssertionError(f"no `ray start` runs on {self.name}")
 
     def cut_off(self) -> None:
@@ -128,8 +129,8 @@ class HeadState:
 
 def pod_environment() -> dict[str, str]:
     """The variables that the manifests give to every pod of a cluster: checks of health, drains."""
-    head = yaml.safe_load(PODS.read_text())["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    return {variable["name"]: variable["value"] for variable in head["env"]}
+    head = yaml.safe_load(BASE_CLUSTER_FILE.read_text())["spec"]["headGroupSpec"]
+    return environment(head["template"]["spec"]["containers"][0])
 
 
 class HostCluster:
@@ -228,6 +229,16 @@ class HostCluster:
         if key:
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
         return self.ask(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"]["result"]
+
+    def counted(self, name: str) -> float:
+        """A counter's sum over all nodes, as their metrics agents export it every few seconds."""
+        (listed,) = self.head.folder.glob("r*/prom_metrics_service_discovery.json")
+        total = 0.0
+        for target in json.loads(listed.read_text())[0]["targets"]:
+            with suppress(OSError), urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as page:
+                lines = page.read().decode().splitlines()
+                total += sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+        return total
 
     def submit(self, *entrypoint: str, log: Path) -> "subprocess.Popen[bytes]":
         """`ray job submit --working-dir . -- ENTRYPOINT`, from beside the cluster; what it prints goes to `log`."""

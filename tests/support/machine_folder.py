@@ -1,6 +1,6 @@
-"""A worker that takes part in writing a folder of its machine, and says what it saw: `machine_folder.py OUT [SENTENCE]`.
+"""A worker that takes part in writing a folder of its machine, and says what it saw.
 
-With a sentence, the writing fails with it.
+`machine_folder.py OUT [SENTENCE]`: with a sentence, the writing fails with it.
 """
 
 import json
@@ -24,12 +24,10 @@ def main() -> None:
     with torchrun_workers() as workers:
         try:
             with workers.folder_of_machine(write) as folder:
-                seen = (folder / "file").read_text()
-            ended = "" if folder.exists() and workers.is_first else str(folder)
+                report = {"folder": str(folder), "seen": (folder / "file").read_text()}
         except ValueError as error:
-            seen, ended = str(error), ""
-        told = {"wrote": wrote, "seen": seen, "ended": ended}
-        Path(out, os.environ["RANK"]).write_text(json.dumps(told))
+            report = {"seen": str(error)}
+        Path(out, os.environ["RANK"]).write_text(json.dumps({**report, "wrote": wrote}))
 
 
 main()

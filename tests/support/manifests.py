@@ -15,6 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays"
+BASE_CLUSTER_FILE = ROOT / "k8s" / "base" / "nodes" / "ray-cluster.yaml"
 BASE_SERVE_FILE = ROOT / "k8s" / "base" / "serve.yaml"
 CRDS = ROOT.parent / "shared" / "kuberay-crds"
 REPLACEMENTS_SINCE = (4, 2)  # of kustomize
@@ -52,6 +53,11 @@ class NodeGroup:
             "CPU": float(given) if given is not None else float(-(-quantity(limits["cpu"]) // 1)),
             "GPU": float(limits.get("nvidia.com/gpu", 0)),
         }
+
+
+def environment(container: Object) -> dict[str, str]:
+    """The variables that a container is given by value."""
+    return {variable["name"]: variable["value"] for variable in container["env"]}
 
 
 def quantity(text: str) -> float:
