@@ -198,6 +198,43 @@ def served(cluster: HostCluster) -> Iterator[Client]:
             host.kill()
 
 
+def host_of_a_busy_engine(cluster: HostCluster, served: Client) -> Host:
+    """A host whose engine decodes at least 8 requests, once there is one."""
+    busy = wait_for(lambda: [id for id, running in served.engines().items() if running >= 8], "a busy engine")
+    engines = cluster.actors(SERVED_ENGINE)
+    (address,) = (address for name, address in engines.items() if name.endswith(f"#{busy[0]}"))
+    (host,) = (host for host in cluster.workers if host.address == address)
+    return host
+
+
+def test_a_host_that_is_to_stop_ends_its_requests_first(cluster: HostCluster, served: Client) -> None:
+    """What a Kubernetes node's drain does to a pod, with room elsewhere: no request loses its engine."""
+    spare = cluster.workers[3]
+    cluster.start(spare)
+    questions = range(10, 50)
+    with ThreadPoolExecutor(2 * len(questions)) as threads:
+        wanted = list(threads.map(served.whole, questions))
+        streams = [threads.submit(served.streamed, cups) for cups in questions]
+        stopping = host_of_a_busy_engine(cluster, served)
+        stopped = time.monotonic()
+        stopping.drain()
+        replies = [threads.submit(served.whole, cups) for cups in questions]
+        streamed = [stream.result(PATIENCE) for stream in streams]
+        say("all streams have ended", since=stopped)
+        assert [reply.result(PATIENCE) for reply in replies] == wanted
+        say("all replies that came after the signal have ended", since=stopped)
+        assert [stream.text for stream in streamed] == wanted
+    print(f"         longest pause of a stream: {max(stream.longest_pause for stream in streamed):.1f} s")
+    wait_for(lambda: cluster.counted(ANSWERS) >= 3 * len(questions), "the count of all answers")
+    assert cluster.counted(LOST) == 0, "no test before this one kills an engine"
+    wait_for(lambda: not stopping.is_up, "the end of the host's node")
+    say("the node has ended", since=stopped)
+    wait_for(lambda: len(served.engines()) == 2, "two engines")
+    say("two engines are ready", since=stopped)
+    assert stopping.address not in cluster.actors(SERVED_ENGINE).values()
+    assert served.whole(questions[0]) == wanted[0]
+
+
 def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostCluster, served: Client) -> None:
     questions = range(10, 50)
     with ThreadPoolExecutor(2 * len(questions)) as threads:
@@ -207,9 +244,7 @@ def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostClust
 
         streams = [threads.submit(served.streamed, cups) for cups in questions]
         replies = [threads.submit(served.whole, cups) for cups in questions]
-        busy = wait_for(lambda: [id for id, running in served.engines().items() if running >= 8], "a busy engine")
-        (address,) = (address for name, address in engines.items() if name.endswith(f"#{busy[0]}"))
-        (dying,) = (host for host in cluster.workers if host.address == address)
+        dying = host_of_a_busy_engine(cluster, served)
         fault = time.monotonic()
         dying.kill()
         assert not all(answer.done() for answer in streams)
@@ -226,38 +261,6 @@ def test_streams_and_replies_outlive_the_host_of_their_engine(cluster: HostClust
     say("a host has joined in its place", since=fault)
     wait_for(lambda: len(cluster.actors(SERVED_ENGINE)) == len(served.engines()) == 2, "two engines")
     say("two engines are ready again", since=fault)
-    assert served.whole(questions[0]) == wanted[0]
-
-
-def test_a_host_that_is_to_stop_ends_its_requests_first(cluster: HostCluster, served: Client) -> None:
-    """What a Kubernetes node's drain does to a pod, with room elsewhere: no request loses its engine."""
-    spare = cluster.workers[3]
-    cluster.start(spare)
-    questions = range(10, 50)
-    counts = cluster.counted(ANSWERS), cluster.counted(LOST)
-    with ThreadPoolExecutor(2 * len(questions)) as threads:
-        wanted = list(threads.map(served.whole, questions))
-        before = cluster.actors(SERVED_ENGINE)
-        streams = [threads.submit(served.streamed, cups) for cups in questions]
-        busy = wait_for(lambda: [id for id, running in served.engines().items() if running >= 8], "a busy engine")
-        (address,) = (address for name, address in before.items() if name.endswith(f"#{busy[0]}"))
-        (stopping,) = (host for host in cluster.workers if host.address == address)
-        stopped = time.monotonic()
-        stopping.drain()
-        replies = [threads.submit(served.whole, cups) for cups in questions]
-        streamed = [stream.result(PATIENCE) for stream in streams]
-        say("all streams have ended", since=stopped)
-        assert [reply.result(PATIENCE) for reply in replies] == wanted
-        say("all replies that came after the signal have ended", since=stopped)
-        assert [stream.text for stream in streamed] == wanted
-    print(f"         longest pause of a stream: {max(stream.longest_pause for stream in streamed):.1f} s")
-    wait_for(lambda: cluster.counted(ANSWERS) >= counts[0] + 3 * len(questions), "the count of these answers")
-    assert cluster.counted(LOST) == counts[1]
-    wait_for(lambda: not stopping.is_up, "the end of the host's node")
-    say("the node has ended", since=stopped)
-    wait_for(lambda: len(served.engines()) == 2, "two engines")
-    say("two engines are ready", since=stopped)
-    assert address not in cluster.actors(SERVED_ENGINE).values()
     assert served.whole(questions[0]) == wanted[0]
 
 
