@@ -86,18 +86,20 @@ class Workers:
 
         It is gone after the block, in which its files are opened; a worker that is killed while it writes leaves it in
         the temporary folder. Machines are told apart by their names. Raises `ValueError` on all workers if `write`
-        does on one, or if one does not see its folder.
+        does on one, if the folder cannot be written, or if one does not see it.
         """
         names = self.all_values(platform.node())
         writer = names.index(names[self.rank])
-        folder = tempfile.mkdtemp(prefix="mbd-data-") if writer == self.rank else ""
+        folder, problem = "", None
         try:
-            problem = None
-            if folder:
+            if writer == self.rank:
                 try:
+                    folder = tempfile.mkdtemp(prefix="mbd-data-")
                     write(Path(folder))
                 except ValueError as error:
                     problem = str(error)
+                except OSError as error:
+                    problem = f"the training samples cannot be written: {error}; TMPDIR names another place for them"
             written = self.all_values((folder, problem))
             self._raise_first([problem for _, problem in written])
             shared = Path(written[writer][0])

@@ -45,6 +45,18 @@ def test_what_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
     assert not Path(first["wrote"][0]).exists()
 
 
+def test_a_full_disk_is_one_sentence_with_a_way_out() -> None:
+    def write(folder: Path) -> None:
+        folders.append(folder)
+        raise OSError(28, "No space left on device")
+
+    folders: list[Path] = []
+    sentence = "the training samples cannot be written: .*No space left on device; TMPDIR names another place"
+    with pytest.raises(ValueError, match=sentence), ALONE.folder_of_machine(write):
+        pass
+    assert not folders[0].exists()
+
+
 def test_the_samples_are_the_conversations_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
     data = TinyData(per_task=BATCH)  # of two tasks: two batches
     with ALONE.folder_of_machine(
