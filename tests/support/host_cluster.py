@@ -230,15 +230,20 @@ class HostCluster:
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
         return self.ask(f"/api/v0/{kind}?{urllib.parse.urlencode(query)}")["data"]["result"]["result"]
 
-    def counted(self, name: str) -> float:
-        """A counter's sum over all nodes, as their metrics agents export it every few seconds."""
+    def counted(self, *names: str) -> list[float]:
+        """Counters' sums over all nodes, as their metrics agents export them every few seconds.
+
+        A node that does not answer is left out with all of its counters.
+        """
         (listed,) = self.head.folder.glob("r*/prom_metrics_service_discovery.json")
-        total = 0.0
+        totals = [0.0] * len(names)
         for target in json.loads(listed.read_text())[0]["targets"]:
             with suppress(OSError), urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as page:
-                lines = page.read().decode().splitlines()
-                total += sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
-        return total
+                for line in page.read().decode().splitlines():
+                    name = line.partition("{")[0]
+                    if name in names:
+                        totals[names.index(name)] += float(line.rpartition(" ")[2])
+        return totals
 
     def submit(self, *entrypoint: str, log: Path) -> "subprocess.Popen[bytes]":
         """`ray job submit --working-dir . -- ENTRYPOINT`, from beside the cluster; what it prints goes to `log`."""
