@@ -52,6 +52,14 @@ def test_each_of_its_numbers_can_fail_it(right: int, changes: dict[str, Any], fa
     assert failure is None or failure in found.failures[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_the_shipped_base_leaves_room(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/studies.md, for SingleBD alone."""
+    assert ledger_gate.main(["--model", "ledger-bd", "--problems", "500", "--seed", seed]) == 0
+    assert "the gate is met" in capsys.readouterr().out
+
+
 def test_a_random_model_is_measured_and_fails(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger_gate.main(["--model", str(tiny_model_dir), "--problems", "1", "--buffers", "2"]) == 1
     single, multi, _, verdict = capsys.readouterr().out.splitlines()[2:]
