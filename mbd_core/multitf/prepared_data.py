@@ -17,7 +17,7 @@ import pyarrow.compute
 
 from mbd_core.files import write_json
 from mbd_core.multitf.chat_encoding import EncodedChat
-from mbd_core.multitf.example import Example, encode_example
+from mbd_core.multitf.example import Example, encode_example, filled_length
 
 DATA_KIND = "training set"  # the kind in its manifest
 SAMPLES, RECORD = "samples.arrow", "data.json"
@@ -103,7 +103,7 @@ class PreparedExamples(Sequence[Example]):
         sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
         room = max_length // block_size * block_size
         filled = sizes + np.clip(room - sizes, 0, trailing_fill)
-        self.lengths: list[int] = (-(-filled // block_size) * block_size).tolist()
+        self.lengths: list[int] = [filled_length(length, block_size) for length in filled.tolist()]
 
     def __len__(self) -> int:
         return len(self._table)
