@@ -27,6 +27,7 @@ from mbd_core.studies.ledger.study_plan import (
     ROWS,
     Experiment,
     StudyPlan,
+    check_earlier,
     claim,
     missing_models,
     model_path,
@@ -34,12 +35,12 @@ from mbd_core.studies.ledger.study_plan import (
     seeded,
     swept_models,
 )
-from mbd_core.studies.ledger.study_results import measure_inference, report, write_experiment
-from mbd_core.studies.ledger.study_rows import sweep_rows
+from mbd_core.studies.ledger.study_results import measure_inference, report
+from mbd_core.studies.ledger.study_rows import sweep_rows, write_rows
 
 MAX_ROWS = 64
 
-What = Annotated[Experiment, typer.Argument(help="What is studied; alignment needs the rows of ablation.")]
+What = Annotated[Experiment, typer.Argument(help="What is studied; each needs the rows of those before it.")]
 Base = Annotated[
     str,
     typer.Option(help="The model that all runs go on from: a folder, or a shipped model.", rich_help_panel=MODEL),
@@ -94,8 +95,7 @@ def run(
         buffers=tuple(numbers(buffers, "--buffers")),
         steps=steps,
     )
-    if experiment == "alignment" and not (out / "ablation" / ROWS).exists():
-        raise ValueError(f"alignment compares with the rows of ablation, which {out} lacks: run ablation first")
+    check_earlier(out, experiment)
     out = out.resolve()
     claim(out, plan)
     noise = measure_inference(out, folder, num_problems=traced) if experiment == "alignment" else None
@@ -156,7 +156,7 @@ def compute(
     for seed in plan.seeds:
         models = {path.name: recipe for path, recipe in swept_models(out, experiment, seed, folder).items()}
         tables.append(sweep_rows(sweep_folder(out, experiment, seed), models))
-    write_experiment(out, experiment, tables)
+    write_rows(out / experiment / ROWS, tables)
 
 
 def training(

@@ -6,7 +6,8 @@ import pytest
 from drawn_study import study_cells
 
 from jobs import study
-from mbd_core.studies.ledger.study_results import write_experiment
+from mbd_core.studies.ledger.study_plan import ROWS
+from mbd_core.studies.ledger.study_rows import write_rows
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,8 @@ from mbd_core.studies.ledger.study_results import write_experiment
         (["ordering", "--base", "tiny-bd", "--seeds", "0,x"], "--seeds x must be a whole number"),
         (["ordering", "--base", "tiny-bd", "--taus", "high"], "--taus high"),
         (["ordering", "--base", "tiny-bd", "--buffers", "1"], "at least 2"),
-        (["alignment", "--base", "tiny-bd"], "run ablation first"),
+        (["ablation", "--base", "tiny-bd"], "run ordering first"),
+        (["alignment", "--base", "tiny-bd"], "run ordering first"),
         (["ordering", "--report-only"], "cannot be read as rows of a study"),
         (["sideways"], "sideways"),
     ],
@@ -35,6 +37,6 @@ def test_the_report_is_written_from_the_rows_without_a_model(
 ) -> None:
     monkeypatch.setattr(study, "compute", lambda *_, **__: pytest.fail("something was computed"))
     recipes = {"base": (0.7, 60), "ledger-tf": (0.75, 50), "ledger-mbd": (0.8, 40)}
-    write_experiment(tmp_path, "ordering", [study_cells(recipes)])
+    write_rows(tmp_path / "ordering" / ROWS, [study_cells(recipes)])
     assert study.main(["ordering", "--report-only", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == (tmp_path / "ordering" / "study.md").read_text().strip()

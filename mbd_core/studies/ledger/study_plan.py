@@ -2,8 +2,8 @@
 
 study.json            what the study is (`StudyPlan`); a folder of another one is refused
 runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
-EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row, all that
-                      the report needs; study.md and study.png, the report
+EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row; study.md
+                      and study.png, the report of these rows and those of the experiments before it
 """
 
 import json
@@ -22,12 +22,14 @@ FITTED = "ledger-fitted"
 KIND = "study"
 RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
 DISTANCES, NOISE, TRACES = "distances.parquet", "noise.json", "traces"
+ORDER: tuple[Experiment, ...] = ("ordering", "ablation", "alignment")
+"""Each experiment is compared with all before it: no model is trained or evaluated twice."""
 TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
     "ordering": (LEDGER_TF, LEDGER_MBD),
-    "ablation": tuple(ABLATION_ROWS.values()),
+    "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
     "alignment": (replace(LEDGER_MBD, name=FITTED),),
 }
-"""What each experiment trains; the noise of `FITTED` is measured first."""
+"""What each experiment adds; the noise of `FITTED` is measured first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,21 @@ def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
 
 
 def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
-    """The models of a seed's sweep and their recipes. What is compared with alignment's is in ablation's rows."""
+    """The models of a seed's sweep and their recipes: the experiment's own, and the base in the first one."""
     models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED[experiment]}
-    return models if experiment == "alignment" else {base: BASE, **models}
+    return {base: BASE, **models} if experiment == ORDER[0] else models
+
+
+def row_files(folder: Path, experiment: Experiment) -> list[Path]:
+    """Where the rows of an experiment's report lie: its own last."""
+    return [folder / name / ROWS for name in ORDER[: ORDER.index(experiment) + 1]]
+
+
+def check_earlier(folder: Path, experiment: Experiment) -> None:
+    """`ValueError` names the experiment that must be run before this one."""
+    for path in row_files(folder, experiment)[:-1]:
+        if not path.exists():
+            needed = path.parent.name
+            raise ValueError(
+                f"{experiment} compares with the rows of {needed}, which {folder} lacks: run {needed} first"
+            )

@@ -1,10 +1,6 @@
 """An experiment's results in the study's folder: what was measured of inference, the rows, and the report of both."""
 
-from collections.abc import Sequence
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks import find_task
@@ -21,9 +17,9 @@ from mbd_core.studies.ledger.row_distances import (
     read_distances,
     write_distances,
 )
-from mbd_core.studies.ledger.study_plan import DISTANCES, NOISE, ROWS, Experiment
+from mbd_core.studies.ledger.study_plan import DISTANCES, NOISE, Experiment, row_files
 from mbd_core.studies.ledger.study_report import NAMES, write_report
-from mbd_core.studies.ledger.study_rows import read_rows, write_rows
+from mbd_core.studies.ledger.study_rows import read_rows
 
 INFERENCE = "inference"
 TRACED_SLOTS = 4
@@ -52,19 +48,13 @@ def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
     return folder / NOISE
 
 
-def write_experiment(out: Path, experiment: Experiment, tables: Sequence[pa.Table]) -> None:
-    """Write the rows of an experiment's sweeps; alignment's hold those of ablation too, which they are compared to."""
-    others = [pq.read_table(out / "ablation" / ROWS)] if experiment == "alignment" else []
-    write_rows(out / experiment / ROWS, [*others, *tables])
-
-
 def report(out: Path, experiment: Experiment) -> str:
-    """Write the report of an experiment from its rows, and for alignment its distances; returns the Markdown.
+    """Write the report of an experiment from its rows and those before it, and for alignment its distances.
 
-    Raises `ValueError` if they are not there.
+    Returns the Markdown. Raises `ValueError` if they are not there.
     """
     folder = out / experiment
-    rows = read_rows([folder / ROWS])
+    rows = read_rows(row_files(out, experiment))
     if experiment != "alignment":
         return write_report(folder, experiment, rows)
     distances, bootstrap = read_distances(folder / INFERENCE / DISTANCES), Bootstrap(rows)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from mbd_core.multitf.ledger_recipes import ABLATION_ROWS, LEDGER_BD, LEDGER_MBD
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.studies.ledger.study_plan import (
     FITTED,
+    ORDER,
     RECORD,
+    ROWS,
     TRAINED,
     StudyPlan,
+    check_earlier,
     claim,
     missing_models,
     model_path,
@@ -60,7 +64,24 @@ def test_a_study_goes_on_with_the_models_that_are_missing(tmp_path: Path) -> Non
     model_path(tmp_path, LEDGER_MBD, 0).mkdir(parents=True)
     claim(tmp_path, PLAN)
     assert missing_models(tmp_path, PLAN, "ordering") == [(LEDGER_TF, 0), (LEDGER_TF, 1), (LEDGER_MBD, 1)]
-    assert (LEDGER_MBD, 0) not in missing_models(tmp_path, PLAN, "ablation"), "experiments share their models"
+
+
+def test_no_model_is_trained_or_evaluated_by_two_experiments(tmp_path: Path) -> None:
+    every = [recipe for experiment in ORDER for recipe in TRAINED[experiment]]
+    assert len({recipe.name for recipe in every}) == len(every) == 9
+    assert {recipe.name for recipe in every} == {recipe.name for recipe in ABLATION_ROWS.values()} | {FITTED}
+    swept = [path for experiment in ORDER for path in swept_models(tmp_path, experiment, 0, Path("ledger-bd"))]
+    assert len(set(swept)) == len(swept) == 10, "every model once, and the base"
+
+
+def test_an_experiment_needs_the_rows_of_those_before_it(tmp_path: Path) -> None:
+    check_earlier(tmp_path, "ordering")
+    for earlier, experiment in pairwise(ORDER):
+        with pytest.raises(ValueError, match=f"alignment compares with the rows of {earlier}.*run {earlier} first"):
+            check_earlier(tmp_path, "alignment")
+        (tmp_path / earlier).mkdir()
+        (tmp_path / earlier / ROWS).touch()
+        check_earlier(tmp_path, experiment)
 
 
 def test_another_study_is_refused_by_what_differs(tmp_path: Path) -> None:
@@ -87,7 +108,7 @@ def test_a_plan_that_cannot_be_is_refused(changes: dict, sentence: str) -> None:
         replace(PLAN, **changes)
 
 
-def test_alignment_sweeps_its_own_row_alone(tmp_path: Path) -> None:
+def test_the_base_is_swept_in_the_first_experiment(tmp_path: Path) -> None:
     assert list(swept_models(tmp_path, "alignment", 1, Path("ledger-bd")).values()) == [FITTED]
     assert list(swept_models(tmp_path, "ordering", 1, Path("ledger-bd"))) == [
         Path("ledger-bd"),

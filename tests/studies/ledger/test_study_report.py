@@ -10,14 +10,15 @@ from drawn_study import study_cells
 from mbd_core.multitf.ledger_recipes import ABLATION_ROWS
 from mbd_core.studies.ledger.claims import RULE
 from mbd_core.studies.ledger.row_distances import RowDistance, write_distances
-from mbd_core.studies.ledger.study_plan import DISTANCES, FITTED, PLOT, REPORT, ROWS
-from mbd_core.studies.ledger.study_results import INFERENCE, report, write_experiment
+from mbd_core.studies.ledger.study_plan import DISTANCES, FITTED, PLOT, REPORT, ROWS, TRAINED
+from mbd_core.studies.ledger.study_results import INFERENCE, report
+from mbd_core.studies.ledger.study_rows import write_rows
 
 RECIPES = {"base": (0.7, 60), "ledger-tf": (0.75, 50), "ledger-mbd": (0.8, 40)}
 
 
 def test_the_report_is_recomputed_from_the_rows_alone(tmp_path: Path) -> None:
-    write_experiment(tmp_path, "ordering", [study_cells(RECIPES)])
+    write_rows(tmp_path / "ordering" / ROWS, [study_cells(RECIPES)])
     first = report(tmp_path, "ordering")
     folder = tmp_path / "ordering"
     (folder / REPORT).unlink()
@@ -28,7 +29,7 @@ def test_the_report_is_recomputed_from_the_rows_alone(tmp_path: Path) -> None:
 
 
 def test_its_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
-    write_experiment(tmp_path, "ordering", [study_cells(RECIPES)])
+    write_rows(tmp_path / "ordering" / ROWS, [study_cells(RECIPES)])
     text = report(tmp_path, "ordering")
     rows = [
         row
@@ -46,16 +47,18 @@ def test_its_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
 def test_the_rows_do_not_depend_on_the_order_of_the_sweeps(tmp_path: Path) -> None:
     table = study_cells(RECIPES)
     for name, parts in (("a", [table]), ("b", [table.slice(100), table.slice(0, 100)])):
-        write_experiment(tmp_path / name, "ordering", parts)
-    assert pq.read_table(tmp_path / "a" / "ordering" / ROWS) == pq.read_table(tmp_path / "b" / "ordering" / ROWS)
+        write_rows(tmp_path / name / ROWS, parts)
+    assert pq.read_table(tmp_path / "a" / ROWS) == pq.read_table(tmp_path / "b" / ROWS)
 
 
 def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> None:
     """Rows whose accuracy falls with their distance: rho is -1, and with eight rows that is no chance."""
     recipes = [recipe.name for recipe in ABLATION_ROWS.values()]
     outcomes = {name: (0.95 - 0.12 * place, 40 + 4 * place) for place, name in enumerate(recipes)}
-    write_experiment(tmp_path, "ablation", [study_cells({"base": (0.5, 60), **outcomes})])
-    write_experiment(tmp_path, "alignment", [study_cells({FITTED: (0.99, 36)})])
+    ablation = {recipe.name: outcomes.pop(recipe.name) for recipe in TRAINED["ablation"]}
+    write_rows(tmp_path / "ordering" / ROWS, [study_cells({"base": (0.5, 60), **outcomes})])
+    write_rows(tmp_path / "ablation" / ROWS, [study_cells(ablation)])
+    write_rows(tmp_path / "alignment" / ROWS, [study_cells({FITTED: (0.99, 36)})])
     distances = [
         RowDistance(
             recipe=name, delta_r=(0.1 * place, 0.0, 1.0), mean_w1=None if place == 4 else (place / 9, 0.0, 1.0)
