@@ -59,8 +59,8 @@ def step_cost(
     `block_size` is by default the model's. `matrix_bytes` and `expert_bytes` are the bytes of one weight in the
     layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
     positions with logits, by default all of the buffer. `touched_experts` is the number of experts that a layer's
-    tokens use, as counted; by default that of independent choices, which a router need not make. For one
-    tensor-parallel rank pass `config.sharded(size)`. Raises `ValueError` for counts that are not positive.
+    tokens use, as counted; by default that of independent choices, which a router need not make. Raises `ValueError`
+    for counts that are not positive.
     """
     block = config.block_size if block_size is None else block_size
     if min(rows, buffer_size, block) < 1 or prefix < 0:

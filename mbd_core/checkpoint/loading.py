@@ -31,7 +31,7 @@ from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
-from mbd_core.models.shard import Shard, split_dim
+from mbd_core.models.shard import Shard, served_dim
 
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
 """Endings of the names of tensors that are never cast: those of FP8 weights are the last two."""
@@ -168,11 +168,12 @@ def _copy_in(weights: dict[str, Tensor], source: Any, stored: StoredTensor, shar
         target = weights[f"{part.target}_values" if kept else part.target]
         target = target if part.expert is None else target[part.expert]
         where = [slice(start, start + length)] + [slice(None)] * (len(stored.shape) - 1)
-        dim = split_dim(part.target)
+        dim = served_dim(part.target)
         if shard.size > 1 and dim is not None:
             dim -= part.expert is not None
-            begin = (start if dim == 0 else 0) + shard.rank * target.shape[dim]
-            where[dim] = slice(begin, begin + target.shape[dim])
+            own = shard.part(length if dim == 0 else stored.shape[dim])
+            begin = start if dim == 0 else 0
+            where[dim] = slice(begin + own.start, begin + own.stop)
         if kept:
             assert part.expert is not None
             finite = copy_blocks(weights, part.target, part.expert, tuple(where), source)

@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.canvas_rows import CanvasRuns
+from mbd_core.engine.device_vocab import shared_vocab, whole_vocab
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.graphs import StepGraphs, graphs_enabled
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cache
 from mbd_core.engine.ledger import Ledger
-from mbd_core.engine.model_runner import FusedVocab, ModelRunner
+from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.page_pool import PagePool
 from mbd_core.engine.resident_adapters import ResidentAdapters
 from mbd_core.engine.scheduler import Scheduler
@@ -185,7 +185,8 @@ def _step_state(
             device=device,
         ),
         tables_RP=torch.zeros((config.max_rows, width), dtype=torch.int64, device=device),
-        vocab=(FusedVocab if device.type == "cuda" else Vocab)(c.mask_token_id, vocab_limit or c.vocab_size),
+        vocab=whole_vocab(runner.model, vocab_limit or c.vocab_size),
+        shared_vocab=shared_vocab(runner.model, vocab_limit or c.vocab_size),
         page_size=page_size,
         batch_invariant=config.batch_invariant,
         logits_chunk=logits_chunk,

@@ -32,9 +32,9 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     batch = batch_of(opened, buffer, kind, adapters_R)
     hidden_AD = runner.forward(batch)
     values = predicted(
-        runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size),
+        state.logits_of(hidden_AD, batch, work),
         len(hidden_AD),
-        state.vocab,
+        state.shared_vocab,
         chunk=state.logits_chunk,
         draw=buffer.draw(opened.at_A, truncates=work.truncates) if work.draws else None,
         fallback_P=buffer.fallback_at(opened.at_A) if work.scores else None,

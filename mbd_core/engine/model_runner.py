@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.batch import Batch, to_device
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.fused import fuse
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.ops.attention import AttentionKernel, BoundAttention
-from mbd_core.ops.confidence import confidence
 from mbd_core.ops.row_layout import RowLayout
 
 
@@ -39,13 +37,6 @@ class PagedAttention:
     def attend_stored(self, layer: int, q: Tensor) -> Tensor:
         """Attend, this batch's keys being stored."""
         return self.attend(q, *self.cache.layers[layer])
-
-
-class FusedVocab(Vocab):
-    """`Vocab` for logits on a GPU: they are read once."""
-
-    def likeliest(self, logits_PV: Tensor) -> tuple[Tensor, Tensor]:
-        return confidence(logits_PV, mask_token_id=self.mask_token_id, size=self.size)
 
 
 class ModelRunner:
@@ -116,12 +107,23 @@ class ModelRunner:
         """Logits (A, V), raw: a position's own row; `split` computes runs of rows apart."""
         return self.model.logits(hidden_AD, split=split)
 
-    def blockwise_logits(self, hidden_AD: Tensor, batch: Batch, *, block_size: int) -> Callable[[slice], Tensor]:
-        """The logits of a range of `hidden_AD`; in a batch-invariant batch, ranges are whole blocks, each apart."""
+    @torch.inference_mode()
+    def own_logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
+        """The logits of this rank's part of the vocabulary; `split` as in `logits`."""
+        return self.model.own_logits(hidden_AD, split=split)
+
+    def blockwise_logits(
+        self, hidden_AD: Tensor, batch: Batch, *, block_size: int, whole: bool
+    ) -> Callable[[slice], Tensor]:
+        """The logits of a range of `hidden_AD`; in a batch-invariant batch, ranges are whole blocks, each apart.
+
+        Unless `whole`, they are those of this rank's part of the vocabulary.
+        """
+        head = self.logits if whole else self.own_logits
 
         def of(part: slice) -> Tensor:
             blocks = (part.stop - part.start) // block_size
-            return self.logits(hidden_AD[part], split=None if batch.split is None else [block_size] * blocks)
+            return head(hidden_AD[part], split=None if batch.split is None else [block_size] * blocks)
 
         return of
 

@@ -20,7 +20,7 @@ from mbd_core.engine.batch import Batch, pack
 from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.rows import StepRows
 from mbd_core.engine.steering import Steering
-from mbd_core.engine.step_kind import StepKind
+from mbd_core.engine.step_kind import StepKind, Work
 from mbd_core.engine.step_report import pack_report, view_of
 
 
@@ -29,6 +29,7 @@ class StepState:
     """What steps read and write; none of its tensors is ever reallocated.
 
     tables_RP     the page table of every batch row
+    vocab         for decisions of one rank alone; `shared_vocab` for those of all ranks together
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
     kernels       static steps do the buffer's work by Triton kernels (`kernel_step.py`)
@@ -38,6 +39,7 @@ class StepState:
     buffer: BlockBuffer
     tables_RP: Tensor
     vocab: Vocab
+    shared_vocab: Vocab
     page_size: int
     batch_invariant: bool
     logits_chunk: int
@@ -48,6 +50,13 @@ class StepState:
         """The packed rows and the hidden states (A, D) of the positions that they ask for."""
         batch = pack(rows.groups, page_size=self.page_size, batch_invariant=self.batch_invariant)
         return batch, self.runner.forward(batch)
+
+    def logits_of(
+        self, hidden_AD: Tensor, batch: Batch, work: Work, *, steered: bool = False
+    ) -> Callable[[slice], Tensor]:
+        """The logits of a range of `hidden_AD`; of a step that takes likeliest tokens alone, each rank's own part."""
+        whole = steered or work.draws or work.scores
+        return self.runner.blockwise_logits(hidden_AD, batch, block_size=self.buffer.block_size, whole=whole)
 
     def canvas_logits(self, rows: StepRows, batch: Batch, hidden_AD: Tensor) -> Tensor | None:
         """The logits (A, V) of the canvases' rows, which stand last; `None` without canvases."""
@@ -78,7 +87,7 @@ def decode_step(
     view = view_of(buffer)
     rows = lay_out(buffer)
     batch, hidden_AD = state.forward(rows)
-    logits_of = runner.blockwise_logits(hidden_AD, batch, block_size=buffer.block_size)
+    logits_of = state.logits_of(hidden_AD, batch, work, steered=steering is not None)
     if steering is not None:
         assert rows.at_A is not None
         logits_of = steering.watch(logits_of, rows.at_A, buffer)
@@ -86,7 +95,7 @@ def decode_step(
         logits_of,
         rows.num_asked,
         rows.at_A,
-        state.vocab,
+        state.shared_vocab,
         shape=buffer.masked_RNB.shape,
         chunk=state.logits_chunk,
         draw=buffer.draw(rows.at_A, truncates=work.truncates) if work.draws else None,

@@ -17,7 +17,7 @@ from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import Parts, quantized_parts
-from mbd_core.models.shard import split_dim
+from mbd_core.models.shard import served_dim
 from mbd_core.ops.fp8 import FP8, Block, Fp8Module, quantize
 
 SwapMode = Literal["wait", "preempt"]
@@ -90,15 +90,13 @@ def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype)
     """Copies of whole tensors, or of this rank's part of them."""
     given = _without_tied_head(model, given)
     with torch.device("meta"):
-        part = Decoder(model.config).state_dict()
-    wanted = _without_tied_head(model, part)
+        wanted = _without_tied_head(model, Decoder(model.whole_config).state_dict())
     for names, what in ((given.keys() - wanted.keys(), "are no"), (wanted.keys() - given.keys(), "lack")):
         if names:
             raise ValueError(f"the new weights {what} tensor of this model: '{min(names)}'")
     shard, staged = model.shard, {}
     for name, tensor in given.items():
-        cut = split_dim(name)
-        shape = tuple(n * (shard.size if dim == cut else 1) for dim, n in enumerate(wanted[name].shape))
+        shape, cut = tuple(wanted[name].shape), served_dim(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
         own = tensor if cut is None else tensor.chunk(shard.size, dim=cut)[shard.rank]

@@ -143,10 +143,10 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, num_embeddings: int) -> None:
         super().__init__()
         # Zeros until weights are loaded or drawn: on the meta device torch imports for 2 s to draw its own.
-        embeddings = torch.zeros(config.vocab_size, config.hidden_size)
+        embeddings = torch.zeros(num_embeddings, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -156,17 +156,20 @@ class Decoder(nn.Module):
     """A diffusion language model: token ids and positions in, hidden states out; `logits` is a call of its own.
 
     With a `shard` of several ranks this is one rank's part: `config` then has that rank's sizes (`sharded`), as its
-    cache needs them, and `reduce` must sum a tensor over the ranks; it is applied to the partial sums after o_proj and
-    after the MLP. Embeddings, norms, router and lm_head are whole on every rank.
+    cache needs them, and `whole_config` all; `vocabulary` are the ids whose embeddings and logits it has. `reduce`
+    must sum a tensor over the ranks; it is applied to embeddings, to the partial sums after o_proj and after the MLP,
+    and to logits. Norms and router are whole on every rank.
     """
 
     def __init__(self, config: ModelConfig, *, shard: Shard | None = None, reduce: Reduce | None = None) -> None:
         super().__init__()
         self.shard = shard or Shard()
         self.reduce = reduce
+        self.whole_config = config
         self.config = config = config.sharded(self.shard.size)
-        self.model = Stack(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.vocabulary = self.shard.part(config.vocab_size)
+        self.model = Stack(config, num_embeddings=len(self.vocabulary))
+        self.lm_head = nn.Linear(config.hidden_size, len(self.vocabulary), bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -205,21 +208,42 @@ class Decoder(nn.Module):
 
         `e = w E[t] + (1 - w) E[mask]`, rescaled to the norm `w |E[t]| + (1 - w) |E[mask]|`; w = 1 is exactly `E[t]`.
         """
-        table = self.model.embed_tokens
-        hard = table(input_ids)
+        hard = self._hard(input_ids)
         if soft_weight is None:
             return hard
-        token, mask, w = hard.float(), table.weight[self.config.mask_token_id].float(), soft_weight[..., None].float()
+        token, mask, w = hard.float(), self._mask_embedding().float(), soft_weight[..., None].float()
         mixed = w * token + (1 - w) * mask
         norm = w * token.norm(dim=-1, keepdim=True) + (1 - w) * mask.norm()
         soft = mixed * (norm / (mixed.norm(dim=-1, keepdim=True) + 1e-6))
         return torch.where(w == 1, hard, soft.to(hard.dtype))
+
+    def _hard(self, input_ids: Tensor) -> Tensor:
+        """Rows of the embeddings (..., D); each is known to one rank."""
+        table, known = self.model.embed_tokens, self.vocabulary
+        if self.reduce is None:
+            return table(input_ids)
+        own = (input_ids >= known.start) & (input_ids < known.stop)
+        return self.reduce(table((input_ids - known.start) * own).masked_fill(~own[..., None], 0.0))
+
+    def _mask_embedding(self) -> Tensor:
+        """The embedding (D,) of the mask."""
+        weights, mask = self.model.embed_tokens.weight, self.config.mask_token_id
+        return weights[mask] if self.reduce is None else self._hard(torch.full((), mask, device=weights.device))
 
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """Raw logits (..., V) of hidden states (..., D), in the head's dtype.
 
         The logits at a position predict its token, or with `config.shift_logits` the next position's token.
         """
+        own = self.own_logits(hidden, split=split)
+        if self.reduce is None:
+            return own
+        whole = own.new_zeros(*own.shape[:-1], self.config.vocab_size)
+        whole[..., self.vocabulary.start : self.vocabulary.stop] = own
+        return self.reduce(whole)
+
+    def own_logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
+        """The logits of `vocabulary` alone, this rank's part: nothing crosses."""
         return join([self.lm_head(row) for row in pieces(hidden, split)])
 
 

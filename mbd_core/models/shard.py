@@ -1,8 +1,8 @@
 """Which part of each tensor a tensor-parallel rank holds.
 
 Projections into heads and MLP channels are cut by output rows, projections back (o_proj, down_proj) by input columns.
-Every rank holds a part of each expert's width. Everything else, also the embeddings and the lm_head, is whole on every
-rank.
+Every rank holds a part of each expert's width, and, where a model is served, of the vocabulary: rows of the embeddings
+and of the lm_head. Everything else is whole on every rank.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias",
         "gate_proj.weight", "up_proj.weight")  # fmt: skip
 COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.gate_proj", "experts.up_proj")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,21 @@ class Shard:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} of {self.size} tensor-parallel ranks does not exist")
 
+    def part(self, length: int) -> range:
+        """Its part of `length` rows, as `Tensor.chunk` cuts them: the last rank has fewer if they do not divide."""
+        each = -(-length // self.size)
+        return range(min(self.rank * each, length), min((self.rank + 1) * each, length))
+
 
 def split_dim(name: str) -> int | None:
-    """The dimension along which the decoder's tensor `name` is cut, None if every rank holds it whole."""
+    """The dimension along which the tensor `name` of a decoder's layers is cut, None if every rank holds it whole."""
     if name.endswith(ROWS):
         return 0
     if name.endswith(COLUMNS):
         return 1
     return 2 if name.endswith("experts.down_proj") else None
+
+
+def served_dim(name: str) -> int | None:
+    """The dimension along which an engine's rank holds a part of the decoder's tensor `name`, None for all of it."""
+    return 0 if name.endswith(VOCABULARY) else split_dim(name)

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels.
+"""The likeliest token and its probability from one read of the logits: `Vocab.likeliest` as Triton kernels, of a whole
+vocabulary or of a rank's part.
 
 Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
 maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU.
@@ -54,7 +55,7 @@ def _stretch_kernel(
 
 
 def _join_kernel(
-    top_ptr, total_ptr, best_ptr, token_ptr, chosen_ptr, probability_ptr, S, BLOCK: tl.constexpr
+    top_ptr, total_ptr, best_ptr, token_ptr, chosen_ptr, probability_ptr, logit_ptr, lse_ptr, S, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Join the stretches of one position."""
     position = tl.program_id(0).to(tl.int64)
@@ -70,6 +71,8 @@ def _join_kernel(
     chosen = tl.where(chosen == 2147483647, 0, chosen)  # if all logits are NaN, none is the largest
     tl.store(chosen_ptr + position, chosen.to(tl.int64))
     tl.store(probability_ptr + position, tl.exp(first - highest) / total)
+    tl.store(logit_ptr + position, first)
+    tl.store(lse_ptr + position, highest + tl.log(total))
 
 
 @functools.cache
@@ -97,6 +100,22 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
     that may not be predicted keep their share. Ties go to the lowest id. Shapes depend on P and V alone, so a CUDA
     graph can capture the call. Raises `ValueError` for logits whose rows are not contiguous.
     """
+    return _read(logits_PV, mask_token_id=mask_token_id, size=size)[:2]
+
+
+def part_confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a part of the vocabulary: the likeliest place (P,) that may be predicted, its logit (P,), and the logarithm
+    (P,) of the sum of all exponentials, both in float32.
+
+    `mask_token_id` and `size` are counted from the part's first id and may lie outside of it. All else as in
+    `confidence`.
+    """
+    chosen_P, _, logit_P, lse_P = _read(logits_PV, mask_token_id=mask_token_id, size=size)
+    return chosen_P, logit_P, lse_P
+
+
+def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The likeliest token of each position, its probability, its logit, and the logarithm of the sum."""
     positions, vocabulary = logits_PV.shape
     if logits_PV.stride(1) != 1:
         raise ValueError(
@@ -108,7 +127,7 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
     top, total, best = torch.empty((3, positions, count), dtype=torch.float32, device=device)
     token = torch.empty((positions, count), dtype=torch.int32, device=device)
     chosen_P = torch.empty(positions, dtype=torch.int64, device=device)
-    probability_P = torch.empty(positions, dtype=torch.float32, device=device)
+    probability_P, logit_P, lse_P = torch.empty((3, positions), dtype=torch.float32, device=device)
     if positions:
         launch(
             stretch_kernel, (positions, count),
@@ -117,6 +136,7 @@ def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Ten
         )  # fmt: skip
         launch(
             join_kernel, (positions,),
-            top, total, best, token, chosen_P, probability_P, count, BLOCK=triton.next_power_of_2(count),
+            top, total, best, token, chosen_P, probability_P, logit_P, lse_P, count,
+            BLOCK=triton.next_power_of_2(count),
         )  # fmt: skip
-    return chosen_P, probability_P
+    return chosen_P, probability_P, logit_P, lse_P

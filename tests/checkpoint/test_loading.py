@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 from family_models import FAMILIES, random_model, rewrite
 from safetensors.torch import load_file, save_file
+from thread_ranks import ThreadRanks
 
 from mbd_core.checkpoint import loading
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.shard import Shard, split_dim
+from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.attention_dense import DenseAttention
 
 
@@ -42,24 +42,6 @@ def test_mixed_dtypes_are_loaded_in_the_one_that_config_names(folder: Path) -> N
     rewrite(folder / "config.json", dtype=None, torch_dtype=None)
     with pytest.raises(ValueError, match=r"several dtypes and config.json's dtype is None"):
         load_model(folder)
-
-
-class Sum:
-    """Ranks in threads that add their tensors up."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
-        self.barrier = threading.Barrier(size, timeout=20)
-
-    def of(self, rank: int):
-        def reduce(x: torch.Tensor) -> torch.Tensor:
-            self.parts[rank] = x
-            self.barrier.wait()
-            total = torch.stack(self.parts).sum(0)
-            self.barrier.wait()
-            return total
-
-        return reduce
 
 
 def random_logits(model: Decoder) -> torch.Tensor:
@@ -99,22 +81,17 @@ def test_two_ranks_make_one_model(tmp_path: Path, config: ModelConfig, experts, 
 
     opened = loading.open_file
     monkeypatch.setattr(loading, "open_file", counted)
-    total = Sum(2)
+    together = ThreadRanks(2)
     ranks = []
     for r in range(2):
         reads = 0
-        ranks.append(load_model(tmp_path / "m", shard=Shard(rank=r, size=2), reduce=total.of(r)))
+        ranks.append(load_model(tmp_path / "m", shard=Shard(rank=r, size=2), reduce=together.reduce(r)))
         assert reads == sum(t.numel() for t in ranks[r].state_dict().values())
     for name, tensor in whole.state_dict().items():
-        parts, dim = [r.state_dict()[name] for r in ranks], split_dim(name)
+        parts, dim = [r.state_dict()[name] for r in ranks], served_dim(name)
         assert torch.equal(tensor, parts[0] if dim is None else torch.cat(parts, dim)), name
     assert ranks[0].config.num_kv_heads * 2 == config.num_kv_heads
-    found = {}
-    threads = [threading.Thread(target=lambda r=r: found.update({r: random_logits(ranks[r])})) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together.run(lambda rank: random_logits(ranks[rank]))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], random_logits(whole), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="rank 1 of 2 holds only its part"):

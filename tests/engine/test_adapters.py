@@ -21,6 +21,7 @@ from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine import build as build_module
+from mbd_core.engine import device_vocab
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
@@ -253,7 +254,7 @@ def test_graphs_captured_before_an_adapter_is_loaded_serve_it(
     with fake_device() as device:
         kernel = flash.vllm_flash(device.kernel(FakePackages().vllm), fa_version=3)
         monkeypatch.setattr(build_module, "resolve", lambda *_, **__: attention.flash_attention("x", kernel, {}))
-        monkeypatch.setattr(build_module, "FusedVocab", Vocab)
+        monkeypatch.setattr(device_vocab, "FusedVocab", Vocab)
         served = Engine(device.move(copy.deepcopy(model)), sizes)
         captured = served.prepare(batch[1].decoding)
         for name, folder in folders["block_causal"].items():

@@ -24,7 +24,7 @@ from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Sampling, Vocab
 from mbd_core.engine import build as build_module
-from mbd_core.engine import model_runner as runner_module
+from mbd_core.engine import device_vocab
 from mbd_core.engine.ahead import StepPlan
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
@@ -167,7 +167,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         attends = (triton, Launcher(found, split_kernel), Launcher(found, join_kernel))
         monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
         monkeypatch.setattr(attention_triton, "_compiled", lambda: attends)
-        monkeypatch.setattr(runner_module, "confidence", found.kernel(likeliest))
+        monkeypatch.setattr(device_vocab, "confidence", found.kernel(likeliest))
         yield found
 
 

@@ -39,7 +39,7 @@ def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
         tables = torch.arange(4 * 40).view(4, 40) % 37
         states.append(StepState(
             runner=StubRunner(shift=shift, num_rows=rows), buffer=buffer, tables_RP=tables, vocab=Vocab(MASK, VOCAB),
-            page_size=5, batch_invariant=False, logits_chunk=1000, kernels=kernels,
+            shared_vocab=Vocab(MASK, VOCAB), page_size=5, batch_invariant=False, logits_chunk=1000, kernels=kernels,
         ))
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=3) if all_work else Sampling()
     work = replace(ALL_WORK, adapts=False) if all_work else Work()

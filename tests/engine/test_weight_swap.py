@@ -20,6 +20,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine import build as build_module
+from mbd_core.engine import device_vocab
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
@@ -353,7 +354,7 @@ def test_captured_graphs_compute_with_the_new_weights(
     with fake_device() as device:
         kernel = flash.vllm_flash(device.kernel(FakePackages().vllm), fa_version=3)
         monkeypatch.setattr(build_module, "resolve", lambda *_, **__: attention.flash_attention("x", kernel, {}))
-        monkeypatch.setattr(build_module, "FusedVocab", Vocab)
+        monkeypatch.setattr(device_vocab, "FusedVocab", Vocab)
         served = Engine(device.move(copy.deepcopy(old)), sizes)
         served.prepare(asked[0].decoding)
         found = [[gist(o)[0] for o in served.generate(asked)]]

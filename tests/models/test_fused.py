@@ -16,7 +16,7 @@ from mbd_core.models.decoder import Decoder, RMSNorm
 from mbd_core.models.fused import Norm, fuse
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts, quantize_weights
-from mbd_core.models.shard import Shard, split_dim
+from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.attention_dense import DenseAttention
 
 T, LATEST = 12, 40
@@ -88,7 +88,8 @@ def test_norm_keeps_the_casts_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("family", ["sdar", "llada2", "dream"])
 def test_partial_sums_of_ranks_are_reduced(family: str) -> None:
-    """One rank's part: `reduce` is asked for each partial sum, twice a layer, and its answer is what goes on."""
+    """One rank's part: `reduce` is asked for the embeddings and for each partial sum, twice a layer, and its answer is
+    what goes on."""
     whole = random_model(FAMILIES[family])
     calls: list[int] = []
 
@@ -99,12 +100,12 @@ def test_partial_sums_of_ranks_are_reduced(family: str) -> None:
     rank = Decoder(FAMILIES[family], shard=Shard(rank=1, size=2), reduce=twice)
     state = whole.state_dict()
     for name, target in rank.state_dict().items():
-        dim = split_dim(name)
+        dim = served_dim(name)
         source = state[name]
         target.copy_(source if dim is None else source.chunk(2, dim=dim)[1])
     plain, fused = both(rank)
     torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
-    assert calls == [T] * (4 * rank.config.num_layers)
+    assert calls == [T] * 2 * (1 + 2 * rank.config.num_layers)
 
 
 @pytest.mark.parametrize("parts", ["experts", "all"])

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_interpreter import run_interpreted
 
 from mbd_core.decoding.sampling import Vocab
-from mbd_core.ops.confidence import confidence, stretches
+from mbd_core.ops.confidence import confidence, part_confidence, stretches
 
 
 def case(positions: int, vocabulary: int, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, dict[str, int]]:
@@ -37,7 +37,7 @@ INTERPRETED = """
 import torch
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.ops import confidence as kernels
-from mbd_core.ops.confidence import confidence
+from mbd_core.ops.confidence import confidence, part_confidence
 from test_confidence import case
 kernels._PROGRAMS = 4
 for positions, vocabulary in ((1, 9000), (3, 6), (2, 4096), (5, 4100)):
@@ -47,6 +47,11 @@ for positions, vocabulary in ((1, 9000), (3, 6), (2, 4096), (5, 4100)):
         wanted = Vocab(**may).likeliest(logits)
         assert torch.equal(token, wanted[0]) and token.dtype == torch.int64, (positions, vocabulary, dtype)
         torch.testing.assert_close(probability, wanted[1], rtol=1e-5, atol=0)
+        place, logit, lse = part_confidence(logits, **may)
+        assert torch.equal(place, token) and torch.equal(logit, logits.gather(1, token[:, None])[:, 0].float())
+        torch.testing.assert_close(lse, logits.float().logsumexp(-1), rtol=1e-6, atol=1e-6)
+place, logit, _ = part_confidence(torch.zeros(2, 30), mask_token_id=-9, size=-1)
+assert logit.tolist() == [-torch.inf] * 2, "a part of padding alone"
 wide = torch.randn(3, 6000).mul_(30)
 for part in (wide[:, :5000], wide[:, :5000] - 1e4):
     token, probability = confidence(part, mask_token_id=7, size=5000)
@@ -75,6 +80,9 @@ def test_gpu_confidence_is_the_definition_and_is_captured(dtype: torch.dtype) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token, probability = confidence(here, **may)
+        place, logit, lse = part_confidence(here, **may)
     graph.replay()
-    assert torch.equal(token.cpu(), wanted[0])
+    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(place, token)
+    assert torch.equal(logit, here.gather(1, token[:, None])[:, 0].float())
+    torch.testing.assert_close(lse, here.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(probability.cpu(), wanted[1], rtol=1e-4, atol=0)

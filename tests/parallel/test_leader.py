@@ -18,7 +18,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
-from mbd_core.models.shard import Shard, split_dim
+from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.fp8 import Fp8Module, dequantize
 from mbd_core.parallel import kv_agreement, start
 from mbd_core.parallel.follower import OutOfStep, run_follower
@@ -206,7 +206,7 @@ def test_each_rank_rounds_what_it_holds(folders: dict[str, Path], name: str, par
     joined, plain, other = load_model(folders[name]), load_model(folders[name]), []
     with torch.no_grad():
         for tensor, weight in joined.state_dict().items():
-            dim = split_dim(tensor)
+            dim = served_dim(tensor)
             pieces = [part[tensor] for part in parts_of]
             weight.copy_(pieces[0] if dim is None else torch.cat(pieces, dim))
             if not torch.equal(weight, whole[tensor]):

@@ -34,7 +34,7 @@ class StubRunner:
             hidden = torch.cat((hidden, self.last_RD))
         return hidden if batch.logits_at_A is None else hidden[batch.logits_at_A]
 
-    def blockwise_logits(self, hidden_AD: Tensor, batch: Batch, *, block_size: int):
+    def blockwise_logits(self, hidden_AD: Tensor, batch: Batch, *, block_size: int, whole: bool):
         return lambda part: hidden_AD[part] @ self._head
 
     def remember_prompts(self, ends: object) -> None: ...
