@@ -2,22 +2,42 @@
 
     norm + residual | qkv | heads -> cache | attention | o_proj | norm + residual | router, choice, tiles, experts
 
-What a layer adds last is added by the norm that follows it, in the next layer or behind the last one.
+What a layer adds last is added by the norm that follows it, in the next layer or behind the last one. So are the parts
+of tensor-parallel ranks that read each other's memory.
 
 Shape legend: T packed tokens, D hidden, H query heads, K key/value heads, C head channels, L places of a cache.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.fused_layer import FusedLayer, FusedSwiGLU, Norm, Rotations
 from mbd_core.models.lora import TokenAdapters
 from mbd_core.ops.heads_triton import store_heads
-from mbd_core.ops.residual_norm import ExpertParts, add_norm, sum_experts
+from mbd_core.ops.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
 from mbd_core.ops.swiglu_triton import gated
+
+Sum = Literal[0, 1]
+"""The two sums over ranks in a layer: after o_proj, after the MLP."""
+
+
+@runtime_checkable
+class SharedReduce(Protocol):
+    """A `Reduce` whose ranks can read each other's parts: the kernel that needs a sum adds them up itself."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def place(self, number: Sum, like: Tensor) -> Tensor | None:
+        """Memory of the shape and dtype of `like` to write this rank's part into, `None` if it does not fit. A place
+        is free again when the parts of the other one have been shared."""
+
+    def share(self, number: Sum) -> RankParts:
+        """The parts of all ranks, when all have written theirs."""
 
 
 @runtime_checkable
@@ -33,25 +53,34 @@ class PagedAttend(Protocol):
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream: `x_TD` and, not added yet, `part_TD` and the sum of `experts`."""
+    """The residual stream: `x_TD` and, not added yet, `part_TD` and the sums of `ranks` and of `experts`."""
 
     x_TD: Tensor
     part_TD: Tensor | None = None
+    ranks: RankParts | None = None
     experts: ExpertParts | None = None
+
+    @property
+    def _adds(self) -> bool:
+        return self.part_TD is not None or self.ranks is not None or self.experts is not None
 
     def normed(self, norm: Norm) -> tuple[Tensor, Tensor]:
         """The whole sum (T, D) and its norm (T, D)."""
-        return add_norm(self.x_TD, norm.gain, norm.eps, part_TD=self.part_TD, experts=self.experts)
+        return add_norm(self.x_TD, norm.gain, norm.eps, part_TD=self.part_TD, ranks=self.ranks, experts=self.experts)
 
     def total(self) -> Tensor:
         """The whole sum (T, D)."""
-        if self.part_TD is None and self.experts is None:
+        if not self._adds:
             return self.x_TD
-        return add_norm(self.x_TD, None, 0.0, part_TD=self.part_TD, experts=self.experts)[0]
+        return add_norm(self.x_TD, None, 0.0, part_TD=self.part_TD, ranks=self.ranks, experts=self.experts)[0]
 
 
 class KernelLayer(FusedLayer):
     """A layer in the form for CUDA; its numbers are those of `FusedLayer` except for rounding."""
+
+    def __init__(self, layer: DecoderLayer, model: Decoder) -> None:
+        super().__init__(layer, model)
+        self._shared = model.reduce if isinstance(model.reduce, SharedReduce) else None
 
     def advance(
         self,
@@ -82,13 +111,24 @@ class KernelLayer(FusedLayer):
             eps=0.0 if norm is None else norm.eps,
         )
         attended = attend.attend_stored(index, q_THC).flatten(1)
-        out_TD = attended @ self._out
+        place_TD = self._place(0, x_TD)
+        out_TD = torch.mm(attended, self._out, out=place_TD)
         if adapters is not None:
             out_TD.addmm_(*adapters.joint(index, "out", attended))
-        if self._reduce is not None:
-            out_TD = self._reduce(out_TD)
-        x_TD, inner_TD = Stream(x_TD, out_TD).normed(self._output_norm)
+        x_TD, inner_TD = self._over_ranks(0, x_TD, out_TD, place_TD).normed(self._output_norm)
         return self._mlp(x_TD, inner_TD, adapters, index, live_T)
+
+    def _place(self, number: Sum, x_TD: Tensor) -> Tensor | None:
+        """Where this rank's part of a sum is to be written, if the other ranks are to read it there."""
+        return None if self._shared is None else self._shared.place(number, x_TD)
+
+    def _over_ranks(self, number: Sum, x_TD: Tensor, part_TD: Tensor, place_TD: Tensor | None) -> Stream:
+        """The stream `x_TD` with the sum of the ranks' parts; `part_TD` is this rank's, in `place_TD` if there is
+        one."""
+        if place_TD is not None:
+            assert self._shared is not None
+            return Stream(x_TD, ranks=self._shared.share(number))
+        return Stream(x_TD, part_TD if self._reduce is None else self._reduce(part_TD))
 
     def _mlp(
         self, x_TD: Tensor, inner_TD: Tensor, adapters: TokenAdapters | None, index: int, live_T: Tensor | None
@@ -96,7 +136,11 @@ class KernelLayer(FusedLayer):
         """The stream with what the MLP of `inner_TD` adds to it; of a rank's part, summed over the ranks."""
         fuses = self._experts is not None and self._experts.fuses(len(inner_TD))
         shares = fuses and self._swiglu is not None and adapters is None  # adapters are of the shared experts alone
-        part_TD = None if self._swiglu is None or shares else _swiglu(self._swiglu, inner_TD, adapters, index)
+        place_TD = self._place(1, x_TD)
+        part_TD: Tensor | None = None
+        if self._swiglu is not None and not shares:
+            out_TD = place_TD if self._experts is None else None
+            part_TD = _swiglu(self._swiglu, inner_TD, adapters, index, out_TD)
         experts: ExpertParts | None = None
         if self._experts is not None:
             if fuses:
@@ -104,18 +148,23 @@ class KernelLayer(FusedLayer):
             else:
                 routed = self._experts.routed(inner_TD, live_T)
                 part_TD = routed if part_TD is None else part_TD.add_(routed)
-        if self._reduce is not None:
-            if experts is not None:
-                part_TD = sum_experts(experts, x_TD.dtype, part_TD=part_TD)
-            assert part_TD is not None
-            part_TD, experts = self._reduce(part_TD), None
-        return Stream(x_TD, part_TD, experts)
+        if self._reduce is None:
+            return Stream(x_TD, part_TD, experts=experts)
+        if experts is not None:
+            part_TD = sum_experts(experts, x_TD.dtype, part_TD=part_TD, out_TD=place_TD)
+        assert part_TD is not None
+        if place_TD is not None and part_TD is not place_TD:
+            place_TD.copy_(part_TD)
+        return self._over_ranks(1, x_TD, part_TD, place_TD)
 
 
-def _swiglu(mlp: FusedSwiGLU, x_TD: Tensor, adapters: TokenAdapters | None, layer: int) -> Tensor:
+def _swiglu(
+    mlp: FusedSwiGLU, x_TD: Tensor, adapters: TokenAdapters | None, layer: int, out_TD: Tensor | None
+) -> Tensor:
+    """The MLP of `x_TD`, written to `out_TD` if it is given."""
     gate_up = F.linear(x_TD, mlp.gate_up)
     if adapters is not None:
         gate_up.addmm_(*adapters.joint(layer, "gate_up", x_TD))
     inner_TF = gated(gate_up)
-    part_TD = inner_TF @ mlp.down
+    part_TD = torch.mm(inner_TF, mlp.down, out=out_TD)
     return part_TD if adapters is None else part_TD.addmm_(*adapters.joint(layer, "down", inner_TF))

@@ -5,7 +5,7 @@ The sum is rounded once, the normed values before the gain and again behind it, 
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
-Shape legend: T tokens, D model width, K experts a token, E experts.
+Shape legend: T tokens, D model width, K experts a token, E experts, G tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,23 @@ class ExpertParts:
     num_experts: int
 
 
+@dataclass(frozen=True)
+class RankParts:
+    """A part (T, D) on each tensor-parallel rank, in the dtype of what they are added to, not yet summed.
+
+    addresses_G  int64: where each begins, readable from here and written until the next kernel; 16 divides them
+    """
+
+    addresses_G: Tensor
+
+
 def _add_norm_kernel(
-    x_ptr, part_ptr, y_ptr, ids_ptr, gain_ptr, sum_ptr, out_ptr, D, E, eps,
-    BASE: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, part_ptr, ranks_ptr, y_ptr, ids_ptr, gain_ptr, sum_ptr, out_ptr, D, E, eps,
+    BASE: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, NORMS: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: sum = x + part + its experts' outputs, x with BASE alone; out = norm(sum) * gain."""
+    """One token: sum = x + part + the ranks' parts in their order + its experts' outputs, x with BASE alone;
+    out = norm(sum) * gain."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < D
@@ -48,13 +60,17 @@ def _add_norm_kernel(
         total += tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         total += tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for rank in tl.static_range(RANKS):
+        other_ptr = tl.load(ranks_ptr + rank).to(tl.pointer_type(sum_ptr.dtype.element_ty))
+        other_ptr = tl.multiple_of(other_ptr, 16)
+        total += tl.load(other_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if K > 0:
         routed = inside & (tl.load(ids_ptr + token * K) < E)
         experts = tl.zeros((BLOCK,), tl.float32)
         for k in range(K):
             experts += tl.load(y_ptr + (token * K + k) * D + channel, mask=routed, other=0.0)
         total += experts
-    if ADDS or K > 0:
+    if ADDS or RANKS > 0 or K > 0:
         rounded = total.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, rounded, mask=inside)
         total = rounded.to(tl.float32)
@@ -82,30 +98,35 @@ def add_norm(
     eps: float,
     *,
     part_TD: Tensor | None = None,
+    ranks: RankParts | None = None,
     experts: ExpertParts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`x_TD` with `part_TD` and the sum of `experts` added (T, D), and its RMSNorm with `gain_D` (T, D).
+    """`x_TD` with `part_TD` and the sums of `ranks` and `experts` added (T, D), and its RMSNorm with `gain_D` (T, D).
 
     Both are in the dtype of `x_TD`. Without anything to add the first is `x_TD`; without a gain both are the sum.
     """
     x_TD = x_TD.contiguous()
-    adds = part_TD is not None or experts is not None
+    adds = part_TD is not None or ranks is not None or experts is not None
     sum_TD = torch.empty_like(x_TD) if adds else x_TD
     out_TD = sum_TD if gain_D is None else torch.empty_like(x_TD)
-    _launch(x_TD, part_TD, experts, gain_D, sum_TD, out_TD, eps)
+    _launch(x_TD, part_TD, ranks, experts, gain_D, sum_TD, out_TD, eps)
     return sum_TD, out_TD
 
 
-def sum_experts(experts: ExpertParts, dtype: torch.dtype, *, part_TD: Tensor | None = None) -> Tensor:
-    """The sum of each token's experts and of `part_TD` (T, D) in `dtype`."""
-    sum_TD = torch.empty_like(experts.y_TKD[:, 0], dtype=dtype, memory_format=torch.contiguous_format)
-    _launch(None, part_TD, experts, None, sum_TD, sum_TD, 0.0)
-    return sum_TD
+def sum_experts(
+    experts: ExpertParts, dtype: torch.dtype, *, part_TD: Tensor | None = None, out_TD: Tensor | None = None
+) -> Tensor:
+    """The sum of each token's experts and of `part_TD` (T, D) in `dtype`, written to `out_TD` if it is given."""
+    if out_TD is None:
+        out_TD = torch.empty_like(experts.y_TKD[:, 0], dtype=dtype, memory_format=torch.contiguous_format)
+    _launch(None, part_TD, None, experts, None, out_TD, out_TD, 0.0)
+    return out_TD
 
 
 def _launch(
     x_TD: Tensor | None,
     part_TD: Tensor | None,
+    ranks: RankParts | None,
     experts: ExpertParts | None,
     gain_D: Tensor | None,
     sum_TD: Tensor,
@@ -120,8 +141,10 @@ def _launch(
         y, ids, per_token, num_experts = experts.y_TKD, experts.ids_TK, experts.ids_TK.shape[1], experts.num_experts
     launch(
         kernel, (tokens,),
-        sum_TD if x_TD is None else x_TD, sum_TD if part_TD is None else part_TD.contiguous(), y, ids,
+        sum_TD if x_TD is None else x_TD, sum_TD if part_TD is None else part_TD.contiguous(),
+        ids if ranks is None else ranks.addresses_G, y, ids,
         sum_TD if gain_D is None else gain_D, sum_TD, out_TD, width, num_experts, eps,
-        BASE=x_TD is not None, ADDS=part_TD is not None, NORMS=gain_D is not None, K=per_token, BLOCK=block,
+        BASE=x_TD is not None, ADDS=part_TD is not None,
+        RANKS=0 if ranks is None else len(ranks.addresses_G), NORMS=gain_D is not None, K=per_token, BLOCK=block,
         num_warps=8 if block > 2048 else 4,
     )  # fmt: skip

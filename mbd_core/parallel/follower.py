@@ -11,7 +11,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.steering import Decided
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.quantize import Parts, quantized_parts
-from mbd_core.parallel.group import Group, Rank, init_group, load_shard
+from mbd_core.parallel.group import Group, Rank, init_group
 from mbd_core.parallel.kv_agreement import sized_alike
 from mbd_core.parallel.orders import (
     Abort,
@@ -29,6 +29,7 @@ from mbd_core.parallel.orders import (
     change,
     fingerprint,
 )
+from mbd_core.parallel.shared_sums import load_shard
 
 
 class FollowingEngine(Engine):

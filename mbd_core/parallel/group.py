@@ -17,16 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mbd_core.checkpoint.loading import load_model
-from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts
 from mbd_core.models.shard import Shard
 
 T = TypeVar("T")
@@ -241,9 +237,3 @@ def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{arrived} arrived")
         time.sleep(0.01)
-
-
-def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> Decoder:
-    """This rank's part of the model in `folder`, on its device, its partial sums going over the group."""
-    rank = group.rank
-    return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=group.reduce, fp8=fp8)

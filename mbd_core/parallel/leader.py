@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,6 +48,7 @@ from mbd_core.parallel.orders import (
     change,
     fingerprint,
 )
+from mbd_core.parallel.shared_sums import GroupSums, SharedSums
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
@@ -99,6 +100,13 @@ class ParallelEngine(Engine):
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
         self._heartbeat.start()
+
+    @property
+    def rank_sums(self) -> dict[str, Any]:
+        """How the ranks add up: the `name` of it, and why another way was `not_chosen`."""
+        reduce = self.model.reduce
+        assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
+        return reduce.described()
 
     def add_admitted(self, admitted: Admitted) -> None:
         super().add_admitted(admitted)

@@ -15,8 +15,9 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.quantize import Parts
 from mbd_core.parallel.follower import run_follower
 from mbd_core.parallel.followers import Followers
-from mbd_core.parallel.group import Group, Rank, RankLost, init_group, load_shard, num_arrived, open_store
+from mbd_core.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store
 from mbd_core.parallel.leader import ParallelEngine
+from mbd_core.parallel.shared_sums import load_shard
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder

@@ -13,6 +13,7 @@ from mbd_core.engine.engine_measures import EngineMeasures
 from mbd_core.engine.resident_adapters import AdapterInUse
 from mbd_core.engine.weight_swap import SwapMode
 from mbd_core.parallel.group import RankLost
+from mbd_core.parallel.leader import ParallelEngine
 from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.endpoint_args import EndpointArgs
 from mbd_core.serving.load import load_engine
@@ -223,6 +224,7 @@ class EngineService:
             "waiting": load.waiting,
             "backend": self.loaded.backend,
             "tensor_parallel": self.args.tensor_parallel,
+            "rank_sums": engine.rank_sums if isinstance(engine, ParallelEngine) else None,
             "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
             "defaults": self.defaults,
             "speed_front": None if self._front is None else self._front.shown(),

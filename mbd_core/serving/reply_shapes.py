@@ -144,6 +144,7 @@ STATES: dict[str, Shape] = {
             "forwards": INTEGER,
             "backend": STRING,
             "tensor_parallel": INTEGER,
+            "rank_sums": {"type": ["object", "null"]},
             "attention": {"type": "object"},
             "defaults": {"type": "object"},
             "speed_front": {"anyOf": [_refer("Front"), {"type": "null"}]},

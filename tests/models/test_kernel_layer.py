@@ -13,6 +13,7 @@ from mbd_core.models.fused import fuse
 from mbd_core.models.kernel_layer import KernelLayer
 from mbd_core.models.lora import Adapter, AdapterSlots, adapted_modules
 from mbd_core.ops.experts import ExpertsKernel, fused_experts
+from mbd_core.ops.residual_norm import RankParts
 from mbd_core.ops.row_layout import RowLayout
 from mbd_core.ops import attention_cpu
 kernels = ExpertsKernel(name="triton", call=fused_experts, fused_below=float("inf"))
@@ -46,12 +47,35 @@ def check(model, **given):
     torch.testing.assert_close(cache.k, plain_cache.k, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(cache.v, plain_cache.v, atol=1e-4, rtol=1e-4)
 
+class Twice:
+    # two ranks with the same parts, which the kernels read where they lie
+    def __init__(self, limit=10**6):
+        self.places, self.shared, self.limit = {}, [], limit
+
+    def __call__(self, x):
+        return x * 2
+
+    def place(self, number, like):
+        if like.numel() <= self.limit:
+            self.places[number] = torch.full_like(like, torch.nan)
+            return self.places[number]
+
+    def share(self, number):
+        self.shared.append(number)
+        return RankParts(torch.tensor([self.places[number].data_ptr()] * 2))
+
 right = moe.kernel_for
 for family in ("llada2", "sdar-moe", "dream"):
     model = random_model(FAMILIES[family])
     check(model)
     model.reduce = lambda partial: partial * 2
     check(model)
+    model.reduce = Twice()
+    check(model)
+    assert model.reduce.shared == [0, 1] * model.config.num_layers, "the sums take turns"
+    model.reduce = Twice(limit=1)
+    check(model)
+    assert not model.reduce.shared, "parts that do not fit are reduced"
     model.reduce = None
     slots = AdapterSlots(model.config, model.shard, model.model.norm.weight, num_slots=2, max_rank=2)
     generator = torch.Generator().manual_seed(0)

@@ -5,7 +5,7 @@ from triton_interpreter import run_interpreted
 RESIDUAL = """
 import torch
 from mbd_core.models.decoder import RMSNorm
-from mbd_core.ops.residual_norm import ExpertParts, add_norm
+from mbd_core.ops.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
 from mbd_core.ops.swiglu_triton import gated
 generator = torch.Generator().manual_seed(0)
 draw = lambda *size: torch.randn(size, generator=generator)
@@ -29,6 +29,13 @@ for dtype, tokens, width in ((torch.float32, 5, 20), (torch.bfloat16, 3, 64), (t
     close(normed, norm(total))
     only, same = add_norm(x, None, 1e-6, part_TD=part, experts=ExpertParts(y, ids, 7))
     assert only is same and torch.equal(only, total)
+    assert torch.equal(sum_experts(ExpertParts(y, ids, 7), dtype, out_TD=only), only)
+    parts = [part, draw(tokens, width).to(dtype), draw(tokens, width).to(dtype)]
+    ranks = RankParts(torch.tensor([p.data_ptr() for p in parts]))
+    total, normed = add_norm(x, norm.weight, 1e-6, ranks=ranks)
+    close(total, (x.float() + sum(p.float() for p in parts)).to(dtype))
+    close(normed, norm(total))
+    assert torch.equal(add_norm(x, None, 1e-6, ranks=ranks)[0], total)
     gate_up = draw(tokens, 2 * width).to(dtype)
     gate, up = gate_up.float().chunk(2, -1)
     close(gated(gate_up), (torch.nn.functional.silu(gate) * up).to(dtype))

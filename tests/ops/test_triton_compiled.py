@@ -129,7 +129,7 @@ def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path)
         "BLOCK": confidence._BLOCK,
     }  # fmt: skip
     check(compiled(stretch, reads, capability), capability, tmp_path)
-    writes = {"chosen_ptr": "*i64", "probability_ptr": "*fp32"}
+    writes = {"chosen_ptr": "*i64", **dict.fromkeys(("probability_ptr", "logit_ptr", "lse_ptr"), "*fp32")}
     for positions in (1, 32, 1024):
         count, _ = confidence.stretches(positions, VOCABULARY)
         size = {"S": "i32!", "BLOCK": 1 << (count - 1).bit_length()}
@@ -174,15 +174,21 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
 def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
     """At LLaDA2-mini's sizes; the norm also at the widest model's, in all of its forms."""
     _, residual = residual_norm._compiled()
-    forms = ((2048, 8, True, True), (2048, 0, True, True), (4096, 8, True, True), (2048, 8, False, False))
-    for width, each, base, norms in forms:
+    forms = (
+        (2048, 8, True, True, 0), (2048, 0, True, True, 0), (4096, 8, True, True, 0), (2048, 8, False, False, 0),
+        (2048, 0, True, True, 2), (4096, 0, True, True, 8),
+    )  # fmt: skip
+    for width, each, base, norms, ranks in forms:
         warps = 8 if width > 2048 else 4
         rows = {
-            "x_ptr": "*bf16", "part_ptr": "*bf16", "y_ptr": "*fp32", "ids_ptr": "*i64", "gain_ptr": "*bf16",
-            "sum_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32", "E": "i32", "eps": "fp32!", "BASE": base,
-            "ADDS": norms, "NORMS": norms, "K": each, "BLOCK": width,
+            "x_ptr": "*bf16", "part_ptr": "*bf16", "ranks_ptr": "*i64", "y_ptr": "*fp32", "ids_ptr": "*i64",
+            "gain_ptr": "*bf16", "sum_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32", "E": "i32", "eps": "fp32!",
+            "BASE": base, "ADDS": norms and not ranks, "RANKS": ranks, "NORMS": norms, "K": each, "BLOCK": width,
         }  # fmt: skip
-        check(compiled(residual, rows, capability, num_warps=warps), capability, tmp_path)
+        binary = compiled(residual, rows, capability, num_warps=warps)
+        check(binary, capability, tmp_path)
+        wide = re.findall(r"ld\.global[.\w]*\.v4", binary.asm["ptx"])
+        assert len(wide) >= 2 + ranks, "x, the gain, and every rank's part, each in loads of 16 bytes"
     _, heads = heads_triton._compiled()
     pointers = {
         "qkv_ptr": "*bf16", "gain_ptr": "*bf16", "table_ptr": "*bf16", "positions_ptr": "*i64", "places_ptr": "*i64",

@@ -13,7 +13,8 @@ from torch import multiprocessing
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention_dense import DenseAttention
-from mbd_core.parallel.group import RankLost, init_group, load_shard, open_store
+from mbd_core.parallel.group import RankLost, init_group, open_store
+from mbd_core.parallel.shared_sums import load_shard
 from mbd_core.parallel.start import start_parallel
 
 

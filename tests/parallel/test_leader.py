@@ -22,8 +22,9 @@ from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.fp8 import Fp8Module, dequantize
 from mbd_core.parallel import kv_agreement, start
 from mbd_core.parallel.follower import OutOfStep, run_follower
-from mbd_core.parallel.group import Rank, RankLost, init_group, load_shard, open_store
+from mbd_core.parallel.group import Rank, RankLost, init_group, open_store
 from mbd_core.parallel.leader import ParallelEngine
+from mbd_core.parallel.shared_sums import load_shard
 from mbd_core.parallel.start import start_parallel
 
 

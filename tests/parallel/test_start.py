@@ -14,7 +14,8 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.quantize import Parts
 from mbd_core.parallel import start
 from mbd_core.parallel.followers import Followers
-from mbd_core.parallel.group import Rank, init_group, load_shard
+from mbd_core.parallel.group import Rank, init_group
+from mbd_core.parallel.shared_sums import load_shard
 from mbd_core.parallel.start import check_size, start_parallel
 
 

@@ -101,7 +101,7 @@ def test_health_and_models(url: str, client: openai.OpenAI) -> None:
     state = wait_idle(url)
     assert (state["models"][0]["name"], state["ready"], state["draining"]) == (MODEL, True, False)
     assert state["backend"] == "torch cpu float32"
-    assert state["attention"]["name"] == "reference"
+    assert state["attention"]["name"] == "reference" and state["rank_sums"] is None
     assert "needs a CUDA device" in state["attention"]["not_chosen"]["vllm-flash-attn"]
     assert (state["defaults"]["tau_m2t"], state["defaults"]["buffer_size"], state["defaults"]["t2t"]) == (0.9, 4, None)
     assert (state["defaults"]["temperature"], state["engine"]["batch_invariant"]) == (0, True)

@@ -91,6 +91,7 @@ def test_two_ranks_answer_as_one(url: str, tiny_model_dir: Path) -> None:
     state = health(url)
     assert (state["tensor_parallel"], state["ready"]) == (2, True)
     assert state["backend"] == "torch cpu float32, tensor parallel over 2 ranks"
+    assert state["rank_sums"] == {"name": "gloo", "not_chosen": {"shared memory": "needs CUDA devices"}}
 
 
 def test_requests_outlive_a_killed_follower_and_the_replica_is_replaced(url: str) -> None:

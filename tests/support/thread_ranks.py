@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -30,12 +31,5 @@ class ThreadRanks:
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """What `work(rank)` returns on each rank, all running at once."""
-        found: dict[int, T] = {}
-        threads = [
-            threading.Thread(target=lambda rank=rank: found.update({rank: work(rank)})) for rank in range(self.size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [found[rank] for rank in range(self.size)]
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, range(self.size)))

@@ -1,0 +1,162 @@
+"""Sums in shared memory: ranks as threads, and torch's symmetric memory played by theirs."""
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_groups import rank_of
+from thread_ranks import ThreadRanks
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
+
+from mbd_core.models.kernel_layer import SharedReduce, Sum
+from mbd_core.parallel.group import Group
+from mbd_core.parallel.shared_sums import LIMIT, GroupSums, SharedSums, share_sums, sums_of
+
+SIZE = 3
+SUMS: tuple[Sum, Sum] = (0, 1)
+
+
+class Handle:
+    """One place of every rank."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Tensor] = {}
+        self.meeting = threading.Barrier(SIZE, timeout=20)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.places[rank].view(dtype).view(sizes)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        assert timeout_ms == 20_000
+        self.meeting.wait()
+
+
+class Memory:
+    """What all ranks map; `refuses` is a rank that cannot."""
+
+    def __init__(self, *, refuses: int | None = None) -> None:
+        self.refuses = refuses
+        self.here = threading.local()
+        self.meeting = threading.Barrier(SIZE, timeout=20)
+        self.handles = [Handle(), Handle()]
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert device == torch.device("cuda", self.here.rank)
+        return torch.zeros(size, dtype=dtype)
+
+    def rendezvous(self, place: Tensor, group: object) -> Handle:
+        assert group == "all ranks"
+        handle, self.here.mapped = self.handles[self.here.mapped], self.here.mapped + 1
+        if self.here.rank == self.refuses:
+            self.meeting.abort()
+            raise RuntimeError("the GPUs have no way to each other\nframes of C++ follow")
+        handle.places[self.here.rank] = place
+        try:
+            self.meeting.wait()
+        except threading.BrokenBarrierError:
+            raise RuntimeError("the GPUs have no way to each other") from None
+        return handle
+
+
+class ThreadGroup:
+    """A rank's membership, as far as sums need it."""
+
+    def __init__(self, rank: int, ranks: ThreadRanks, reasons: dict[int, str], meeting: threading.Barrier) -> None:
+        self.rank = rank_of(rank, SIZE, 0, device=f"cuda:{rank}")
+        self.reduce = ranks.reduce(rank)
+        self._reasons, self._meeting = reasons, meeting
+
+    def agree(self, prepare: Callable[[], Any]) -> Any:
+        value = None
+        try:
+            value = prepare()
+        except ValueError as error:
+            self._reasons[self.rank.rank] = str(error)
+        self._meeting.wait()
+        reasons = list(self._reasons.values())
+        self._meeting.wait()  # all have read them, before anybody agrees on something else
+        if reasons:
+            raise ValueError(reasons[0])
+        return value
+
+
+def together(monkeypatch: pytest.MonkeyPatch, memory: Memory, work: Callable[[int, Group], Any]) -> list[Any]:
+    """What `work` returns on each rank."""
+    ranks, reasons, meeting = ThreadRanks(SIZE), dict[int, str](), threading.Barrier(SIZE, timeout=20)
+    on_device = torch.tensor
+    monkeypatch.setattr(symmetric, "empty", memory.empty)
+    monkeypatch.setattr(symmetric, "rendezvous", memory.rendezvous)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: "all ranks")
+    monkeypatch.setattr(torch, "tensor", lambda data, **_: on_device(data))
+
+    def on(rank: int) -> Any:
+        memory.here.rank, memory.here.mapped = rank, 0
+        return work(rank, cast(Group, ThreadGroup(rank, ranks, reasons, meeting)))
+
+    return ranks.run(on)
+
+
+def read(address: int, like: Tensor) -> Tensor:
+    """What lies there now."""
+    raw = (ctypes.c_uint8 * like.nbytes).from_address(address)
+    return torch.frombuffer(bytearray(raw), dtype=like.dtype).view(like.shape)
+
+
+def test_every_rank_reads_every_part_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two sums of each of many layers: no rank may overwrite what a slower one has yet to read."""
+
+    def work(rank: int, group: Group) -> list[float]:
+        sums, late, found = share_sums(group), random.Random(rank), []
+        for layer in range(60):
+            for number in SUMS:
+                place = sums.place(number, torch.empty(2, 5))
+                assert place is not None
+                place.fill_(100.0 * rank + layer + number / 2)
+                parts = sums.share(number)
+                time.sleep(late.random() / 500)
+                total = torch.stack([read(int(address), place) for address in parts.addresses_G]).sum(0)
+                assert (total == total[0, 0]).all()
+                found.append(float(total[0, 0]))
+        return found
+
+    wanted = [sum(100.0 * rank + layer + n / 2 for rank in range(SIZE)) for layer in range(60) for n in SUMS]
+    assert together(monkeypatch, Memory(), work) == [wanted] * SIZE
+
+
+def test_small_parts_have_a_place_and_large_ones_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, group: Group) -> bool:
+        sums = sums_of(group)
+        assert isinstance(sums, SharedSums) and isinstance(sums, SharedReduce)
+        assert sums.described() == {"name": "shared memory", "not_chosen": {}}
+        for dtype in (torch.float32, torch.bfloat16):
+            fits = torch.empty(LIMIT // 64 // dtype.itemsize, 64, dtype=dtype)
+            place = sums.place(1, fits)
+            assert place is not None and place.shape == fits.shape and place.dtype == dtype
+            assert sums.place(1, torch.empty(len(fits) + 1, 64, dtype=dtype)) is None
+        return sums(torch.full((2,), float(rank))).tolist() == [3.0, 3.0]
+
+    assert together(monkeypatch, Memory(), work) == [True] * SIZE
+
+
+def test_gpus_that_do_not_reach_each_other_sum_as_before_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, group: Group) -> bool:
+        sums = sums_of(group)
+        assert isinstance(sums, GroupSums) and not isinstance(sums, SharedReduce)
+        reason = "the GPUs have no way to each other"
+        assert sums.described() == {"name": "nccl", "not_chosen": {"shared memory": reason}}
+        return sums(torch.full((2,), float(rank))).tolist() == [3.0, 3.0]
+
+    assert together(monkeypatch, Memory(refuses=1), work) == [True] * SIZE
+
+
+def test_torch_has_what_is_called() -> None:
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    for name, arguments in (("barrier", ("channel", "timeout_ms")), ("get_buffer", ("rank", "sizes", "dtype"))):
+        assert all(argument in getattr(handle, name).__doc__ for argument in arguments)
