@@ -65,10 +65,11 @@ PARTS: dict[int, dict[str, Section]] = {
         "mini, FP8 experts": Section(120, partial(gpu_sections.swept_steps, rows=1, parts="experts")),
     },
     3: {
-        "dense": Section(200, _dense_steps),
-        "prefill": Section(70, gpu_sections.prefill),
-        "soak": Section(180, gpu_sections.soak),
-        "clean exit": Section(70, gpu_sections.clean_exit),
+        "dense": Section(180, _dense_steps),
+        "mini, FP8 experts in blocks": Section(100, partial(gpu_sections.swept_steps, rows=1, parts="blocks")),
+        "prefill": Section(60, gpu_sections.prefill),
+        "soak": Section(150, gpu_sections.soak),
+        "clean exit": Section(50, gpu_sections.clean_exit),
     },
 }
 PART_SECONDS = 540.0
