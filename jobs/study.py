@@ -12,6 +12,7 @@ from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, OutFolder,
 from jobs.eval_sweep import cut_sweep, run_work
 from jobs.sweep_subjects import Subjects
 from jobs.train_multitf import train_on_cluster
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
@@ -132,7 +133,7 @@ def compute(
 ) -> None:
     """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
     runs = [
-        training(out, recipe, seed, plan, base=base, noise=noise, workers=workers)
+        training(out, recipe, seed, plan, base=base, folder=folder, noise=noise, workers=workers)
         for recipe, seed in missing_models(out, plan, experiment)
     ]
     for one in runs:
@@ -160,12 +161,20 @@ def compute(
 
 
 def training(
-    out: Path, recipe: TrainingRecipe, seed: int, plan: StudyPlan, *, base: str, noise: Path | None, workers: int
+    out: Path,
+    recipe: TrainingRecipe,
+    seed: int,
+    plan: StudyPlan,
+    *,
+    base: str,
+    folder: Path,
+    noise: Path | None,
+    workers: int,
 ) -> TrainingRun:
-    """A run of the study; one that was begun is gone on with."""
-    measured = noise if recipe.name == FITTED else None
+    """A run of the study from `base`, which lies in `folder`; one that was begun is gone on with."""
+    measured, size = noise if recipe.name == FITTED else None, load_config(folder).block_size
     return TrainingRun(
-        recipe=seeded(recipe, seed, base=base, steps=plan.steps, noise=measured),
+        recipe=seeded(recipe, seed, base=base, block_size=size, steps=plan.steps, noise=measured),
         name=run_name(recipe.name, seed),
         storage=Folder.at(str(out / "runs")),
         out=Folder.at(str(model_path(out, recipe, seed))),

@@ -89,4 +89,13 @@ LEDGER_OPUT = replace(
 """MBD trained for editing: DMax's OPUT on its states, every token of the answer labelled. It has MBD's data and
 updates, and a forward more in each for its own predictions."""
 
-LEDGER_RECIPES = (LEDGER_BD, *ABLATION_ROWS.values(), LEDGER_OPUT)
+assert LEDGER_BD.model is not None
+LEDGER_BD_B32 = replace(
+    LEDGER_BD,
+    name="ledger-bd-b32",
+    model=replace(LEDGER_BD.model, block_size=32),
+    states=replace(LEDGER_BD.states, block_size=32),
+)
+"""A base whose blocks are two pages."""
+
+LEDGER_RECIPES = (LEDGER_BD, LEDGER_BD_B32, *ABLATION_ROWS.values(), LEDGER_OPUT)

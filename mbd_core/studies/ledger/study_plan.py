@@ -72,8 +72,13 @@ def run_name(recipe: str, seed: int) -> str:
     return f"{recipe}-s{seed}"
 
 
-def seeded(recipe: TrainingRecipe, seed: int, *, base: str, steps: int | None, noise: Path | None) -> TrainingRecipe:
-    """The recipe as one run of a study: from `base`, on data and noise of its seed; `noise` is for `FITTED` alone."""
+def seeded(
+    recipe: TrainingRecipe, seed: int, *, base: str, block_size: int, steps: int | None, noise: Path | None
+) -> TrainingRecipe:
+    """The recipe as one run of a study: from `base`, in its blocks, on data and noise of its seed.
+
+    `noise` is for `FITTED` alone.
+    """
     data = recipe.data
     assert isinstance(data, TinyData)
     if noise is not None:
@@ -82,6 +87,7 @@ def seeded(recipe: TrainingRecipe, seed: int, *, base: str, steps: int | None, n
         recipe,
         base=base,
         data=replace(data, seed=data.seed + seed),
+        states=replace(recipe.states, block_size=block_size),
         train=replace(recipe.train, seed=seed),
     )
     return recipe if steps is None else shortened(recipe, steps)

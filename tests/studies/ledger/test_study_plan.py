@@ -40,9 +40,12 @@ def test_the_rows_of_the_ablation_differ_in_their_states_alone() -> None:
 
 
 def test_a_seed_gives_all_recipes_the_same_samples_and_another_seed_others() -> None:
-    tf, mbd = (seeded(recipe, 1, base="b", steps=None, noise=None) for recipe in (LEDGER_TF, LEDGER_MBD))
+    tf, mbd = (
+        seeded(recipe, 1, base="b", block_size=16, steps=None, noise=None) for recipe in (LEDGER_TF, LEDGER_MBD)
+    )
     assert tf.data == mbd.data and tf.train == mbd.train and tf.base == mbd.base == "b"
-    other = seeded(LEDGER_MBD, 2, base="b", steps=None, noise=None)
+    other = seeded(LEDGER_MBD, 2, base="b", block_size=32, steps=None, noise=None)
+    assert other.states == replace(mbd.states, block_size=32), "a study's blocks are its base's"
     assert other.data != mbd.data and other.train.seed == 2
     assert other.data != LEDGER_BD.data, "the base was trained on other samples"
 
@@ -51,7 +54,7 @@ def test_the_fitted_row_draws_what_was_measured(tmp_path: Path) -> None:
     noise = FittedNoise(states=(((0.25, 1.0), 3),), source="a trace")
     write_noise(tmp_path / "noise.json", noise)
     (recipe,) = TRAINED["alignment"]
-    run = seeded(recipe, 0, base="b", steps=7, noise=tmp_path / "noise.json")
+    run = seeded(recipe, 0, base="b", block_size=16, steps=7, noise=tmp_path / "noise.json")
     assert recipe.name == FITTED and run.states.schedule == "fitted" and run.states.bounds.fitted == noise
     assert run.train.steps == 7
     assert replace(run.states, schedule="chain_uniform", bounds=LEDGER_MBD.states.bounds) == LEDGER_MBD.states
