@@ -98,13 +98,18 @@ class ModelRunner:
             hidden = torch.cat((hidden, self.last_RD))
         return hidden if batch.logits_at_A is None else hidden.index_select(0, batch.logits_at_A)
 
+    @property
+    def has_kernel_layers(self) -> bool:
+        """Whether some layer runs by Triton kernels, where rows are not computed apart."""
+        return self._fused.has_kernel_layers
+
     def weights_changed(self) -> None:
         """The decoder's weights were overwritten in place."""
         self._fused.refresh()
 
     @torch.inference_mode()
     def logits(self, hidden_AD: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
-        """Logits (A, V), raw: a position's own row; `split` computes runs of rows apart."""
+        """Logits (A, V), raw: a position's own row; `split` computes runs of rows apart. Ranks call it together."""
         return self.model.logits(hidden_AD, split=split)
 
     @torch.inference_mode()

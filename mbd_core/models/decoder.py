@@ -233,7 +233,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, *, split: Sequence[int] | None = None) -> Tensor:
         """Raw logits (..., V) of hidden states (..., D), in the head's dtype.
 
-        The logits at a position predict its token, or with `config.shift_logits` the next position's token.
+        The logits at a position predict its token, or with `config.shift_logits` the next position's token. Of several
+        ranks, all must call it together.
         """
         own = self.own_logits(hidden, split=split)
         if self.reduce is None:

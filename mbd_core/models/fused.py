@@ -41,6 +41,10 @@ class FusedDecoder:
         self._norm = Norm.of(model.model.norm)
         self._rotations = Rotations(model.config, num_positions, weights)
 
+    @property
+    def has_kernel_layers(self) -> bool:
+        return any(isinstance(layer, KernelLayer) for layer in self._layers)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Read the weights anew that stand here as copies, after the decoder's were overwritten."""

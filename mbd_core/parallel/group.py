@@ -1,14 +1,16 @@
 """A tensor-parallel group: the processes that hold one model's shards, and how they communicate.
 
-The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs). Messages from rank 0
-go over a second one, always gloo: they cost no device work, and a dead process is noticed by its closed connection.
+The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs), or through memory
+that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second one, always gloo: they cost no device
+work, and a dead process is noticed by its closed connection.
 
 The timeout bounds every wait. With gloo, on CPUs and for messages, it raises `RankLost` in the waiting rank; a process
-that ended is noticed at once. A collective between GPUs is asynchronous: there NCCL's watchdog ends the waiting
-process after the timeout, and the owner of that process (Ray, a launcher) must notice it.
+that ended is noticed at once. A sum between GPUs is asynchronous: there NCCL's watchdog ends the waiting process after
+the timeout, or the device's next call fails, and the owner of that process (Ray, a launcher) must notice it.
 
 Every rank must hold the same residual stream bit for bit: only on equal numbers do all ranks decide alike. All-reduce
 guarantees it: each element is summed in one order and sent to all (two ranks sum in either order, with equal results).
+So does shared memory, which all ranks read in one order.
 """
 
 import pickle

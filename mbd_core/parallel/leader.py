@@ -106,6 +106,8 @@ class ParallelEngine(Engine):
         """How the ranks add up: the `name` of it, and why another way was `not_chosen`."""
         reduce = self.model.reduce
         assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
+        if isinstance(reduce, SharedSums) and (self.config.batch_invariant or not self.runner.has_kernel_layers):
+            reduce = GroupSums(self._group, "no layer runs by kernels: all are FP8, or rows are computed apart")
         return reduce.described()
 
     def add_admitted(self, admitted: Admitted) -> None:

@@ -6,7 +6,8 @@ that needs the sum reads every part (`ops/residual_norm.py`). All read them in t
 same bits. There are two places, one for each sum of a layer. When a rank writes to one again, all have met at the
 other's barrier in between, and have read the first.
 
-Larger parts, of prompts, go over NCCL. This has not been run on GPUs.
+Parts above `most_bytes`, those of long prompts above all, go over NCCL, and so do the embeddings and what is joined of
+logits. This has not been run on GPUs.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,14 @@ from mbd_core.models.quantize import Parts
 from mbd_core.ops.residual_norm import RankParts
 from mbd_core.parallel.group import Group
 
-LIMIT = 2**19
-"""Bytes of a part: one shot moves (ranks - 1) times as much to each rank, which pays for small parts alone."""
+
+def most_bytes(num_ranks: int) -> int:
+    """The largest part that is summed in one shot.
+
+    Every rank reads the parts of all others. Of two ranks that is no more than any other way moves; of more it is, and
+    pays for small parts alone.
+    """
+    return 2**23 if num_ranks == 2 else 2**19 if num_ranks <= 4 else 2**18
 
 
 class SharedSums:
@@ -34,26 +41,26 @@ class SharedSums:
     def __init__(self, group: Group, places: Sequence[Tensor], handles: Sequence[Any]) -> None:
         """`places` are the two pieces of memory of this rank, `handles` torch's, by which all ranks map them."""
         self._group, self._places, self._handles = group, places, handles
-        size, device = group.rank.size, places[0].device
         self._timeout = int(1000 * group.rank.timeout)
         self._parts = []
-        for handle in handles:
-            others = [handle.get_buffer(rank, (LIMIT,), torch.uint8) for rank in range(size)]
-            self._parts.append(RankParts(torch.tensor([t.data_ptr() for t in others], device=device)))
+        for place, handle in zip(places, handles, strict=True):
+            parts = [handle.get_buffer(rank, place.shape, place.dtype).data_ptr() for rank in range(group.rank.size)]
+            assert parts[group.rank.rank] == place.data_ptr(), "a handle is of its place"
+            self._parts.append(RankParts(torch.tensor(parts, device=place.device)))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._group.reduce(x)
 
     def described(self) -> dict[str, Any]:
-        return {"name": "shared memory", "not_chosen": {}}
+        return {"name": "shared memory", "most_bytes": self._places[0].nbytes, "not_chosen": {}}
 
     def place(self, number: Sum, like: Tensor) -> Tensor | None:
-        if like.nbytes > LIMIT:
-            return None
-        return self._places[number][: like.nbytes].view(like.dtype).view(like.shape)
+        place = self._places[number]
+        return None if like.nbytes > place.nbytes else place[: like.nbytes].view(like.dtype).view(like.shape)
 
     def share(self, number: Sum) -> RankParts:
-        """A rank that does not come to the barrier within the group's timeout ends this process, as NCCL would."""
+        """If a rank does not come to the barrier within the group's timeout, the barrier's kernel fails: the next call
+        to the device raises `RuntimeError`, and the device is lost to this process."""
         self._handles[number].barrier(channel=0, timeout_ms=self._timeout)
         return self._parts[number]
 
@@ -83,17 +90,20 @@ def sums_of(group: Group) -> SharedSums | GroupSums:
 def share_sums(group: Group) -> SharedSums:
     """Give all ranks of `group` memory that the others map.
 
-    Raises `ValueError` on all ranks, saying why it cannot be: no GPUs, or GPUs that do not reach each other.
+    Raises `ValueError` on all ranks, saying why it cannot be: no GPUs, or GPUs that are not joined by NVLink. The
+    barrier needs atomic operations on another GPU's memory, which PCIe need not have.
     """
     if group.rank.kind != "cuda":
         raise ValueError("needs CUDA devices")
     from torch.distributed import _symmetric_memory as symmetric
 
-    device, ranks = torch.device(group.rank.device), dist.distributed_c10d._get_default_group()
+    device, size, ranks = torch.device(group.rank.device), group.rank.size, dist.group.WORLD
+    assert ranks is not None, "the group's processes have joined"
 
     def allocated() -> list[Tensor]:
         try:
-            return [symmetric.empty(LIMIT, dtype=torch.uint8, device=device) for _ in range(2)]
+            _check_nvlink(size)
+            return [symmetric.empty(most_bytes(size), dtype=torch.uint8, device=device) for _ in range(2)]
         except RuntimeError as error:
             raise ValueError(_first_line(error)) from error
 
@@ -112,6 +122,18 @@ def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, 
     """This rank's part of the model in `folder`, on its device, its partial sums going over the group."""
     rank = group.rank
     return load_model(folder, dtype=dtype, device=rank.device, shard=rank.shard, reduce=sums_of(group), fp8=fp8)
+
+
+def _check_nvlink(size: int) -> None:
+    """Raise `ValueError` unless NVLink joins each two of the first `size` GPUs."""
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]  # no stub
+
+    links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+    for one in range(size):
+        for other in range(size):
+            if one != other and not links[one][other]:
+                raise ValueError(f"GPUs {one} and {other} are not joined by NVLink")
 
 
 def _first_line(error: RuntimeError) -> str:

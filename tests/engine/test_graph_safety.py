@@ -29,9 +29,10 @@ from mbd_core.engine.ahead import StepPlan
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
-from mbd_core.models.decoder import Decoder
+from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import MoEConfig
 from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.shard import Shard
 from mbd_core.ops import attention, attention_triton, fp8, triton_launch
 from mbd_core.ops import attention_flash as flash
 from mbd_core.ops import experts as moe
@@ -151,6 +152,13 @@ def likeliest(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tens
     return Vocab(mask_token_id, size).likeliest(logits_PV)
 
 
+def likeliest_of_part(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.arange(logits_PV.shape[1])
+    barred = (ids == mask_token_id) | (ids >= size)
+    logit, place = logits_PV.float().masked_fill(barred, -torch.inf).max(-1)
+    return place, logit, logits_PV.float().logsumexp(-1)
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The fake device, with stand-ins for the Triton kernels."""
@@ -168,6 +176,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
         monkeypatch.setattr(attention_triton, "_compiled", lambda: attends)
         monkeypatch.setattr(device_vocab, "confidence", found.kernel(likeliest))
+        monkeypatch.setattr(device_vocab, "part_confidence", found.kernel(likeliest_of_part))
         yield found
 
 
@@ -226,6 +235,25 @@ def test_an_engine_on_a_device_of_its_own_gives_the_hosts_tokens(
     assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
     assert served.ahead.num_ahead > 0
     for flag in set(WORK_NAMES) - {"adapts"} if family != "dream" else ():  # adapters: test_adapters.py
+        assert {getattr(kind.work, flag) for kind in kinds} == {False, True}
+    report = served.graph_report()
+    assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_a_rank_of_several_waits_for_nothing_within_a_step(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, family: str
+) -> None:
+    """Its embeddings, its part of the vocabulary and whole logits, in captured steps of every kind of work."""
+    model = Decoder(build(**FAMILIES[family]).config, shard=Shard(rank=1, size=2), reduce=lambda x: x)
+    init_weights(model, seed=1, std=0.35)
+    model = model.double().eval().requires_grad_(False)
+    wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(requests(family))]
+    attend_by(monkeypatch, KERNELS["triton"](FakePackages(), device))
+    served = Engine(device.move(model), SIZES)
+    kinds = capture_every_kind(monkeypatch, served)
+    assert [gist(o)[0] for o in served.generate(requests(family))] == wanted
+    for flag in ("draws", "scores", "softens"):
         assert {getattr(kind.work, flag) for kind in kinds} == {False, True}
     report = served.graph_report()
     assert report["captured"] == len(kinds) > 0 and report["steps_replayed"] > 0 == report["steps_eager"]

@@ -36,6 +36,8 @@ def test_rows_that_are_not_contiguous_are_refused() -> None:
 INTERPRETED = """
 import torch
 from mbd_core.decoding.sampling import Vocab
+from mbd_core.engine.device_vocab import PartVocab
+from mbd_core.models.shard import Shard
 from mbd_core.ops import confidence as kernels
 from mbd_core.ops.confidence import confidence, part_confidence
 from test_confidence import case
@@ -50,6 +52,22 @@ for positions, vocabulary in ((1, 9000), (3, 6), (2, 4096), (5, 4100)):
         place, logit, lse = part_confidence(logits, **may)
         assert torch.equal(place, token) and torch.equal(logit, logits.gather(1, token[:, None])[:, 0].float())
         torch.testing.assert_close(lse, logits.float().logsumexp(-1), rtol=1e-6, atol=1e-6)
+logits, may = case(6, 4100, torch.bfloat16)
+shards = [Shard(rank=rank, size=3) for rank in range(3)]
+sent = []
+def keep(x):
+    sent.append(x.clone())
+    return x
+for turn in range(2):  # every rank says its part, then hears all
+    for shard in shards:
+        reduce = keep if turn == 0 else lambda x: torch.stack(sent).sum(0)
+        part = shard.part(4100)
+        vocab = PartVocab(*may.values(), part=part, shard=shard, reduce=reduce, fused=True)
+        token, probability = vocab.likeliest(logits[:, part.start : part.stop])
+        if turn == 1:
+            wanted = Vocab(**may).likeliest(logits)
+            assert torch.equal(token, wanted[0])
+            torch.testing.assert_close(probability, wanted[1], rtol=1e-5, atol=0)
 place, logit, _ = part_confidence(torch.zeros(2, 30), mask_token_id=-9, size=-1)
 assert logit.tolist() == [-torch.inf] * 2, "a part of padding alone"
 wide = torch.randn(3, 6000).mul_(30)

@@ -1,23 +1,25 @@
 """Sums in shared memory: ranks as threads, and torch's symmetric memory played by theirs."""
 
 import ctypes
+import inspect
 import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_groups import rank_of
 from thread_ranks import ThreadRanks
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 from mbd_core.models.kernel_layer import SharedReduce, Sum
+from mbd_core.parallel import shared_sums
 from mbd_core.parallel.group import Group
-from mbd_core.parallel.shared_sums import LIMIT, GroupSums, SharedSums, share_sums, sums_of
+from mbd_core.parallel.shared_sums import GroupSums, SharedSums, most_bytes, share_sums, sums_of
 
 SIZE = 3
 SUMS: tuple[Sum, Sum] = (0, 1)
@@ -39,10 +41,10 @@ class Handle:
 
 
 class Memory:
-    """What all ranks map; `refuses` is a rank that cannot."""
+    """What all ranks map; `apart` are two GPUs that NVLink does not join."""
 
-    def __init__(self, *, refuses: int | None = None) -> None:
-        self.refuses = refuses
+    def __init__(self, *, apart: tuple[int, int] | None = None) -> None:
+        self.apart = apart
         self.here = threading.local()
         self.meeting = threading.Barrier(SIZE, timeout=20)
         self.handles = [Handle(), Handle()]
@@ -53,16 +55,18 @@ class Memory:
 
     def rendezvous(self, place: Tensor, group: object) -> Handle:
         assert group == "all ranks"
+        assert self.apart is None, "a rank would wait for one that does not come"
         handle, self.here.mapped = self.handles[self.here.mapped], self.here.mapped + 1
-        if self.here.rank == self.refuses:
-            self.meeting.abort()
-            raise RuntimeError("the GPUs have no way to each other\nframes of C++ follow")
         handle.places[self.here.rank] = place
-        try:
-            self.meeting.wait()
-        except threading.BrokenBarrierError:
-            raise RuntimeError("the GPUs have no way to each other") from None
+        self.meeting.wait()
         return handle
+
+    def links(self, device: object, link: str) -> SimpleNamespace:
+        assert str(device) == "DeviceType.CUDA" and link == "nvlink"
+        found = [[int(one != other) for other in range(SIZE)] for one in range(SIZE)]
+        if self.apart is not None:
+            found[self.apart[0]][self.apart[1]] = 0
+        return SimpleNamespace(matrix=found)
 
 
 class ThreadGroup:
@@ -93,7 +97,8 @@ def together(monkeypatch: pytest.MonkeyPatch, memory: Memory, work: Callable[[in
     on_device = torch.tensor
     monkeypatch.setattr(symmetric, "empty", memory.empty)
     monkeypatch.setattr(symmetric, "rendezvous", memory.rendezvous)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: "all ranks")
+    monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", memory.links)
+    monkeypatch.setattr(shared_sums, "dist", SimpleNamespace(group=SimpleNamespace(WORLD="all ranks")))
     monkeypatch.setattr(torch, "tensor", lambda data, **_: on_device(data))
 
     def on(rank: int) -> Any:
@@ -134,9 +139,10 @@ def test_small_parts_have_a_place_and_large_ones_are_reduced(monkeypatch: pytest
     def work(rank: int, group: Group) -> bool:
         sums = sums_of(group)
         assert isinstance(sums, SharedSums) and isinstance(sums, SharedReduce)
-        assert sums.described() == {"name": "shared memory", "not_chosen": {}}
+        most = most_bytes(SIZE)
+        assert sums.described() == {"name": "shared memory", "most_bytes": most, "not_chosen": {}}
         for dtype in (torch.float32, torch.bfloat16):
-            fits = torch.empty(LIMIT // 64 // dtype.itemsize, 64, dtype=dtype)
+            fits = torch.empty(most // 64 // dtype.itemsize, 64, dtype=dtype)
             place = sums.place(1, fits)
             assert place is not None and place.shape == fits.shape and place.dtype == dtype
             assert sums.place(1, torch.empty(len(fits) + 1, 64, dtype=dtype)) is None
@@ -145,18 +151,23 @@ def test_small_parts_have_a_place_and_large_ones_are_reduced(monkeypatch: pytest
     assert together(monkeypatch, Memory(), work) == [True] * SIZE
 
 
-def test_gpus_that_do_not_reach_each_other_sum_as_before_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_nvlink_sum_as_before_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, group: Group) -> bool:
         sums = sums_of(group)
         assert isinstance(sums, GroupSums) and not isinstance(sums, SharedReduce)
-        reason = "the GPUs have no way to each other"
+        reason = "GPUs 2 and 1 are not joined by NVLink"
         assert sums.described() == {"name": "nccl", "not_chosen": {"shared memory": reason}}
         return sums(torch.full((2,), float(rank))).tolist() == [3.0, 3.0]
 
-    assert together(monkeypatch, Memory(refuses=1), work) == [True] * SIZE
+    assert together(monkeypatch, Memory(apart=(2, 1)), work) == [True] * SIZE
 
 
 def test_torch_has_what_is_called() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="nvlink is not available"):
+            torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
+    assert {"dtype", "device"} < set(inspect.signature(symmetric.empty).parameters)
+    assert list(inspect.signature(symmetric.rendezvous).parameters) == ["tensor", "group"]
     handle = torch._C._distributed_c10d._SymmetricMemory
     for name, arguments in (("barrier", ("channel", "timeout_ms")), ("get_buffer", ("rank", "sizes", "dtype"))):
         assert all(argument in getattr(handle, name).__doc__ for argument in arguments)
