@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.studies.ledger.study_plan import ROWS, Experiment
+from mbd_core.studies.ledger.study_plan import Experiment, row_files
 from mbd_core.studies.ledger.study_results import report
 
 DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "studies"
-PUBLISHED: list[tuple[str, Experiment]] = [("ledger", "ordering"), ("ledger-without-pages", "ordering")]
+PUBLISHED: list[tuple[str, Experiment]] = [
+    ("ledger", "ordering"),
+    ("ledger", "ablation"),
+    ("ledger-without-pages", "ordering"),
+]
 
 
 @pytest.mark.parametrize(("study", "experiment"), PUBLISHED)
@@ -17,8 +21,8 @@ def test_a_published_report_is_computed_again_from_its_rows(
     study: str, experiment: Experiment, tmp_path: Path
 ) -> None:
     published = DOCUMENTS / study / experiment
-    (tmp_path / experiment).mkdir()
-    shutil.copy(published / ROWS, tmp_path / experiment)
+    for path in row_files(DOCUMENTS / study, experiment):
+        shutil.copytree(path.parent, tmp_path / path.parent.name, ignore=shutil.ignore_patterns("study.*"))
     assert report(tmp_path, experiment) == (published / "study.md").read_text()
     assert (tmp_path / experiment / "study.png").stat().st_size > 10_000
 
