@@ -63,7 +63,7 @@ def stream(url: str, seed: int, begun: threading.Semaphore) -> list[str]:
         "messages": [{"role": "user", "content": f"Tom has {seed} pens."}],
         "stream": True,
         "n": CHOICES,
-        "max_tokens": 120,
+        "max_tokens": 300,
         "temperature": 1,
         "seed": seed,
         "decoding": {"buffer_size": 1, "tau_m2t": 1.0},
