@@ -46,14 +46,16 @@ class RowDistance:
 def measure_rows(
     traces: ModelTraces, states: Mapping[str, StateConfig], *, draws: int, seed: int
 ) -> tuple[list[RowDistance], FittedNoise]:
-    """The distances of every recipe's states, and of `FITTED`, whose noise is returned as well."""
+    """The distances of every recipe's states, and of `FITTED`, which is `LEDGER_MBD` with the noise that is returned
+    as well."""
     requests = sorted(traces.run.requests, key=lambda request: int(request.request_id))
     even, odd = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
     if not even or not odd:
         raise ValueError(f"{len(requests)} traced problems are no two halves; trace at least 2")
     fitting, inference = inference_states(even), inference_states(odd)
     noise = fit_noise(fitting.rows(), source=f"{traces.name}, {len(fitting)} forwards of {len(even)} problems")
-    fitted = replace(LEDGER_MBD.states, schedule="fitted", bounds=replace(LEDGER_MBD.states.bounds, fitted=noise))
+    method = states[LEDGER_MBD.name]
+    fitted = replace(method, schedule="fitted", bounds=replace(method.bounds, fitted=noise))
     examples = decoded_examples(replace(traces.run, requests=tuple(odd)), traces.prompt_lengths)
     found = []
     for recipe, config in {**states, FITTED: fitted}.items():

@@ -1,5 +1,6 @@
 """An experiment's results in the study's folder: what was measured of inference, the rows, and the report of both."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from mbd_core.checkpoint.folder import read_folder
@@ -40,8 +41,10 @@ def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
             decoding={"tau_m2t": CLAIM_TAU},
         )
         with folder_beside(folder, "measured inference") as beside:
-            (traces,) = record_models({"base": read_folder(base)}, asked, beside / "traces")
-            states = {recipe.name: recipe.states for recipe in ABLATION_ROWS.values()}
+            model = read_folder(base)
+            (traces,) = record_models({"base": model}, asked, beside / "traces")
+            size = model.config.block_size  # a study trains in its base's blocks
+            states = {recipe.name: replace(recipe.states, block_size=size) for recipe in ABLATION_ROWS.values()}
             distances, noise = measure_rows(traces, states, draws=DRAWS, seed=0)
             write_distances(beside / DISTANCES, distances)
             write_noise(beside / NOISE, noise)

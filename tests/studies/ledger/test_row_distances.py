@@ -1,13 +1,17 @@
 """Distances of training states from traces: the fitted noise is the nearest, and what is written is read again."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mbd_core.checkpoint.folder import read_folder
+from mbd_core.multitf.fitted_noise import FittedNoise
 from mbd_core.multitf.ledger_recipes import LEDGER_MBD, LEDGER_TF
+from mbd_core.multitf.states import StateConfig
 from mbd_core.studies.alignment.recorded_traces import Asked, record_models
+from mbd_core.studies.ledger import study_results
 from mbd_core.studies.ledger.row_distances import RowDistance, measure_rows, read_distances, write_distances
 from mbd_core.studies.ledger.study_plan import FITTED
 
@@ -22,6 +26,21 @@ def test_noise_that_is_fitted_is_nearer_than_the_rows(tiny_model_dir: Path, tmp_
     fitted, chain = found[FITTED].mean_w1, found["ledger-mbd"].mean_w1
     assert fitted is not None and chain is not None and fitted[0] < chain[0]
     assert noise.source.startswith("base, ")
+
+
+def test_the_distances_are_of_states_in_the_bases_blocks(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StateConfig] = []
+
+    def measured(traces: object, states: Mapping[str, StateConfig], **_: int) -> tuple[list[RowDistance], FittedNoise]:
+        seen.extend(states.values())
+        return [], FittedNoise(states=(((0.25, 1.0), 3),), source="a trace")
+
+    monkeypatch.setattr(study_results, "measure_rows", measured)
+    study_results.measure_inference(tmp_path, tiny_model_dir, num_problems=2)
+    size = read_folder(tiny_model_dir).config.block_size
+    assert len(seen) == 8 and {states.block_size for states in seen} == {size} != {LEDGER_MBD.states.block_size}
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
