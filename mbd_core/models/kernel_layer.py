@@ -60,17 +60,13 @@ class Stream:
     ranks: RankParts | None = None
     experts: ExpertParts | None = None
 
-    @property
-    def _adds(self) -> bool:
-        return self.part_TD is not None or self.ranks is not None or self.experts is not None
-
     def normed(self, norm: Norm) -> tuple[Tensor, Tensor]:
         """The whole sum (T, D) and its norm (T, D)."""
         return add_norm(self.x_TD, norm.gain, norm.eps, part_TD=self.part_TD, ranks=self.ranks, experts=self.experts)
 
     def total(self) -> Tensor:
         """The whole sum (T, D)."""
-        if not self._adds:
+        if self.part_TD is None and self.ranks is None and self.experts is None:
             return self.x_TD
         return add_norm(self.x_TD, None, 0.0, part_TD=self.part_TD, ranks=self.ranks, experts=self.experts)[0]
 
