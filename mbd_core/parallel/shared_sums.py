@@ -104,7 +104,7 @@ def share_sums(group: Group) -> SharedSums:
         try:
             _check_nvlink(size)
             return [symmetric.empty(most_bytes(size), dtype=torch.uint8, device=device) for _ in range(2)]
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             raise ValueError(_first_line(error)) from error
 
     places = group.agree(allocated)  # before any rank waits for the others' memory
@@ -125,7 +125,8 @@ def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, 
 
 
 def _check_nvlink(size: int) -> None:
-    """Raise `ValueError` unless NVLink joins each two of the first `size` GPUs."""
+    """Raise `ValueError` unless NVLink joins each two of the first `size` GPUs; `ImportError` where torch cannot tell,
+    which no public call of it does."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]  # no stub
 
@@ -136,5 +137,5 @@ def _check_nvlink(size: int) -> None:
                 raise ValueError(f"GPUs {one} and {other} are not joined by NVLink")
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]

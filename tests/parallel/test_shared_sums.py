@@ -162,6 +162,15 @@ def test_gpus_without_nvlink_sum_as_before_and_say_why(monkeypatch: pytest.Monke
     assert together(monkeypatch, Memory(apart=(2, 1)), work) == [True] * SIZE
 
 
+def test_a_torch_that_cannot_tell_links_sums_as_before_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, group: Group) -> str:
+        monkeypatch.delattr(torch._C._distributed_c10d, "_detect_dma_connectivity", raising=False)
+        return sums_of(group).described()["not_chosen"]["shared memory"]
+
+    for reason in together(monkeypatch, Memory(), work):
+        assert "cannot import name '_detect_dma_connectivity'" in reason
+
+
 def test_torch_has_what_is_called() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="nvlink is not available"):
