@@ -1,5 +1,6 @@
 """Ranks that share a vocabulary find what one rank finds in all of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_logits_cross_only_where_more_than_the_likeliest_is_asked(
 
     model = Decoder(DENSE, shard=Shard(rank=1, size=2), reduce=noted)
     init_weights(model, seed=0)
-    engine = Engine(model.eval(), SIZES.__class__(**{**vars(SIZES), "static_shapes": static}))
+    engine = Engine(model.eval(), replace(SIZES, static_shapes=static))
     decoding = DecodingConfig(block_size=B, **{**METHODS[1], **more})
     engine.generate([Request(request_id="r", prompt=(2, 3), max_tokens=12, decoding=decoding, sampling=sampling)])
     assert ((DENSE.vocab_size in {shape[-1] for shape in shapes}) is crosses) and shapes
