@@ -138,8 +138,8 @@ class ModelConfig:
     def sharded(self, size: int) -> "ModelConfig":
         """The sizes of one of `size` tensor-parallel ranks: fewer heads, narrower MLPs and experts, the rest whole.
 
-        Also `vocab_size`, of whose rows a rank has a part (`Decoder.vocabulary`).
-        Raises `ValueError` naming the size that does not divide.
+        `vocab_size` is among the rest, although a rank has a part of its rows (`Decoder.vocabulary`). Raises
+        `ValueError` naming the size that does not divide.
         """
         moe = self.moe
         divided = {

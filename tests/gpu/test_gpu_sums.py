@@ -1,6 +1,7 @@
 """Sums in shared memory on a real GPU, which two processes share: torch lets ranks overlap on a device for tests."""
 
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from torch import multiprocessing
 
 from mbd_core.ops.residual_norm import add_norm
 from mbd_core.parallel import shared_sums
-from mbd_core.parallel.group import init_group, open_store
+from mbd_core.parallel.group import init_group
 from mbd_core.parallel.shared_sums import SharedSums, share_sums
 
 pytestmark = pytest.mark.gpu
 SIZE, TOKENS, WIDTH, LAYERS = 2, 128, 2048, 8
 
 
-def work(rank: int, port: int, store: dist.TCPStore | None = None) -> None:
-    """In every rank: the sums of many layers, eagerly and as a replayed graph, are those of the parts."""
+def work(rank: int, port: int) -> None:
+    """In every rank, a process that changes torch for itself alone: the sums of many layers, eagerly and as a replayed
+    graph, are those of the parts."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     shared_sums._check_nvlink = lambda size: None  # one GPU reaches itself
     init_process_group = dist.init_process_group
@@ -28,7 +30,7 @@ def work(rank: int, port: int, store: dist.TCPStore | None = None) -> None:
         init_process_group("gloo", **{**options, "device_id": None})  # NCCL refuses two ranks on a device
 
     dist.init_process_group = over_gloo
-    group = init_group(rank_of(rank, SIZE, port, timeout=60.0, device="cuda:0"), store=store)
+    group = init_group(rank_of(rank, SIZE, port, timeout=60.0, device="cuda:0"))
     try:
         check(share_sums(group), rank)
         group.barrier()
@@ -71,9 +73,7 @@ def check(sums: SharedSums, rank: int) -> None:
 
 
 def test_two_processes_sum_what_each_wrote() -> None:
-    store = open_store("127.0.0.1", size=SIZE, timeout=60)
-    other = multiprocessing.get_context("spawn").Process(target=work, args=(1, store.port), daemon=True)
-    other.start()
-    work(0, store.port, store)
-    other.join(60)
-    assert other.exitcode == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(work, (port,), nprocs=SIZE)  # raises what a process raised
