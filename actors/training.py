@@ -43,10 +43,13 @@ class TrainingResult:
     resumed_after: int
 
 
-def plan_workers(run: TrainingRun) -> Topology:
-    """The workers on the connected cluster; `ClusterTooSmall` if not all find room: Ray would wait for ever."""
+def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
+    """The workers of `runs` such runs on the connected cluster.
+
+    Raises `ClusterTooSmall` if not all find room: Ray would wait for ever.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return plan_topology(nodes, processes=run.num_workers, device=run.device, noun="workers")
+    return plan_topology(nodes, processes=runs * run.num_workers, device=run.device, noun="workers")
 
 
 def plan_run(run: TrainingRun) -> TrainingRun:

@@ -56,6 +56,9 @@ Steps = Annotated[
 ]
 Traced = Annotated[int, typer.Option(min=4, help="Problems that are traced for alignment, half of them for its fit.")]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes of a run.", rich_help_panel=CLUSTER)]
+AtOnce = Annotated[
+    int, typer.Option(min=1, help="Runs that are trained at once, if the cluster has room.", rich_help_panel=CLUSTER)
+]
 Actors = Annotated[int, typer.Option(min=1, help="Engines of a sweep.", rich_help_panel=CLUSTER)]
 ReportOnly = Annotated[
     bool, typer.Option("--report-only", help="Write the report again, from the rows alone.", rich_help_panel=OUTPUT)
@@ -74,6 +77,7 @@ def run(
     steps: Steps = None,
     traced: Traced = 512,
     workers: Workers = 2,
+    at_once: AtOnce = 1,
     actors: Actors = 2,
     report_only: ReportOnly = False,
 ) -> None:
@@ -100,7 +104,7 @@ def run(
     out = out.resolve()
     claim(out, plan)
     noise = measure_inference(out, folder, num_problems=traced) if experiment == "alignment" else None
-    compute(out, plan, experiment, folder, base=base, noise=noise, workers=workers, actors=actors)
+    compute(out, plan, experiment, folder, base=base, noise=noise, workers=workers, at_once=at_once, actors=actors)
     print(report(out, experiment))
 
 
@@ -129,6 +133,7 @@ def compute(
     base: str,
     noise: Path | None,
     workers: int,
+    at_once: int,
     actors: int,
 ) -> None:
     """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
@@ -141,11 +146,9 @@ def compute(
         check_fit(fetched(one.recipe))
     from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
-    is_ours = connect(num_cpus=max(4, workers + 1, actors + 2), worker_logs=False)
+    is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
     try:
-        for number, one in enumerate(runs, start=1):
-            print(f"study: run {number} of {len(runs)}: {one.name}", file=sys.stderr)
-            train_on_cluster(one, resume=one.folder.exists())
+        train_all(runs, at_once=at_once)
         for seed in plan.seeds:
             evaluate(out, plan, experiment, seed, folder, actors=actors)
     finally:
@@ -158,6 +161,44 @@ def compute(
         models = {path.name: recipe for path, recipe in swept_models(out, experiment, seed, folder).items()}
         tables.append(sweep_rows(sweep_folder(out, experiment, seed), models))
     write_rows(out / experiment / ROWS, tables)
+
+
+def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
+    """Train the runs on the connected cluster, each driven by a task of its own, `at_once` of them at a time.
+
+    Raises `ClusterTooSmall` if so many find no room. After a run that failed none is begun; once those that were have
+    ended, `RuntimeError` names all that failed.
+    """
+    import ray
+
+    from actors.training import plan_workers
+    from cluster.failures import reason
+
+    if runs:
+        plan_workers(runs[0], runs=min(at_once, len(runs)))
+    drive = ray.remote(num_cpus=0)(train_one)
+    waiting, running, failures, done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0
+    while running or (waiting and not failures):
+        while waiting and not failures and len(running) < at_once:
+            one = waiting.pop()
+            running[drive.remote(one)] = one.name
+            print(f"study: begun: {one.name}", file=sys.stderr)
+        ended = ray.wait(list(running))[0][0]
+        name = running.pop(ended)
+        try:
+            ray.get(ended)
+        except ray.exceptions.RayError as error:
+            failures.append(f"{name}: {reason(error)}")
+        else:
+            done += 1
+            print(f"study: trained: {name} ({done} of {len(runs)})", file=sys.stderr)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def train_one(one: TrainingRun) -> None:
+    """A run from its beginning or its newest checkpoint: where the task's process is lost, Ray calls it again."""
+    train_on_cluster(one, resume=one.folder.exists())
 
 
 def training(
