@@ -12,6 +12,7 @@ DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "studies"
 PUBLISHED: list[tuple[str, Experiment]] = [
     ("ledger", "ordering"),
     ("ledger", "ablation"),
+    ("ledger", "alignment"),
     ("ledger-without-pages", "ordering"),
 ]
 

@@ -73,4 +73,5 @@ def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> Non
     assert found is not None
     assert float(found[1]) < -0.9 and float(found[4]) < 0.01
     assert "| mean_w1, accuracy, 2 slots | 8 |" in text, "a row without the distance is left out"
+    assert "| mean_w1 where delta_r < 0.5, accuracy, 2 slots | 4 |" in text
     assert "noise fitted to traces is above chain-uniform" in text
