@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
+STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t of 1 to 9 degrees of freedom, two-sided."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -25,6 +27,13 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
         return center, 0.0
     variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
     return center, math.sqrt(variance / len(values))
+
+
+def student_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of at least two values by Student's t; of more than ten values a little wide."""
+    center, error = mean_and_stderr(values)
+    half = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1] * error
+    return center - half, center + half
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:

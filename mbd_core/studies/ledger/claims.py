@@ -11,8 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from mbd_core.multitf.ledger_recipes import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
-from mbd_core.studies.ledger.paired_bootstrap import Bootstrap, Interval, McNemar, curves, mcnemar
+from mbd_core.studies.ledger.paired_bootstrap import (
+    Bootstrap,
+    Draws,
+    Interval,
+    McNemar,
+    curves,
+    each_seed,
+    mcnemar,
+    over_seeds,
+)
 from mbd_core.studies.ledger.study_plan import BASE, FITTED, Experiment
 from mbd_core.studies.ledger.study_rows import Cell, PairedRows
 
@@ -25,7 +36,8 @@ RULE = (
     f"What counts as shown, stated before the results: at tau_m2t = {CLAIM_TAU} (an AUP: over all thresholds) the "
     "95 % interval of the difference, over problems and training seeds, lies on the claimed side of 0, and for an "
     f"accuracy the exact McNemar p is below {ALPHA} divided by the number of claims of accuracy. A claim of no loss "
-    f"allows {MARGIN:g} point. Contradicted: the interval lies on the other side of 0. Otherwise: not shown."
+    f"allows {MARGIN:g} point, is contradicted beyond it, and has no p. Contradicted: the interval lies on the other "
+    "side of 0. Otherwise: not shown."
 )
 
 
@@ -95,11 +107,15 @@ CLAIMS: dict[Experiment, tuple[Claim, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A claim with what was measured of it under one buffer size."""
+    """A claim with what was measured of it under one buffer size.
+
+    `over_seeds` is the difference with Student's interval over the training seeds, which decides nothing.
+    """
 
     claim: Claim
     buffer_size: int
     difference: Interval
+    over_seeds: Interval | None
     test: McNemar | None
     verdict: Verdict
 
@@ -108,34 +124,49 @@ def judge(claims: Sequence[Claim], rows: PairedRows, bootstrap: Bootstrap) -> li
     """Every claim under every buffer size of MultiBD; `ValueError` if the rows lack a cell that it compares."""
     buffers = sorted({cell.buffer_size for cell in rows.cells} - {1})
     num_tests = len(buffers) * sum(claim.measure == "accuracy" and not claim.no_loss for claim in claims)
-    found = []
+    found, seeds = [], each_seed(rows)
     for claim in claims:
         for size in buffers:
-            difference, test = _measured(claim, size, rows, bootstrap)
-            verdict = _verdict(claim, difference, test, num_tests=num_tests)
-            judged = Judged(claim=claim, buffer_size=size, difference=difference, test=test, verdict=verdict)
+            difference = Interval.of(_measured(claim, size, bootstrap))
+            test = mcnemar(rows, *_cells(claim, size, rows)) if claim.measure == "accuracy" else None
+            judged = Judged(
+                claim=claim,
+                buffer_size=size,
+                difference=difference,
+                over_seeds=over_seeds(_measured(claim, size, seeds)),
+                test=test,
+                verdict=_verdict(claim, difference, test, num_tests=num_tests),
+            )
             found.append(judged)
     return found
 
 
-def _measured(claim: Claim, size: int, rows: PairedRows, bootstrap: Bootstrap) -> tuple[Interval, McNemar | None]:
-    """The difference in the claimed direction: positive is what the claim says."""
+def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The recipes and buffer sizes that are compared; the first is what is claimed to be higher."""
     first, second = (claim.first, size), (claim.second, 1 if claim.single else size)
-    if claim.first == claim.second:  # SingleBD above MultiBD of one model
-        first, second = second, first
-    if claim.measure == "aup":
-        known = curves(rows)
-        for curve in (first, second):
-            if curve not in known:
-                raise ValueError(f"the rows lack {curve[0]} with {curve[1]} slots, which a claim compares")
-        return Interval.of(bootstrap.aup(known[first]) - bootstrap.aup(known[second])), None
-    one, other = (Cell(recipe, slots, CLAIM_TAU) for recipe, slots in (first, second))
+    return (second, first) if claim.first == claim.second else (first, second)  # SingleBD above MultiBD of one model
+
+
+def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[Cell, Cell]:
+    """The sides at the threshold of the claims; `ValueError` if the rows lack one."""
+    one, other = (Cell(recipe, slots, CLAIM_TAU) for recipe, slots in _sides(claim, size))
     for cell in (one, other):
         if cell not in rows.correct:
             raise ValueError(f"the rows lack {cell}, which a claim compares")
-    if claim.measure == "nfe":
-        return bootstrap.difference(other, one, "nfe"), None
-    return bootstrap.difference(one, other, "accuracy"), mcnemar(rows, one, other)
+    return one, other
+
+
+def _measured(claim: Claim, size: int, draws: Draws) -> np.ndarray:
+    """The difference in each draw (D,), in the claimed direction: positive is what the claim says."""
+    if claim.measure == "aup":
+        known = curves(draws.rows)
+        for curve in _sides(claim, size):
+            if curve not in known:
+                raise ValueError(f"the rows lack {curve[0]} with {curve[1]} slots, which a claim compares")
+        first, second = (draws.aup(known[curve]) for curve in _sides(claim, size))
+        return first - second
+    one, other = _cells(claim, size, draws.rows)
+    return draws.difference(other, one, "nfe") if claim.measure == "nfe" else draws.difference(one, other, "accuracy")
 
 
 def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> Verdict:

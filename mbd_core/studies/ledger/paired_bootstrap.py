@@ -1,8 +1,9 @@
 """Intervals over problems and seeds: a bootstrap that draws training seeds, and of each drawn one its problems.
 
 Every cell is measured on the same draws, so that a difference of two cells is paired by problem and by seed. A run of
-another seed is another model on other problems; with three seeds the intervals are wide, and honest for it. One seed
-has intervals over its problems alone.
+another seed is another model on other problems. No draw goes beyond the best and the worst of a few seeds, so that
+three seeds' intervals are narrower than they say; `over_seeds` has Student's beside them. One seed has intervals over
+its problems alone.
 
 Shape legend: D draws, of which the first is the rows themselves; P problems; K points of a curve.
 """
@@ -15,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from mbd_core.evaluation.aup_interval import d3llm, sorted_points
-from mbd_core.evaluation.statistics import sign_test
+from mbd_core.evaluation.statistics import sign_test, student_interval
 from mbd_core.studies.ledger.study_rows import Cell, PairedRows
 
 Measure = Literal["accuracy", "nfe", "tpf"]
@@ -26,7 +27,7 @@ BLOCK = 250  # draws at once
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A number with its 95 % percentile interval."""
+    """A number with its 95 % interval."""
 
     value: float
     low: float
@@ -34,6 +35,7 @@ class Interval:
 
     @classmethod
     def of(cls, values_D: np.ndarray) -> "Interval":
+        """What the rows have, which is the first draw, with the percentiles of the others."""
         low, high = np.percentile(values_D[1:], [2.5, 97.5])
         return cls(value=float(values_D[0]), low=float(low), high=float(high))
 
@@ -74,10 +76,10 @@ def weights(rows: PairedRows, *, num_draws: int, seed: int) -> np.ndarray:
     return drawn_DP
 
 
-class Bootstrap:
-    """The means of every cell under the same draws."""
+class Draws:
+    """The means of every cell under the same draws, `drawn_DP`: how often each problem counts in each."""
 
-    def __init__(self, rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> None:
+    def __init__(self, rows: PairedRows, drawn_DP: np.ndarray) -> None:
         self.rows = rows
         self._cells = rows.cells
         columns = [
@@ -85,7 +87,7 @@ class Bootstrap:
             for cell in self._cells
             for column in (100.0 * rows.correct[cell], rows.forwards[cell], rows.tpf(cell))
         ]
-        drawn_DP, columns_PC = weights(rows, num_draws=num_draws, seed=seed), np.stack(columns, axis=1)
+        columns_PC = np.stack(columns, axis=1)
         parts = (drawn_DP[at : at + BLOCK].astype(np.float64) for at in range(0, len(drawn_DP), BLOCK))
         means_DC = np.concatenate([part @ columns_PC / part.sum(1, keepdims=True) for part in parts])
         self._means_DCM = means_DC.reshape(len(drawn_DP), len(self._cells), 3)
@@ -94,8 +96,9 @@ class Bootstrap:
         """The mean in each draw (D,): accuracy in percent, forwards, or useful tokens per forward of an answer."""
         return self._means_DCM[:, self._place[cell], ("accuracy", "nfe", "tpf").index(measure)]
 
-    def difference(self, first: Cell, second: Cell, measure: Measure) -> Interval:
-        return Interval.of(self.mean(first, measure) - self.mean(second, measure))
+    def difference(self, first: Cell, second: Cell, measure: Measure) -> np.ndarray:
+        """The first cell's mean minus the second's in each draw (D,)."""
+        return self.mean(first, measure) - self.mean(second, measure)
 
     def aup(self, curve: Sequence[Cell]) -> np.ndarray:
         """d3LLM's AUP of a curve in each draw (D,); its y_max is the best accuracy of all cells in that draw."""
@@ -109,6 +112,26 @@ class Bootstrap:
     @cached_property
     def _best_D(self) -> np.ndarray:
         return self._means_DCM[:, :, 0].max(axis=1)
+
+
+class Bootstrap(Draws):
+    """The rows themselves, then `num_draws` draws of seeds and problems."""
+
+    def __init__(self, rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> None:
+        super().__init__(rows, weights(rows, num_draws=num_draws, seed=seed))
+
+
+def each_seed(rows: PairedRows) -> Draws:
+    """A draw for each training seed: its problems, once."""
+    return Draws(rows, np.stack([rows.seed_P == number for number in range(len(rows.seeds))]))
+
+
+def over_seeds(values_S: np.ndarray) -> Interval | None:
+    """The mean of the seeds' values with Student's interval, which leaves their problems out; none for one seed."""
+    if len(values_S) < 2:
+        return None
+    low, high = student_interval(values_S.tolist())
+    return Interval(value=float(values_S.mean()), low=low, high=high)
 
 
 def curves(rows: PairedRows) -> dict[tuple[str, int], list[Cell]]:

@@ -135,7 +135,8 @@ def distance_lines(
     lines += [
         "",
         "A negative correlation with accuracy or AUP says that nearer rows do better; with NFE, a positive one.",
-        "Mean W1 is over the sizes of running-sets that a row shares with inference. "
+        "δ_R and W1 are lower bounds. W1 is the sum over a running-set's slots, its mean over the sizes that a row "
+        "shares with inference. Their intervals are over the traced problems alone; no p-value is corrected. "
         f"`{MOST_SIZES}` leaves out rows that share less than half; it was decided after the results were seen.",
     ]
     lines += ["", "| Distance, outcome | Rows | Spearman's rho [95 %] | p, all orders |", "|---|---:|---:|---:|"]

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from mbd_core.evaluation.aup import aup_d3llm
-from mbd_core.studies.ledger.paired_bootstrap import ALPHA, Bootstrap, Interval, curves, mcnemar, weights
+from mbd_core.studies.ledger.paired_bootstrap import (
+    ALPHA,
+    Bootstrap,
+    Interval,
+    curves,
+    each_seed,
+    mcnemar,
+    over_seeds,
+    weights,
+)
 from mbd_core.studies.ledger.study_rows import Cell, PairedRows
 
 ONE, OTHER = Cell("one", 2, 0.9), Cell("other", 2, 0.9)
@@ -54,7 +63,7 @@ def test_differences_are_paired_by_problem() -> None:
     forwards = {ONE: (hard - 3).tolist(), OTHER: hard.tolist()}
     bootstrap = Bootstrap(rows({ONE: [1.0] * 200, OTHER: [1.0] * 200}, forwards=forwards), num_draws=300)
     alone = Interval.of(bootstrap.mean(ONE, "nfe"))
-    paired = bootstrap.difference(ONE, OTHER, "nfe")
+    paired = Interval.of(bootstrap.difference(ONE, OTHER, "nfe"))
     assert alone.high - alone.low > 1.0
     assert (paired.value, paired.low, paired.high) == pytest.approx((-3.0, -3.0, -3.0))
 
@@ -69,6 +78,20 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     over_problems = Interval.of(Bootstrap(rows({ONE: right}), num_draws=1000).mean(ONE, "accuracy"))
     assert over_problems.high - over_problems.low < 5 < 20 < over_seeds.high - over_seeds.low
     assert over_seeds.low == pytest.approx(60, abs=5) and over_seeds.high == pytest.approx(100, abs=5)
+
+
+def test_over_three_seeds_students_interval_goes_beyond_the_worst_of_them() -> None:
+    right: list[float] = []
+    for share in (0.6, 0.8, 1.0):
+        right += [1.0] * round(50 * share) + [0.0] * round(50 * (1 - share))
+    data = rows({ONE: right}, seeds=[number for number in range(3) for _ in range(50)])
+    means = each_seed(data).mean(ONE, "accuracy")
+    assert means.tolist() == pytest.approx([60.0, 80.0, 100.0])
+    found = over_seeds(means)
+    assert found is not None
+    half = 4.3027 * 20 / math.sqrt(3)  # 20: the sample's standard deviation
+    assert (found.value, found.low, found.high) == pytest.approx((80.0, 80 - half, 80 + half), rel=1e-3)
+    assert over_seeds(means[:1]) is None
 
 
 def test_a_draw_has_as_many_problems_and_the_first_draw_is_the_rows() -> None:

@@ -13,6 +13,7 @@ PUBLISHED: list[tuple[str, Experiment]] = [
     ("ledger", "ordering"),
     ("ledger", "ablation"),
     ("ledger", "alignment"),
+    ("ledger-b32", "ordering"),
     ("ledger-without-pages", "ordering"),
 ]
 
