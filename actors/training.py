@@ -52,19 +52,20 @@ def plan_workers(run: TrainingRun, *, runs: int = 1) -> Topology:
     return plan_topology(nodes, processes=runs * run.num_workers, device=run.device, noun="workers")
 
 
-def plan_run(run: TrainingRun) -> TrainingRun:
+def plan_run(run: TrainingRun, *, runs: int = 1) -> TrainingRun:
     """The run with its weights replicated or sharded, as one of the cluster's devices has room; prints the plan.
 
-    Raises `ClusterTooSmall` as `plan_workers` does, and `ValueError` for a training that takes more memory.
+    `runs` such runs find room beside each other. Raises `ClusterTooSmall` as `plan_workers` does, and `ValueError` for
+    a training that takes more memory.
     """
-    workers = plan_workers(run)
+    workers = plan_workers(run, runs=runs)
     if workers.num_gpus:
         available = ray.get(ray.remote(gpu_memory).options(num_cpus=1, num_gpus=workers.num_gpus).remote())
     else:
         available = workers.share(nodes_memory())
     device = "GPU" if workers.num_gpus else "CPU"
     sharding, lines = check_room(
-        fetched(run.recipe), run.sharding, available, num_workers=workers.processes, device=device
+        fetched(run.recipe), run.sharding, available, num_workers=run.num_workers, device=device
     )
     print("\n".join(lines))
     return replace(run, sharding=sharding)

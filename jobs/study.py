@@ -57,7 +57,12 @@ Steps = Annotated[
 Traced = Annotated[int, typer.Option(min=4, help="Problems that are traced for alignment, half of them for its fit.")]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes of a run.", rich_help_panel=CLUSTER)]
 AtOnce = Annotated[
-    int, typer.Option(min=1, help="Runs that are trained at once, if the cluster has room.", rich_help_panel=CLUSTER)
+    int,
+    typer.Option(
+        min=1,
+        help="Runs that are trained at once; refused where the cluster has no room for all their workers.",
+        rich_help_panel=CLUSTER,
+    ),
 ]
 Actors = Annotated[int, typer.Option(min=1, help="Engines of a sweep.", rich_help_panel=CLUSTER)]
 ReportOnly = Annotated[
@@ -90,6 +95,7 @@ def run(
     if report_only:
         print(report(out, experiment))
         return
+    out = local_folder(out)
     base = checked_base(base)
     folder = model_folder(fetch_model(base)).resolve()
     plan = StudyPlan(
@@ -101,11 +107,15 @@ def run(
         steps=steps,
     )
     check_earlier(out, experiment)
-    out = out.resolve()
     claim(out, plan)
     noise = measure_inference(out, folder, num_problems=traced) if experiment == "alignment" else None
     compute(out, plan, experiment, folder, base=base, noise=noise, workers=workers, at_once=at_once, actors=actors)
     print(report(out, experiment))
+
+
+def local_folder(out: Path) -> Path:
+    """The absolute path of a folder that all workers reach; `ValueError` for one that goes with a submitted job."""
+    return Path(Folder.at(out).location)
 
 
 def checked_seeds(text: str) -> list[str]:
@@ -146,6 +156,7 @@ def compute(
         check_fit(fetched(one.recipe))
     from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
+    at_once = min(at_once, max(1, len(runs)))
     is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
     try:
         train_all(runs, at_once=at_once)
@@ -164,19 +175,21 @@ def compute(
 
 
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
-    """Train the runs on the connected cluster, each driven by a task of its own, `at_once` of them at a time.
+    """Train runs of one size on the connected cluster, `at_once` of them at a time.
 
-    Raises `ClusterTooSmall` if so many find no room. After a run that failed none is begun; once those that were have
-    ended, `RuntimeError` names all that failed.
+    Each is driven by a task of its own on this node, as a job of its own would be. Raises `ValueError` if the first
+    `at_once` find no room beside each other. After a run that failed none is begun; once those that were have ended,
+    `RuntimeError` names all that failed. A task that is lost is such a failure: the same command goes on with its run.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from actors.training import plan_workers
-    from cluster.failures import reason
+    from actors.training import plan_run
 
     if runs:
-        plan_workers(runs[0], runs=min(at_once, len(runs)))
-    drive = ray.remote(num_cpus=0)(train_one)
+        plan_run(runs[0], runs=min(at_once, len(runs)))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    drive = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(train_one)
     waiting, running, failures, done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0
     while running or (waiting and not failures):
         while waiting and not failures and len(running) < at_once:
@@ -188,7 +201,7 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
         try:
             ray.get(ended)
         except ray.exceptions.RayError as error:
-            failures.append(f"{name}: {reason(error)}")
+            failures.append(f"{name}: {sentence(error)}")
         else:
             done += 1
             print(f"study: trained: {name} ({done} of {len(runs)})", file=sys.stderr)
@@ -197,8 +210,16 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
 
 
 def train_one(one: TrainingRun) -> None:
-    """A run from its beginning or its newest checkpoint: where the task's process is lost, Ray calls it again."""
-    train_on_cluster(one, resume=one.folder.exists())
+    """A run from its beginning or its newest checkpoint."""
+    train_on_cluster(one, resume=one.folder.exists(), go_on="the same command")
+
+
+def sentence(error: Exception) -> str:
+    """What a task says of its failure, one line: what `train_on_cluster` raised there, if that is one sentence."""
+    from cluster.failures import reason
+
+    cause = getattr(error, "cause", None)
+    return str(cause) if isinstance(cause, ValueError | RuntimeError | OSError) else reason(error)
 
 
 def training(

@@ -266,8 +266,11 @@ def print_plan(recipe: TrainingRecipe, sharding: ShardingChoice, *, num_workers:
     print("\n".join(planned_lines(here, sharding, num_workers=num_workers, device=kind)))
 
 
-def train_on_cluster(training: TrainingRun, *, resume: bool) -> Folder:
-    """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts."""
+def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the same command and --resume") -> Folder:
+    """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts.
+
+    `go_on` is what goes on with a training that failed.
+    """
     from actors.training import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
@@ -280,8 +283,8 @@ def train_on_cluster(training: TrainingRun, *, resume: bool) -> Folder:
     except CLUSTER_FAILURES as error:
         reason = record_failure(error, training.folder, FAILURE)
         raise RuntimeError(
-            f"the training failed: {reason}; the run lies in {training.folder}; go on with the same command and "
-            f"--resume; the traceback is in {FAILURE} there"
+            f"the training failed: {reason}; the run lies in {training.folder}; go on with {go_on}; the traceback is "
+            f"in {FAILURE} there"
         ) from error
 
 

@@ -30,7 +30,12 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of at least two values by Student's t; of more than ten values a little wide."""
+    """The 95 % interval of the mean of values by Student's t; of more than ten a little wide.
+
+    Raises `ValueError` for fewer than two: they say nothing of their spread.
+    """
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} values have no interval of Student's; give at least two")
     center, error = mean_and_stderr(values)
     half = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1] * error
     return center - half, center + half

@@ -213,7 +213,8 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 
 
 SLOWLY = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, has it ignored
 from jobs import convert_checkpoint
 from mbd_core.checkpoint.tensor_pieces import TensorPieces
 

@@ -9,6 +9,7 @@ from mbd_core.evaluation.statistics import (
     mean_and_interval,
     mean_and_stderr,
     sign_test,
+    student_interval,
     wilson_interval,
     wins_and_losses,
 )
@@ -19,6 +20,16 @@ def test_sign_test_is_the_binomial_tail() -> None:
     assert sign_test(31, 48) == sign_test(48, 31)
     assert sign_test(0, 0) == sign_test(5, 5) == 1.0
     assert sign_test(6, 0) == 2 * 0.5**6
+
+
+def test_students_interval_of_few_values_and_of_many() -> None:
+    assert student_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706))  # one degree of freedom, error 1
+    many = [0.0, 1.0] * 50
+    low, high = student_interval(many)
+    error = mean_and_stderr(many)[1]
+    assert high - 0.5 == pytest.approx(0.5 - low) and 1.98 * error < high - 0.5 < 2.27 * error
+    with pytest.raises(ValueError, match="at least two"):
+        student_interval([1.0])
 
 
 def test_the_wilson_interval_has_its_known_values_and_solves_its_equation() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from drawn_study import study_cells
 
+from cluster.storage import JOB_COPY
 from jobs import study
 from mbd_core.studies.ledger.study_plan import ROWS
 from mbd_core.studies.ledger.study_rows import write_rows
@@ -30,6 +31,16 @@ def test_bad_input_is_one_sentence(
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_would_go_with_a_submitted_job_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / JOB_COPY / "job"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    assert study.main(["ordering", "--base", "tiny-bd", "--out", "out"]) == 2
+    assert "give an absolute path" in capsys.readouterr().err and not any(copy.iterdir())
 
 
 def test_the_report_is_written_from_the_rows_without_a_model(

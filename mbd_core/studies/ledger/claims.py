@@ -3,8 +3,8 @@
 A claim compares two sides under one buffer size, at the threshold that the models recommend (`CLAIM_TAU`), or over
 all thresholds where it is of the AUP. It is *shown* if the 95 % interval over problems and seeds lies on the paper's
 side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA` divided by the number of the
-experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on the other side of 0. All
-else is *not shown*, whatever the means are.
+experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on the other side of 0. A claim
+of no loss allows `MARGIN`, is contradicted beyond it, and has no p. All else is *not shown*, whatever the means are.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,8 @@ def judge(claims: Sequence[Claim], rows: PairedRows, bootstrap: Bootstrap) -> li
     for claim in claims:
         for size in buffers:
             difference = Interval.of(_measured(claim, size, bootstrap))
-            test = mcnemar(rows, *_cells(claim, size, rows)) if claim.measure == "accuracy" else None
+            tested = claim.measure == "accuracy" and not claim.no_loss
+            test = mcnemar(rows, *_cells(claim, size, rows)) if tested else None
             judged = Judged(
                 claim=claim,
                 buffer_size=size,

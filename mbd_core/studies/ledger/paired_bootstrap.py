@@ -1,11 +1,11 @@
 """Intervals over problems and seeds: a bootstrap that draws training seeds, and of each drawn one its problems.
 
 Every cell is measured on the same draws, so that a difference of two cells is paired by problem and by seed. A run of
-another seed is another model on other problems. No draw goes beyond the best and the worst of a few seeds, so that
-three seeds' intervals are narrower than they say; `over_seeds` has Student's beside them. One seed has intervals over
-its problems alone.
+another seed is another model on other problems. No draw has a better seed than the best or a worse one than the worst:
+where three seeds differ by more than the chance of their problems, the intervals are too narrow, where by less, too
+wide; `over_seeds` has Student's beside them. One seed has intervals over its problems alone.
 
-Shape legend: D draws, of which the first is the rows themselves; P problems; K points of a curve.
+Shape legend: D draws (a bootstrap's first is the rows themselves); S seeds; P problems; K points of a curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Interval:
 
     @classmethod
     def of(cls, values_D: np.ndarray) -> "Interval":
-        """What the rows have, which is the first draw, with the percentiles of the others."""
+        """Of a bootstrap's draws: what the rows have, which is the first, with the percentiles of the others."""
         low, high = np.percentile(values_D[1:], [2.5, 97.5])
         return cls(value=float(values_D[0]), low=float(low), high=float(high))
 
@@ -122,7 +122,7 @@ class Bootstrap(Draws):
 
 
 def each_seed(rows: PairedRows) -> Draws:
-    """A draw for each training seed: its problems, once."""
+    """A draw for each training seed alone: the means are (S,), and an AUP's y_max is of that seed."""
     return Draws(rows, np.stack([rows.seed_P == number for number in range(len(rows.seeds))]))
 
 

@@ -31,13 +31,14 @@ NAMES = {
     **{recipe.name: what for what, recipe in ABLATION_ROWS.items()},
 }
 NOTES = f"""Brackets are 95 % percentile intervals of {NUM_DRAWS} draws of training seeds and, in each, of problems.
-With one seed they are over problems alone; with a few, narrower than 95 %, since no draw goes beyond the best and the
-worst of them. Over seeds: the mean of the seeds' own differences with Student's 95 % interval, which leaves problems
-out; it was added after the results, and decides no verdict. Accuracy in percent; NFE: forwards of an answer, those
-that store included; TPF: useful tokens per forward, the mean over answers; AUP: d3LLM's over the thresholds, its
-y_max the best accuracy in this report; it drops a point that is more than 5 points less accurate than the slowest
-one, so that it jumps where a point crosses that line. Buffer size 1 is SingleBD. `p` is the exact McNemar test's, on
-the problems that one side alone has right."""
+With one seed they are over problems alone. Of a few they are too narrow where seeds differ by more than the chance of
+their problems, and too wide where by less; a share of 0 or 100 % has no width. Over seeds: the mean of the seeds' own
+differences with Student's 95 % interval, which leaves problems out; it was added after the results, and decides no
+verdict. Accuracy in percent; NFE: forwards of an answer, those that store included; TPF: useful tokens per forward,
+the mean over answers; AUP: d3LLM's over the thresholds, its y_max the best accuracy in this report (over seeds: in
+that seed); it drops a point that is more than 5 points less accurate than the slowest one, so that it jumps where a
+point crosses that line. Buffer size 1 is SingleBD. `p` is the exact McNemar test's, on the problems that one side
+alone has right."""
 
 
 def write_report(folder: Path, experiment: Experiment, rows: PairedRows, *, extra: Sequence[str] = ()) -> str:
@@ -72,7 +73,11 @@ def _claim_lines(judged: Sequence[Judged]) -> list[str]:
     for one in judged:
         counts = ("-", "-", "-")
         if one.test is not None:
-            counts = (str(one.test.first_only), str(one.test.second_only), f"{one.test.p_value:.2g}")
+            counts = (
+                str(one.test.first_only),
+                str(one.test.second_only),
+                f"{one.test.p_value:.2g}" if one.test.p_value else "< 1e-300",
+            )
         differences = [_signed(one.difference), _signed(one.over_seeds)]
         lines.append(table_line([one.claim.text, one.buffer_size, *differences, *counts, one.verdict]))
     return lines

@@ -44,6 +44,25 @@ def test_its_numbers_are_those_of_the_rows(tmp_path: Path) -> None:
     assert cells[4].startswith(f"{accuracy:.2f} [") and cells[5].startswith(f"{nfe:.2f} [")
 
 
+def test_what_several_slots_cost_is_singlebd_minus_multibd(tmp_path: Path) -> None:
+    write_rows(tmp_path / "ordering" / ROWS, [study_cells(RECIPES)])
+    text = report(tmp_path, "ordering")
+    table = pq.read_table(tmp_path / "ordering" / ROWS).to_pylist()
+    right = {
+        size: [
+            row["correct"]
+            for row in table
+            if (row["recipe"], row["buffer_size"], row["tau_m2t"]) == ("base", size, 0.9)
+        ]
+        for size in (1, 2)
+    }
+    lost = 100 * (np.mean(right[1]) - np.mean(right[2]))
+    section = text[text.index("## What several slots cost") : text.index("## All cells")]
+    line = next(line for line in section.splitlines() if line.startswith("| the base | 2 |"))
+    cells = [cell.strip() for cell in line.split("|")[3:-1]]
+    assert lost != 0 and [cell.split(" [")[0] for cell in cells] == [f"{lost:+.2f}"] * 2
+
+
 def test_the_rows_do_not_depend_on_the_order_of_the_sweeps(tmp_path: Path) -> None:
     table = study_cells(RECIPES)
     for name, parts in (("a", [table]), ("b", [table.slice(100), table.slice(0, 100)])):
