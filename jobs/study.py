@@ -8,7 +8,7 @@ import typer
 
 from actors.training_run import TrainingRun, check_run, checked_base, fetched
 from cluster.storage import Folder, fetch_model
-from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, OutFolder, command, names, numbers
+from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, command, names, numbers
 from jobs.eval_sweep import cut_sweep, run_work
 from jobs.sweep_subjects import Subjects
 from jobs.train_multitf import train_on_cluster
@@ -41,6 +41,9 @@ from mbd_core.studies.ledger.study_rows import sweep_rows, write_rows
 
 MAX_ROWS = 64
 
+Out = Annotated[
+    str, typer.Option(metavar="DIR", help="Folder to write, which every node reaches.", rich_help_panel=OUTPUT)
+]
 What = Annotated[Experiment, typer.Argument(help="What is studied; each needs the rows of those before it.")]
 Base = Annotated[
     str,
@@ -73,7 +76,7 @@ ReportOnly = Annotated[
 def run(
     experiment: What,
     *,
-    out: OutFolder,
+    out: Out,
     base: Base = LEDGER_BD.name,
     seeds: Seeds = "0,1,2",
     problems: Problems = 2000,
@@ -93,9 +96,9 @@ def run(
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
     if report_only:
-        print(report(out, experiment))
+        print(report(Path(out), experiment))
         return
-    out = local_folder(out)
+    place = checked_out(out)
     base = checked_base(base)
     folder = model_folder(fetch_model(base)).resolve()
     plan = StudyPlan(
@@ -106,16 +109,19 @@ def run(
         buffers=tuple(numbers(buffers, "--buffers")),
         steps=steps,
     )
-    check_earlier(out, experiment)
-    claim(out, plan)
-    noise = measure_inference(out, folder, num_problems=traced) if experiment == "alignment" else None
-    compute(out, plan, experiment, folder, base=base, noise=noise, workers=workers, at_once=at_once, actors=actors)
-    print(report(out, experiment))
+    check_earlier(place, experiment)
+    claim(place, plan)
+    noise = measure_inference(place, folder, num_problems=traced) if experiment == "alignment" else None
+    compute(place, plan, experiment, folder, base=base, noise=noise, workers=workers, at_once=at_once, actors=actors)
+    print(report(place, experiment))
 
 
-def local_folder(out: Path) -> Path:
-    """The absolute path of a folder that all workers reach; `ValueError` for one that goes with a submitted job."""
-    return Path(Folder.at(out).location)
+def checked_out(text: str) -> Path:
+    """The study's folder; `ValueError` for a URL, and for a relative path in a submitted job."""
+    folder = Folder.at(text)
+    if folder.is_remote:
+        raise ValueError(f"--out {text} is a URL, which a study does not write; give a folder that every node reaches")
+    return folder.path
 
 
 def checked_seeds(text: str) -> list[str]:

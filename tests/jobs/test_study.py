@@ -33,6 +33,12 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert study.main(["ordering", "--base", "tiny-bd", "--out", "s3://bucket/study"]) == 2
+    assert "--out s3://bucket/study is a URL" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 def test_a_folder_that_would_go_with_a_submitted_job_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
