@@ -3,7 +3,7 @@
 import traceback
 
 from ray.data.exceptions import SystemException
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.train import TrainingFailedError, WorkerGroupError
 
 from cluster.storage import Folder
@@ -33,3 +33,12 @@ def reason(error: BaseException) -> str:
         error = error.worker_failures[min(error.worker_failures)]
     lines = [line.strip() for line in str(error).partition(CAUSED)[0].splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:MAX_REASON]
+
+
+def task_sentence(error: RayError) -> str:
+    """What a task said of its failure: what it raised itself, if that is one of the errors that are one sentence.
+
+    `reason` would look for the first of the errors that caused it, which the task's own sentence is about.
+    """
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return str(cause) if isinstance(cause, ValueError | RuntimeError | OSError) else reason(error)

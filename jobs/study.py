@@ -191,6 +191,7 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.training import plan_run
+    from cluster.failures import task_sentence
 
     if runs:
         plan_run(runs[0], runs=min(at_once, len(runs)))
@@ -207,7 +208,7 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
         try:
             ray.get(ended)
         except ray.exceptions.RayError as error:
-            failures.append(f"{name}: {sentence(error)}")
+            failures.append(f"{name}: {task_sentence(error)}")
         else:
             done += 1
             print(f"study: trained: {name} ({done} of {len(runs)})", file=sys.stderr)
@@ -218,14 +219,6 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
 def train_one(one: TrainingRun) -> None:
     """A run from its beginning or its newest checkpoint."""
     train_on_cluster(one, resume=one.folder.exists(), go_on="the same command")
-
-
-def sentence(error: Exception) -> str:
-    """What a task says of its failure, one line: what `train_on_cluster` raised there, if that is one sentence."""
-    from cluster.failures import reason
-
-    cause = getattr(error, "cause", None)
-    return str(cause) if isinstance(cause, ValueError | RuntimeError | OSError) else reason(error)
 
 
 def training(

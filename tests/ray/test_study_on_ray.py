@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from actors.training_run import TrainingRun
+from cluster.failures import task_sentence
 from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs import study
@@ -90,7 +91,7 @@ def test_a_task_says_its_own_sentence_and_not_its_causes(ray_cluster) -> None:
 
     with pytest.raises(ray.exceptions.RayError) as failed:
         ray.get(ray.remote(num_cpus=0, max_retries=0)(fails).remote())
-    assert study.sentence(failed.value) == "the training failed: sample 17 is too long"
+    assert task_sentence(failed.value) == "the training failed: sample 17 is too long"
 
 
 def test_runs_without_room_beside_each_other_are_not_begun(
