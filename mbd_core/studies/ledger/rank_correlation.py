@@ -10,6 +10,7 @@ import numpy as np
 
 from mbd_core.studies.ledger.paired_bootstrap import Interval
 
+FEWEST = 3
 MOST_EXACT = 9
 """So many values have few enough orders (362,880) to try them all."""
 
@@ -53,8 +54,8 @@ def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> Ran
     more than the test can try, and for rows that are all alike.
     """
     n = len(distances)
-    if not 3 <= n <= MOST_EXACT:
-        raise ValueError(f"a rank correlation of {n} rows has no exact test here: give 3 to {MOST_EXACT}")
+    if not FEWEST <= n <= MOST_EXACT:
+        raise ValueError(f"a rank correlation of {n} rows has no exact test here: give {FEWEST} to {MOST_EXACT}")
     rho_D = spearman(distances, outcomes_RD)
     if math.isnan(rho_D[0]):
         raise ValueError("all rows have the same distance, or the same outcome: their ranks say nothing")

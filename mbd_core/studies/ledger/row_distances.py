@@ -22,7 +22,7 @@ from mbd_core.studies.alignment.recorded_traces import ModelTraces
 from mbd_core.studies.alignment.running_states import decoded_examples, inference_states, training_states
 from mbd_core.studies.ledger.claims import CLAIM_TAU
 from mbd_core.studies.ledger.paired_bootstrap import Bootstrap, curves
-from mbd_core.studies.ledger.rank_correlation import RankCorrelation, rank_correlation
+from mbd_core.studies.ledger.rank_correlation import FEWEST, RankCorrelation, rank_correlation
 from mbd_core.studies.ledger.study_plan import FITTED
 from mbd_core.studies.ledger.study_rows import Cell, PairedRows
 
@@ -31,7 +31,6 @@ COLUMNS = pa.schema(
     + [pa.field(f"{name}{part}", pa.float64()) for name in ("delta_r", "mean_w1") for part in ("", "_low", "_high")]
 )
 BOOTSTRAP_SAMPLES = 500
-FEWEST_ROWS = 3
 MOST_SIZES = "mean_w1 where delta_r < 0.5"
 """Decided after the results: a mean over the sizes that a row shares with inference is of few states where it shares
 few, as teacher forcing's, whose groups are single blocks."""
@@ -110,7 +109,7 @@ def correlations(
     for size in sorted({cell.buffer_size for cell in rows.cells} - {1}):
         for name, by_recipe in values_of.items():
             there = [recipe for recipe in by_recipe if (recipe, size) in known]
-            if name == MOST_SIZES and len(there) < FEWEST_ROWS:
+            if name == MOST_SIZES and len(there) < FEWEST:  # so few rows of another base may share their sizes
                 continue
             values = [by_recipe[recipe] for recipe in there]
             cells = [Cell(recipe, size, CLAIM_TAU) for recipe in there]
