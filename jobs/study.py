@@ -162,7 +162,7 @@ def compute(
         check_fit(fetched(one.recipe))
     from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
-    at_once = min(at_once, max(1, len(runs)))
+    at_once = min(at_once, len(runs))
     is_ours = connect(num_cpus=max(4, at_once * workers + 1, actors + 2), worker_logs=False)
     try:
         train_all(runs, at_once=at_once)
@@ -181,10 +181,10 @@ def compute(
 
 
 def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
-    """Train runs of one size on the connected cluster, `at_once` of them at a time.
+    """Train runs of one size on the connected cluster, `at_once` of them, at most all, at a time.
 
-    Each is driven by a task of its own on this node, as a job of its own would be. Raises `ValueError` if the first
-    `at_once` find no room beside each other. After a run that failed none is begun; once those that were have ended,
+    Each is driven by a task of its own on this node, as a job of its own would be. Raises `ValueError` if `at_once` of
+    them find no room beside each other. After a run that failed none is begun; once those that were have ended,
     `RuntimeError` names all that failed. A task that is lost is such a failure: the same command goes on with its run.
     """
     import ray
@@ -193,8 +193,12 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
     from actors.training import plan_run
     from cluster.failures import task_sentence
 
-    if runs:
-        plan_run(runs[0], runs=min(at_once, len(runs)))
+    if not runs:
+        return
+    try:
+        plan_run(runs[0], runs=at_once)
+    except ValueError as error:
+        raise ValueError(f"--at-once {at_once}: {error}") from None
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     drive = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(train_one)
     waiting, running, failures, done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0
