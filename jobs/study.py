@@ -198,7 +198,7 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
     try:
         plan_run(runs[0], runs=at_once)
     except ValueError as error:
-        raise ValueError(f"--at-once {at_once}: {error}") from None
+        raise type(error)(f"--at-once {at_once}: {error}") from None
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     drive = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(train_one)
     waiting, running, failures, done = list(reversed(runs)), dict[ray.ObjectRef[None], str](), list[str](), 0

@@ -9,6 +9,7 @@ import ray
 from actors.training_run import TrainingRun
 from cluster.failures import task_sentence
 from cluster.storage import Folder
+from cluster.topology import ClusterTooSmall
 from jobs import study
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder, init_weights
@@ -96,6 +97,6 @@ def test_a_task_says_its_own_sentence_and_not_its_causes(ray_cluster) -> None:
 def test_runs_without_room_beside_each_other_are_not_begun(
     ray_cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="--at-once 100: 200 workers need 1 CPU each"):
+    with pytest.raises(ClusterTooSmall, match="--at-once 100: 200 workers need 1 CPU each"):
         study.train_all([refused_run(str(number), tmp_path) for number in range(100)], at_once=100)
     assert "begun" not in capsys.readouterr().err
