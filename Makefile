@@ -8,6 +8,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+OLDEST_TRITON := $(VENV)/triton-3.6.0# what torch 2.11 brings; the kernels are compiled by it, too
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-slow check serve
@@ -15,10 +16,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -m "not slow" -n 2 -o faulthandler_timeout=900
 
-test-slow: $(VENV)/.installed
+test-slow: $(VENV)/.installed $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/.installed
@@ -35,3 +36,8 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ".[dev]"
 	@touch $@
+
+$(OLDEST_TRITON): | $(VENV)/.installed
+	@rm -rf $@.part
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(@:$(VENV)/triton-%=%)
+	@mv $@.part $@

@@ -7,8 +7,13 @@ A guide always knows a closing: tokens that complete the answer within its budge
 found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
 whose grammar becomes too complex to go on with is closed.
 
+The matcher is llguidance's. Only compiling a grammar imports it, so that an engine without grammars, such as the
+benchmarks on a bare GPU machine, needs torch and Triton alone.
+
 Shape legend: V vocabulary.
 """
+
+from __future__ import annotations
 
 import math
 import re
@@ -16,18 +21,20 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mbd_core.decoding.grammar import NAMES, Grammar, GrammarRefused, check_bounds
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 Pick = Callable[[int, np.ndarray], tuple[int, float]]
 """The token at the i-th open position among the allowed ones (V,), and its probability among them."""
 
 # A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
-LIMITS = LLParserLimits(initial_lexer_fuel=300_000, step_lexer_fuel=20_000, max_lexer_states=50_000)
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
 MAX_COMPILED = 32  # grammars that are kept for other requests
 MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing that is looked for between two forwards, in the two ways
 NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens that are tried at a position, and those whose next position is looked at
@@ -116,7 +123,7 @@ class Closings:
         return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
 
     def _walk(
-        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: "_Choose", search: Search
+        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: _Choose, search: Search
     ) -> list[int] | None:
         matcher = matcher.deep_copy()
         tokens: list[int] = []
@@ -173,7 +180,7 @@ class Closings:
         return min(follows, key=lambda t: follows[t]) if follows else int(tried[0])
 
 
-_Choose = Callable[[LLMatcher, np.ndarray, Counter[int], Search], int]
+_Choose = Callable[["LLMatcher", np.ndarray, Counter[int], Search], int]
 
 
 def _rank(text: bytes) -> int:
@@ -437,6 +444,8 @@ class Grammars:
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
     try:
         if grammar.syntax == "json_schema":
             text = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
@@ -446,7 +455,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
             text = LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
         raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
     if grammar.syntax == "json_schema":

@@ -9,7 +9,7 @@ import torch
 
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
-from mbd_core.multitf.fitted_noise import read_noise
+from mbd_core.multitf.noise_file import read_noise
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig

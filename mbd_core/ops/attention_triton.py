@@ -34,6 +34,7 @@ _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _WIDE_TILE = 64 * 128  # output numbers of a program above which it has more warps and fewer keys at once
 _PROGRAMS = 264  # two for each multiprocessor of an H100
+_STAGES = 3  # tiles of keys under way: page numbers, then keys and values; with 2, Triton 3.6 spills on capability 10
 _MOST_SPLITS = 16  # each split's sums are written and read again
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
@@ -197,7 +198,7 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         *q_THC.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
         rows.page_table_RP.stride(0), cut.tiles, rows.max_q, num_tokens, channels**-0.5 * math.log2(math.e),
         EACH=each, SHARE=share, C=channels, PAGE=page_size, SPLITS=cut.splits,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_C=cut.block_c, num_warps=cut.num_warps, num_stages=2,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_C=cut.block_c, num_warps=cut.num_warps, num_stages=_STAGES,
     )  # fmt: skip
     if cut.splits > 1:
         launch(

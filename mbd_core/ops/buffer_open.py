@@ -22,7 +22,7 @@ from torch import Tensor
 from mbd_core.ops.buffer_memory import BufferMemory
 from mbd_core.ops.triton_launch import launch
 
-_LISTED = 1024  # positions that the second kernel looks at at once
+_LISTED, _LIST_WARPS = 1024, 8  # positions that the second kernel looks at at once, and its warps
 _PAGES = 128  # page numbers copied at once
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
@@ -232,6 +232,7 @@ def open_step(
             memory.masked_RNB, memory.editable_RNB, memory.state_RN, memory.whole_RI, at_A, logits_at_A, asked_RNB,
             rows, asked,
             N=slots, SLOTS=num_slots, SIZE=size, **constants, ALL=num_asked is None, SHIFT=shift, BLOCK=_LISTED,
+            num_warps=_LIST_WARPS,
         )  # fmt: skip
     return OpenStep(
         report_X=report_X, tokens_T=tokens_T, positions_T=positions_T, cu_seqlens_q=bounds, kv_lens_K=kv_lens_K,

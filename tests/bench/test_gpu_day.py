@@ -1,7 +1,11 @@
 """The day's script, on a CPU at toy sizes: every section runs; what fails or hangs is named and costs only itself."""
 
 import json
+import os
+import re
+import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,55 @@ def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -
             assert (row["touched_experts"] is None) == (name == "dense")
     text = report(part, {name: {"state": "done", "seconds": 1.0, "rows": rows}}, toy=True)
     assert f"## {name}" in text and text.count("|---|") >= 1
+
+
+PACKAGES = {"torch", "triton", "transformers", "psutil", "pyarrow", "pytest"} | {
+    "filelock", "fsspec", "jinja2", "numpy", "safetensors", "setuptools", "tokenizers", "tqdm", "typer"
+}  # fmt: skip
+"""What a machine for these checks has (docs/gpu.md), and what comes with torch and transformers."""
+
+BARE = """
+import importlib, sys
+from pathlib import Path
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from mbd_core.bench.gpu_day import PARTS
+from mbd_core.bench.gpu_sections import toy_day
+
+for part, name in ((1, "machine"), (1, "graphs"), (3, "soak")):
+    assert PARTS[part][name].run(toy_day(Path(sys.argv[1])))
+for file in Path("tests/gpu").glob("test_*.py"):
+    importlib.import_module(f"gpu.{file.stem}")
+print("all held")
+"""
+
+
+def test_a_machine_with_torch_and_triton_alone_runs_the_checks(tmp_path: Path) -> None:
+    """Every other dependency of the project is missing there, in a process of its own."""
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    named = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    missing = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in named} - PACKAGES
+    assert {"llguidance", "pydantic", "pydantic_core", "math_verify", "ray", "openai"} <= missing
+    script = BARE.replace("{missing}", repr(missing))
+    paths = [root, root / "tests", root / "tests" / "support"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("all held\n"), done.stderr[-2000:]
 
 
 def test_the_parts_fit_into_a_call_of_nine_minutes() -> None:

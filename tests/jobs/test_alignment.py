@@ -7,7 +7,7 @@ import pytest
 
 from jobs import alignment
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.multitf.fitted_noise import read_noise
+from mbd_core.multitf.noise_file import read_noise
 
 ASKED = ["--limit", "24", "--max-tokens", "32"]
 SMALL = ["--draws", "4", "--bootstrap", "20"]

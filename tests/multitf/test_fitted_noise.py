@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mbd_core.multitf import run
-from mbd_core.multitf.fitted_noise import FittedNoise, fit_noise, read_noise, write_noise
+from mbd_core.multitf.fitted_noise import FittedNoise, fit_noise
 from mbd_core.multitf.noise import SCHEDULES, NoiseBounds
+from mbd_core.multitf.noise_file import read_noise, write_noise
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_fitted_noise

@@ -162,7 +162,11 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
             "EACH": each, "SHARE": share, "C": channels, "PAGE": 32, "SPLITS": cut.splits, "BLOCK_M": cut.block_m,
             "BLOCK_N": cut.block_n, "BLOCK_C": cut.block_c,
         }  # fmt: skip
-        check(compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=2), capability, tmp_path)
+        check(
+            compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=attention_triton._STAGES),
+            capability,
+            tmp_path,
+        )
     writes = {
         "parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_out": "i32!", "C": channels, "SPLITS": 16,
         "BLOCK_S": 16, "BLOCK_C": cut.block_c,
@@ -255,6 +259,6 @@ def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
         counts = dict.fromkeys(("R", "table_row", "P", "num_eos", "A", "mask_token"), "i32!")
         for kernel in (opens, lists, settles, slides):
             given = {**BUFFER, **counts, **constants, **({"BLOCK": buffer_open._LISTED} if kernel is lists else {})}
-            warps = 4 if kernel is lists else max(1, min(4, size // 32))
+            warps = buffer_open._LIST_WARPS if kernel is lists else max(1, min(4, size // 32))
             arguments = {name: given[name] for name in kernel.arg_names}
             check(compiled(kernel, arguments, capability, num_warps=warps), capability, tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mbd_core.files import write_json, write_text
-from mbd_core.multitf.fitted_noise import write_noise
+from mbd_core.multitf.noise_file import write_noise
 from mbd_core.studies.alignment.alignment_plots import draw_alignment
 from mbd_core.studies.alignment.compared_schedules import ComparedModel
 from mbd_core.studies.alignment.distances import LEAST_STATES, NUM_BINS, Estimate

@@ -6,8 +6,8 @@ from pathlib import Path
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.evaluation.tasks import find_task
 from mbd_core.files import folder_beside
-from mbd_core.multitf.fitted_noise import write_noise
 from mbd_core.multitf.ledger_recipes import ABLATION_ROWS, LEDGER_TASK
+from mbd_core.multitf.noise_file import write_noise
 from mbd_core.studies.alignment.recorded_traces import Asked, record_models
 from mbd_core.studies.ledger.claims import CLAIM_TAU
 from mbd_core.studies.ledger.paired_bootstrap import Bootstrap

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.multitf.fitted_noise import FittedNoise, write_noise
+from mbd_core.multitf.fitted_noise import FittedNoise
 from mbd_core.multitf.ledger_recipes import ABLATION_ROWS, LEDGER_BD, LEDGER_MBD, LEDGER_TF, NUM_STREAMS
+from mbd_core.multitf.noise_file import write_noise
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.studies.ledger.study_plan import (
     FITTED,
