@@ -5,10 +5,12 @@ All checks also run on a CPU, at sizes that fit it; there nothing is captured, w
 chosen so that its kernels take them: bfloat16, 128 channels, 32-token pages.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -91,17 +93,26 @@ def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
     return out
 
 
-def graphs_are_eager(model: Decoder, *, max_tokens: int = 48, max_rows: int = 4) -> Row:
+def graphs_are_eager(
+    model: Decoder, *, adapters: Mapping[str, Path] | None = None, max_tokens: int = 48, max_rows: int = 4
+) -> Row:
     """Serve all requests eagerly, capture the kinds of steps that came up, and serve them again from graphs.
 
-    Raises `CheckFailed` if a token differs, or if on a GPU a step of the second time was not a replay.
+    With `adapters`, folders by name, requests have one of them or none, in turn. Raises `CheckFailed` if a token
+    differs, or if on a GPU a step of the second time was not a replay.
     """
     on_gpu = model.model.norm.weight.is_cuda
-    sizes = EngineConfig(max_rows=max_rows, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False)
+    sizes = EngineConfig(
+        max_rows=max_rows, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False,
+        max_adapters=len(adapters or {}), max_rank=8,
+    )  # fmt: skip
     requests = check_requests(model.config, max_tokens=max_tokens)
-    eager = Engine(model, replace(sizes, graphs=False))
+    if adapters:
+        names = cycle((None, *adapters))
+        requests = [replace(request, adapter=next(names)) for request in requests]
+    eager = _with_adapters(Engine(model, replace(sizes, graphs=False)), adapters or {})
     wanted, kinds = _served(eager, requests)
-    replayed = Engine(model, sizes)
+    replayed = _with_adapters(Engine(model, sizes), adapters or {})
     captured = replayed._graphs.capture(kinds)
     found, _ = _served(replayed, requests)
     differing = [name for name, output in wanted.items() if found[name].tokens != output.tokens]
@@ -114,6 +125,12 @@ def graphs_are_eager(model: Decoder, *, max_tokens: int = 48, max_rows: int = 4)
         "model": model.config.architecture, "attention": replayed.attention.name, "kinds": len(kinds),
         "captured": captured, "replayed": report["steps_replayed"], "eager": report["steps_eager"], "same": True,
     }  # fmt: skip
+
+
+def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
+    for name, folder in adapters.items():
+        engine.load_adapter(name, folder)
+    return engine
 
 
 def _served(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:

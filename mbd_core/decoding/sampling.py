@@ -168,11 +168,17 @@ def _draw_truncated(scaled_PV: Tensor, draw: Draw) -> Tensor:
     kept_PV = rank_V < limit_P[:, None]
     ranked_PV = ranked_PV.masked_fill(~kept_PV, 0.0)
     ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
-    kept_PV &= (ranked_PV.cumsum(-1) - ranked_PV) < draw.top_p_P[:, None]  # the token that reaches top_p stays in
+    kept_PV &= (_running_sum(ranked_PV) - ranked_PV) < draw.top_p_P[:, None]  # the token that reaches top_p stays in
     ranked_PV = ranked_PV.masked_fill(~kept_PV, 0.0)
     ranked_PV = ranked_PV / ranked_PV.sum(-1, keepdim=True)
     rank_P1 = (ranked_PV.log() + gumbel(draw, order_PV)).argmax(dim=-1, keepdim=True)
     return order_PV.gather(-1, rank_P1)[:, 0]
+
+
+def _running_sum(x_PV: Tensor) -> Tensor:
+    """The sums (P, V) up to each number. A GPU scans a single row in parts whose order changes from call to call, by
+    which ranks could draw different tokens; of two rows it scans each in one order."""
+    return x_PV.cumsum(-1) if len(x_PV) > 1 else x_PV.repeat(2, 1).cumsum(-1)[: len(x_PV)]
 
 
 def gumbel(draw: Draw, ids_PK: Tensor) -> Tensor:

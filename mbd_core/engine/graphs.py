@@ -113,16 +113,20 @@ class StepGraphs:
         self.num_eager += 1
         return static_step(self.state, kind, num_pages=num_pages)
 
-    def release(self) -> None:
+    def release(self, *, wait: bool = True) -> None:
         """Let go of all graphs, after the device has finished: NCCL destroys a communicator only when no graph holds
-        it any more. From then on every step runs kernel by kernel."""
-        if self._captured:
+        it any more. From then on every step runs kernel by kernel. Without `wait` a graph under way ends later.
+
+        The next capture takes another pool: torch refuses one that no graph uses but some tensor still does.
+        """
+        if self._captured and wait:
             torch.cuda.synchronize(self.state.tables_RP.device)
         for captured in self._captured.values():
             captured.release()
         self._captured.clear()
         self._graph_of_kind.clear()
-        self.memory_bytes = 0
+        self._pool, self.memory_bytes = None, 0
+        self.state.runner.forget_batch()
 
     def report(self) -> dict[str, int]:
         """For whoever watches a server: graphs, their memory, and steps by how they ran."""

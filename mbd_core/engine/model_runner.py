@@ -98,6 +98,10 @@ class ModelRunner:
             hidden = torch.cat((hidden, self.last_RD))
         return hidden if batch.logits_at_A is None else hidden.index_select(0, batch.logits_at_A)
 
+    def forget_batch(self) -> None:
+        """Let go of the last forward's tensors, which may lie in a graph's memory."""
+        self.last_batch, self._hidden_TD = None, self._hidden_TD.new_zeros((0, self._hidden_TD.shape[1]))
+
     @property
     def has_kernel_layers(self) -> bool:
         """Whether some layer runs by Triton kernels, where rows are not computed apart."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -94,9 +95,11 @@ def main() -> None:
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
         run(*args)
     except Exception as error:
+        traceback.print_exc()
         with suppress(OSError):
             connection.send(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise
+        sys.stderr.flush()
+        os._exit(1)  # an interpreter that ends in order could wait for the device, and that for a lost rank
 
 
 def _end_with(connection: Connection) -> None:

@@ -5,8 +5,9 @@ that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second on
 work, and a dead process is noticed by its closed connection.
 
 The timeout bounds every wait. With gloo, on CPUs and for messages, it raises `RankLost` in the waiting rank; a process
-that ended is noticed at once. A sum between GPUs is asynchronous: there NCCL's watchdog ends the waiting process after
-the timeout, or the device's next call fails, and the owner of that process (Ray, a launcher) must notice it.
+that ended is noticed at once. A sum between GPUs is asynchronous. Outside a CUDA graph NCCL's watchdog ends the
+waiting process a minute after the timeout, or the device's next call fails, and the owner of that process (Ray, a
+launcher) must notice it. Within a graph NCCL waits for ever: rank 0's heartbeat notices a lost rank and interrupts it.
 
 Every rank must hold the same residual stream bit for bit: only on equal numbers do all ranks decide alike. All-reduce
 guarantees it: each element is summed in one order and sent to all (two ranks sum in either order, with equal results).
@@ -79,6 +80,7 @@ class Group:
     def __init__(self, rank: Rank, messages: dist.ProcessGroup) -> None:
         self.rank = rank
         self._messages = messages
+        self._interrupted = False
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, in place: every rank then holds the same bits."""
@@ -163,11 +165,18 @@ class Group:
         own CUDA graphs that hold the communicator (`Engine.close`)."""
         dist.destroy_process_group()
 
-    def abandon(self) -> None:
-        """Leave the group alone, where other ranks are lost or cannot be told: nothing waits for them."""
-        if self.rank.kind == "cuda":
+    def interrupt(self) -> None:
+        """From another thread than the one that waits for a lost rank: end its waiting between GPUs, where no timeout
+        does. Returns when no CUDA graph holds the communicator any more. Between CPUs every wait has its timeout."""
+        if self.rank.kind == "cuda" and not self._interrupted:
+            self._interrupted = True
             dist.distributed_c10d._abort_process_group()
-        else:
+
+    def abandon(self) -> None:
+        """Leave the group alone, where other ranks are lost or cannot be told: nothing waits for them. CUDA graphs
+        that hold the communicator must be gone, which NCCL's abort waits for."""
+        self.interrupt()
+        if self.rank.kind != "cuda":
             dist.destroy_process_group()
 
     def _lost(self, what: str) -> RankLost:

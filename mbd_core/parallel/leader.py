@@ -8,7 +8,9 @@ example, whose state and limits rank 0 alone has. A fingerprint of rank 0's stat
 rank whose own differs is out of step, and ends.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,6 +55,8 @@ from mbd_core.parallel.shared_sums import GroupSums, SharedSums
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
 
+FOLLOWER_ENDED = "a tensor-parallel follower's process has ended; start the group anew"
+
 
 class ParallelEngine(Engine):
     """Rank 0's engine. Its methods are `Engine`'s; `close()` releases the followers and leaves the group.
@@ -96,6 +100,7 @@ class ParallelEngine(Engine):
         self._commands: list[Command] = []
         self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
         self._failure: str | None = None  # why no step can follow; never taken back
+        self._overdue = math.inf  # when the step under way has taken longer than any rank waits
         self._closed = threading.Event()
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
@@ -197,16 +202,22 @@ class ParallelEngine(Engine):
             if self._failure is not None:
                 raise RankLost(self._failure)
             try:
+                if orders.action == "step":
+                    self._overdue = time.monotonic() + self._group.rank.timeout
                 self._group.broadcast(orders)
                 self._commands.clear()
                 yield
+                if self._failure is not None:  # the heartbeat's: what was computed since is of no use
+                    raise RankLost(self._failure)
             except BaseException as error:
                 self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
-                if isinstance(error, RankLost) and self.followers is not None:
+                if isinstance(error, RuntimeError) and self.followers is not None:
                     reason = self.followers.failure()
                     if reason is not None:
                         error.add_note(reason)
                 raise
+            finally:
+                self._overdue = math.inf
 
     def check_health(self) -> None:
         """Raise `RankLost` if a step or a sign of life failed, or if a follower's process has ended.
@@ -216,22 +227,23 @@ class ParallelEngine(Engine):
         if self._failure is not None:
             raise RankLost(self._failure)
         if self.followers is not None and not self.followers.alive:
-            raise RankLost("a tensor-parallel follower's process has ended; start the group anew")
+            raise RankLost(FOLLOWER_ENDED)
 
     def close(self) -> None:
         """Stop the followers, leave the group with them, and kill those that do not end; the second call does nothing.
 
         The order is that of NCCL: every rank lets go of its graphs, all leave together, and only then does rank 0 wait
-        for the followers' processes. Lost followers are killed first, and rank 0 leaves alone.
+        for the followers' processes. Lost followers are killed first, and rank 0 leaves alone: it lets go of its
+        graphs, too, because NCCL's abort waits for them, but not for a device that may never finish.
         """
         if self._closed.is_set():
             return
         self._closed.set()
-        self._heartbeat.join()
         stopped = self._stop_followers()
         self._failure = self._failure or "the engine was closed"
+        self._graphs.release(wait=stopped)
+        self._heartbeat.join()
         if stopped:
-            super().close()
             stopped = self._leave_together()
         if self.followers is not None:
             self.followers.end(self._group.rank.timeout if stopped else 0.0)
@@ -243,7 +255,7 @@ class ParallelEngine(Engine):
         try:
             self._group.barrier()
             self._group.close()
-        except RankLost:
+        except RuntimeError:
             return False
         return True
 
@@ -260,12 +272,28 @@ class ParallelEngine(Engine):
         return True
 
     def _beat(self) -> None:
-        """The heartbeat's thread."""
+        """The heartbeat's thread. While rank 0 is within a step, that is the sign of life. If a rank is lost then,
+        rank 0 may wait for ever, as sums within a CUDA graph do, and must be interrupted."""
         while not self._closed.wait(self._group.rank.timeout / 4):
-            with self._lock:
+            if not self._lock.acquire(blocking=False):
+                if (lost := self._lost_meanwhile()) is not None:
+                    self._failure = lost
+                    self._group.interrupt()
+                    return
+                continue
+            try:
                 if self._failure is not None:
                     return
-                try:
-                    self._group.broadcast(Orders(action="wait"))
-                except RankLost as error:
-                    self._failure = str(error)
+                self._group.broadcast(Orders(action="wait"))
+            except RankLost as error:
+                self._failure = str(error)
+            finally:
+                self._lock.release()
+
+    def _lost_meanwhile(self) -> str | None:
+        """Why the step under way cannot come to its end."""
+        if self.followers is not None and not self.followers.alive:
+            return FOLLOWER_ENDED
+        if time.monotonic() > self._overdue:
+            return f"a step took longer than {self._group.rank.timeout:g} s: a rank hangs; start the group anew"
+        return None

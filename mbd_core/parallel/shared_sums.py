@@ -10,7 +10,10 @@ Parts above `most_bytes`, those of long prompts above all, go over NCCL, and so 
 logits. This has not been run on GPUs.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ from mbd_core.models.kernel_layer import Sum
 from mbd_core.models.quantize import Parts
 from mbd_core.ops.residual_norm import RankParts
 from mbd_core.parallel.group import Group
+
+MEETING_SECONDS = 20.0  # for the others to map a rank's memory, which takes milliseconds
+_num_mapped = 0  # places that this process has mapped with others, in any group
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -90,19 +96,28 @@ def sums_of(group: Group) -> SharedSums | GroupSums:
 def share_sums(group: Group) -> SharedSums:
     """Give all ranks of `group` memory that the others map.
 
-    Raises `ValueError` on all ranks, saying why it cannot be: no GPUs, or GPUs that are not joined by NVLink. The
-    barrier needs atomic operations on another GPU's memory, which PCIe need not have.
+    Raises `ValueError` on all ranks, saying why it cannot be. There are no GPUs, or NVLink does not join them: the
+    barrier needs atomic operations on another GPU's memory, which PCIe need not have. The environment chose another
+    kind of symmetric memory. Or this process was in such a group before: torch counts in each process how often it has
+    mapped, and ranks that count differently wait for each other in vain.
     """
     if group.rank.kind != "cuda":
         raise ValueError("needs CUDA devices")
+    # parts are read by address; torch would also set up multicast, where a rank that fails leaves the others waiting
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
     device, size, ranks = torch.device(group.rank.device), group.rank.size, dist.group.WORLD
     assert ranks is not None, "the group's processes have joined"
+    least = group.least(_num_mapped)
 
     def allocated() -> list[Tensor]:
+        if _num_mapped != least:
+            raise ValueError("this process has shared memory in an earlier group; a new one can, once in its life")
         try:
             _check_nvlink(size)
+            if (backend := symmetric.get_backend(device)) != "CUDA":
+                raise ValueError(f"torch's symmetric memory is {backend}'s; unset TORCH_SYMMMEM")
             return [symmetric.empty(most_bytes(size), dtype=torch.uint8, device=device) for _ in range(2)]
         except (RuntimeError, ImportError) as error:
             raise ValueError(_first_line(error)) from error
@@ -111,11 +126,34 @@ def share_sums(group: Group) -> SharedSums:
 
     def mapped() -> SharedSums:
         try:
-            return SharedSums(group, places, [symmetric.rendezvous(place, ranks) for place in places])
+            with _waits(ranks, min(MEETING_SECONDS, group.rank.timeout / 4)):
+                return SharedSums(group, places, [_mapped(place, ranks) for place in places])
         except RuntimeError as error:
             raise ValueError(_first_line(error)) from error
 
     return group.agree(mapped)
+
+
+def _mapped(place: Tensor, ranks: dist.ProcessGroup) -> Any:
+    """torch's handle of a place of all ranks."""
+    global _num_mapped
+    from torch.distributed import _symmetric_memory as symmetric
+
+    _num_mapped += 1
+    return symmetric.rendezvous(place, ranks)
+
+
+@contextmanager
+def _waits(ranks: dist.ProcessGroup, seconds: float) -> Iterator[None]:
+    """Let a rank wait `seconds` for what the others put into the group's store: so it says that one has failed while
+    the others still listen."""
+    store = dist.distributed_c10d._get_process_group_store(ranks)
+    before = store.timeout  # type: ignore[attr-defined]  # no stub
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 def load_shard(folder: Path, group: Group, *, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> Decoder:

@@ -70,7 +70,9 @@ def start_parallel(
             model, config, group=group, followers=followers, trace=trace, vocab_limit=vocab_limit, grammars=grammars
         )
     except BaseException as error:
-        reason = followers.failure() if isinstance(error, RankLost) else None
+        reason = followers.failure() if isinstance(error, RuntimeError) else None
+        if not isinstance(error, RankLost) and "RankLost" in (reason or ""):
+            reason = None  # this rank's own error is what the others lost it by
         followers.end()
         if group is not None:
             group.abandon()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_folders import write_adapter
 
 from mbd_core.bench import gpu_checks
 from mbd_core.bench.gpu_checks import (
@@ -58,7 +59,7 @@ def test_the_requests_ask_for_every_kind_of_work() -> None:
     assert asked == set(WORK_NAMES) - {"adapts"} and Work() in works
 
 
-def test_the_checks_run_here_and_say_what_they_did_not_check() -> None:
+def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path) -> None:
     rows = kernel_rows(CPU, small=True)
     right = {row["kernel"]: row["right"] for row in rows}
     assert right.pop("confidence") is right.pop("experts: the shared among them") is None
@@ -66,6 +67,9 @@ def test_the_checks_run_here_and_say_what_they_did_not_check() -> None:
     model = check_model("llada2", CPU)
     row = graphs_are_eager(model, max_tokens=8, max_rows=2)
     assert row["same"] is True and row["kinds"] > 2 and row["captured"] == row["replayed"] == 0 < row["eager"]
+    folders = {name: write_adapter(tmp_path / name, model.config, seed=1, std=1.0) for name in ("one", "other")}
+    adapted = graphs_are_eager(model, adapters=folders, max_tokens=8, max_rows=2)
+    assert adapted["same"] is True and adapted["eager"] > 0
     steady = steady_steps_never_wait(model, StepCase(rows=2, buffer_size=2, prefix=32, steps=2))
     assert steady["checked"] is False
 

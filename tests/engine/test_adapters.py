@@ -273,19 +273,6 @@ def test_requests_with_an_adapter_have_graphs_of_their_own_sizes() -> None:
     assert not replace(small, work=Work()).covers(small)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_graphs_serve_mixed_batches(models: dict[str, Decoder], folders: dict[str, dict[str, Path]]) -> None:
-    model, batch = copy.deepcopy(models["block_causal"]).float().cuda(), requests("block_causal")
-    eager = adapted_engine(model, folders["block_causal"], static_shapes=False, batch_invariant=False)
-    wanted = [o.tokens for o in eager.generate(batch)]
-    served = engine(model, static_shapes=True, batch_invariant=False, max_adapters=3, max_rank=4)
-    served.prepare(batch[1].decoding)
-    for name, folder in folders["block_causal"].items():
-        served.load_adapter(name, folder)
-    assert [o.tokens for o in served.generate(batch)] == wanted
-    assert served.graph_report()["steps_replayed"]
-
-
 def test_two_ranks_serve_adapters_as_one_does(
     models: dict[str, Decoder], folders: dict[str, dict[str, Path]], tmp_path: Path
 ) -> None:

@@ -135,15 +135,3 @@ def test_the_first_rows_are_a_buffer_over_the_same_memory() -> None:
     head.activate()
     head.masked_RNB[1, 0] = False
     assert not whole.masked_RNB[1, 0].any() and whole.tokens_RNB[0, 0, 0] == MASK
-
-
-@pytest.mark.gpu
-def test_a_replayed_graph_is_the_eager_step() -> None:
-    model = build().cuda()
-    batch = [request(f"r{i}", i, ("multi", "t2t", "soft")[i % 3]) for i in range(8)]
-    eager = engine(model, static_shapes=False, batch_invariant=False)
-    replayed = engine(model, static_shapes=True, batch_invariant=False)
-    wanted = [o.tokens for o in eager.generate(batch)]
-    replayed.prepare(batch[0].decoding)
-    assert [o.tokens for o in replayed.generate(batch)] == wanted
-    assert replayed.graph_report()["steps_replayed"]

@@ -1,10 +1,14 @@
 """On a GPU: kernels at real sizes, every kind of step captured and replayed, and steps that wait for nothing.
 
-This folder imports only `mbd_core`, so it runs where neither Ray nor a browser is installed: `pytest tests/gpu`.
+This folder imports `mbd_core` and helpers that import nothing more, so it runs where neither Ray nor a browser is
+installed: `pytest tests/gpu`.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
+from adapter_folders import write_adapter
 
 from mbd_core.bench.gpu_checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
 from mbd_core.bench.kernel_checks import kernel_form_rows
@@ -33,6 +37,31 @@ def test_the_forms_of_kernels_are_those_in_torchs_operations() -> None:
 def test_every_kind_of_step_is_captured_and_replays_the_eager_one(family: str) -> None:
     row = graphs_are_eager(check_model(family, CUDA))
     assert row["captured"] == row["kinds"] and row["eager"] == 0 < row["replayed"]
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_rows_with_adapters_are_captured_and_replayed(family: str, tmp_path: Path) -> None:
+    model = check_model(family, CUDA)
+    folders = {name: write_adapter(tmp_path / name, model.config, seed=len(name), rank=4) for name in ("one", "other")}
+    row = graphs_are_eager(model, adapters=folders)
+    assert row["captured"] == row["kinds"] and row["eager"] == 0 < row["replayed"]
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_graphs_compute_with_new_weights(family: str) -> None:
+    decoding = DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4)
+    request = Request(request_id="a", prompt=tuple(range(20, 60)), max_tokens=64, decoding=decoding, ignore_eos=True)
+    old, new = check_model(family, CUDA), check_model(family, CUDA)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.copy_(weight.flip(0))
+    sizes = EngineConfig(max_rows=2, num_pages=256, page_size=32)
+    wanted, engine = Engine(new, sizes).generate([request])[0], Engine(old, sizes)
+    engine.prepare(decoding)
+    before = engine.generate([request])[0]
+    engine.update_weights(new.state_dict().items())
+    assert engine.generate([request])[0].tokens == wanted.tokens != before.tokens
+    assert engine.graph_report()["steps_eager"] == 0 < engine.graph_report()["steps_replayed"]
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])

@@ -12,7 +12,10 @@ import pytest
 import torch
 from small_groups import DENSE, SIZES
 
+from mbd_core.decoding.decoding_config import DecodingConfig
+from mbd_core.decoding.request import Request, StepOutput
 from mbd_core.engine import graphs
+from mbd_core.engine.engine import Engine
 from mbd_core.engine.graphs import CapturedStep, StepGraphs
 from mbd_core.engine.step_kind import StepKind, Work
 from mbd_core.models.decoder import Decoder, init_weights
@@ -33,6 +36,8 @@ class Communicator:
         self.messages: queue.Queue[Any] = queue.Queue()
         self.graphs: set[int] = set()  # the ranks whose graphs hold it
         self.events: list[str] = []
+        self.lost = False  # a rank
+        self.interrupted = threading.Event()
 
 
 class FakeGroup:
@@ -59,7 +64,11 @@ class FakeGroup:
         self.shared.destroying.wait(PATIENCE)
         self.shared.events.append("destroyed")
 
+    def interrupt(self) -> None:
+        self.shared.interrupted.set()
+
     def abandon(self) -> None:
+        assert self.rank.rank not in self.shared.graphs, "NCCL's abort waits until no graph holds the communicator"
         self.shared.events.append("abandoned")
 
 
@@ -98,7 +107,6 @@ def shard(rank: int) -> Decoder:
 def shared(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     """Every engine of either rank holds the communicator in a graph."""
     out = Communicator()
-    ranks: list[int] = []
 
     class HeldGraph:
         def __init__(self, rank: int) -> None:
@@ -106,16 +114,17 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Communicator:
             out.graphs.add(rank)
 
         def release(self) -> None:
-            assert f"synchronised {threading.get_ident()}" in out.events, "the device has not finished"
+            waited = f"synchronised {threading.get_ident()}" in out.events
+            assert waited is not out.lost, "the device has not finished, or, with a lost rank, may never finish"
             out.graphs.remove(self.rank)
 
     made = StepGraphs.__init__
 
     def with_graph(self: StepGraphs, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        ranks.append(len(ranks))
+        rank = int(threading.current_thread() is not threading.main_thread())
         kind = StepKind(num_rows=1, num_slots=1, num_asked=None, work=Work())
-        self._captured[kind] = cast(CapturedStep, HeldGraph(ranks[-1]))
+        self._captured[kind] = cast(CapturedStep, HeldGraph(rank))
 
     monkeypatch.setattr(graphs.StepGraphs, "__init__", with_graph)
     monkeypatch.setattr(
@@ -143,6 +152,31 @@ def test_lost_followers_are_killed_first_and_rank_0_leaves_alone(shared: Communi
         raise RankLost("gone")
 
     group.broadcast = lost  # type: ignore[method-assign]
+    shared.lost = True
     engine.close()
-    assert [e for e in shared.events if not e.startswith("sync")] == ["killed", "abandoned"]
+    assert shared.events == ["killed", "abandoned"]
     shared.messages.put(None)  # lets the thread end
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_sum_that_waits_for_a_lost_rank_is_interrupted(
+    shared: Communicator, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Within a graph NCCL has no timeout: rank 0 would wait for ever, be the rank's process gone or only stuck."""
+    monkeypatch.setattr(f"{__name__}.PATIENCE", 0.4)
+    child, group = Child(shared), FakeGroup(0, shared)
+    engine = ParallelEngine(shard(0), SIZES, group=cast(Group, group), followers=cast(Followers, child))
+    child.alive, shared.lost = not ended, True
+
+    def endless(self: Engine) -> list[StepOutput]:
+        assert shared.interrupted.wait(PATIENCE + 20), "nobody interrupts the step"
+        return []
+
+    monkeypatch.setattr(Engine, "step", endless)
+    engine.add(Request(request_id="a", prompt=(5, 6, 7), max_tokens=8, decoding=DecodingConfig(block_size=4)))
+    with pytest.raises(RankLost, match="process has ended" if ended else r"took longer than 0\.4 s"):
+        engine.step()
+    with pytest.raises(RankLost):
+        engine.step()
+    engine.close()
+    assert shared.events == ["killed" if child.thread.is_alive() else "ended", "abandoned"]

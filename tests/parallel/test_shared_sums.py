@@ -3,9 +3,11 @@
 import ctypes
 import inspect
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,8 +45,8 @@ class Handle:
 class Memory:
     """What all ranks map; `apart` are two GPUs that NVLink does not join."""
 
-    def __init__(self, *, apart: tuple[int, int] | None = None) -> None:
-        self.apart = apart
+    def __init__(self, *, apart: tuple[int, int] | None = None, kind: str = "CUDA", fails: int | None = None) -> None:
+        self.apart, self.kind, self.fails = apart, kind, fails
         self.here = threading.local()
         self.meeting = threading.Barrier(SIZE, timeout=20)
         self.handles = [Handle(), Handle()]
@@ -53,13 +55,29 @@ class Memory:
         assert device == torch.device("cuda", self.here.rank)
         return torch.zeros(size, dtype=dtype)
 
+    def backend(self, device: torch.device) -> str:
+        return self.kind
+
     def rendezvous(self, place: Tensor, group: object) -> Handle:
-        assert group == "all ranks"
+        assert group == "all ranks" and self.here.waits == 5.0, "a quarter of the group's timeout"
+        if self.fails == self.here.rank:
+            raise RuntimeError("no handle of its memory\nat a line of C++")
         assert self.apart is None, "a rank would wait for one that does not come"
         handle, self.here.mapped = self.handles[self.here.mapped], self.here.mapped + 1
         handle.places[self.here.rank] = place
-        self.meeting.wait()
+        try:
+            self.meeting.wait(self.here.waits if self.fails is None else 0.5)
+        except threading.BrokenBarrierError:
+            raise RuntimeError("wait timeout after 5000ms") from None
         return handle
+
+    def set_timeout(self, wait: timedelta) -> None:
+        """The store's, of the rank that calls it."""
+        self.here.waits = wait.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=20)
 
     def links(self, device: object, link: str) -> SimpleNamespace:
         assert str(device) == "DeviceType.CUDA" and link == "nvlink"
@@ -76,6 +94,9 @@ class ThreadGroup:
         self.rank = rank_of(rank, SIZE, 0, device=f"cuda:{rank}")
         self.reduce = ranks.reduce(rank)
         self._reasons, self._meeting = reasons, meeting
+
+    def least(self, value: int) -> int:
+        return value
 
     def agree(self, prepare: Callable[[], Any]) -> Any:
         value = None
@@ -97,8 +118,14 @@ def together(monkeypatch: pytest.MonkeyPatch, memory: Memory, work: Callable[[in
     on_device = torch.tensor
     monkeypatch.setattr(symmetric, "empty", memory.empty)
     monkeypatch.setattr(symmetric, "rendezvous", memory.rendezvous)
+    monkeypatch.setattr(symmetric, "get_backend", memory.backend)
+    monkeypatch.setattr(shared_sums, "_num_mapped", 0)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # so that it is as before afterwards
     monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", memory.links)
-    monkeypatch.setattr(shared_sums, "dist", SimpleNamespace(group=SimpleNamespace(WORLD="all ranks")))
+    c10d = SimpleNamespace(_get_process_group_store=lambda ranks: memory)
+    monkeypatch.setattr(
+        shared_sums, "dist", SimpleNamespace(group=SimpleNamespace(WORLD="all ranks"), distributed_c10d=c10d)
+    )
     monkeypatch.setattr(torch, "tensor", lambda data, **_: on_device(data))
 
     def on(rank: int) -> Any:
@@ -171,9 +198,40 @@ def test_a_torch_that_cannot_tell_links_sums_as_before_and_says_why(monkeypatch:
         assert "cannot import name '_detect_dma_connectivity'" in reason
 
 
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        ({"kind": "NVSHMEM"}, "is NVSHMEM's; unset TORCH_SYMMMEM"),
+        ({"fails": 1}, "no handle|wait time"),
+    ],
+)
+def test_memory_that_cannot_be_mapped_is_said_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], reason: str
+) -> None:
+    """A rank that fails while the others wait for it costs a part of the group's timeout, and all sum as before."""
+
+    def work(rank: int, group: Group) -> str:
+        return sums_of(group).described()["not_chosen"]["shared memory"]
+
+    given = Memory(**memory)
+    for said in together(monkeypatch, given, work):
+        assert re.search(reason, said) and "\n" not in said
+
+
+def test_a_second_group_of_a_process_sums_as_before_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 goes on counting where its new followers begin."""
+
+    def work(rank: int, group: Group) -> str:
+        group.least = lambda value: 0  # type: ignore[method-assign]  # the new followers'
+        shared_sums._num_mapped = 2
+        return sums_of(group).described()["not_chosen"]["shared memory"]
+
+    assert all("in an earlier group" in said for said in together(monkeypatch, Memory(), work))
+
+
 def test_torch_has_what_is_called() -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="nvlink is not available"):
+        with pytest.raises(RuntimeError, match=r"nvlink is not available|CUDA driver"):
             torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
     assert {"dtype", "device"} < set(inspect.signature(symmetric.empty).parameters)
     assert list(inspect.signature(symmetric.rendezvous).parameters) == ["tensor", "group"]
