@@ -28,6 +28,7 @@ from mbd_core.engine.model_runner import ModelRunner
 from mbd_core.engine.scheduler import PrefillChunk
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
+from mbd_core.ops.call_timing import best_seconds
 from mbd_core.trace.recorder import TraceRecorder
 
 _COUNTED = 4  # batches whose experts are counted
@@ -191,8 +192,10 @@ class _StepParts:
         """Time the forward, its layout and the recorder for `plan`, the last step that ran."""
         batch = self._batch
         self._sizes.append((len(batch.input_ids_T), batch.num_logits))
-        self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=wait))
-        self.seconds["layout"].append(_seconds(lambda: self._runner.bind(batch), wait=wait))
+        device = self._engine.buffer.tokens_RNB.device
+        self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=device if wait else None))
+        calls = 16 if wait else 1  # of microseconds: the device's own clock times several
+        self.seconds["layout"].append(best_seconds(lambda: self._runner.bind(batch), device, 1, calls=calls))
         if self._recorder is not None:
             report = self._engine.last_report
             record = partial(record_step, self._recorder, plan.number, plan.decoding, report)
@@ -293,7 +296,7 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
     try:
         yield
     finally:
-        runner.forward, runner.logits = forward, logits  # type: ignore[method-assign]
+        del runner.forward, runner.logits  # those of its class again
 
 
 def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -302,9 +305,9 @@ def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
-def _seconds(run: Callable[[], object], *, wait: bool = False) -> float:
+def _seconds(run: Callable[[], object], *, wait: torch.device | None = None) -> float:
     start = time.perf_counter()
     run()
-    if wait:
-        torch.cuda.synchronize()
+    if wait is not None:
+        torch.cuda.synchronize(wait)
     return time.perf_counter() - start

@@ -76,7 +76,7 @@ class HostCopy:
             self._host_X = torch.empty(packed_X.shape, dtype=packed_X.dtype, pin_memory=True)
             self._host_X.copy_(packed_X, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(packed_X.device))
 
     def read(self) -> np.ndarray:
         """The report (X,), when it is there."""

@@ -33,8 +33,8 @@ from mbd_core.ops.triton_launch import launch
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _WIDE_TILE = 64 * 128  # output numbers of a program above which it has more warps and fewer keys at once
-_PROGRAMS = 264  # two for each multiprocessor of an H100
-_STAGES = 3  # tiles of keys under way: page numbers, then keys and values; with 2, Triton 3.6 spills on capability 10
+_PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
+_STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
 _MOST_SPLITS = 16  # each split's sums are written and read again
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
@@ -143,7 +143,7 @@ class Launch(NamedTuple):
 
     @property
     def num_warps(self) -> int:
-        return 8 if self.block_m * self.block_c >= _WIDE_TILE else 4
+        return 8 if self.block_m == _MOST_ROWS or self.block_m * self.block_c > _WIDE_TILE else 4
 
 
 def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: int, exact: bool) -> Launch:
@@ -155,7 +155,8 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
     most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
     block_m = _EXACT_ROWS if exact else min(most, max(16, _power_of_two(rows)))
     tiles = -(-rows // block_m)
-    splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
+    most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
+    splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
     block_c = max(16, _power_of_two(head_dim))
     block_n = 32 if block_c > 128 or block_m * block_c > _WIDE_TILE else 64
     return Launch(tiles, splits, block_m, block_n, block_c)
@@ -204,6 +205,6 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         launch(
             join_kernel, (num_tokens * heads,),
             parts, lse, out, num_tokens * heads,
-            C=channels, SPLITS=cut.splits, BLOCK_S=_power_of_two(cut.splits), BLOCK_C=cut.block_c,
+            C=channels, SPLITS=cut.splits, BLOCK_S=_MOST_SPLITS, BLOCK_C=cut.block_c,
         )  # fmt: skip
     return out

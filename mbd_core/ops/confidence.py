@@ -3,7 +3,8 @@
 vocabulary or of a rank's part.
 
 Every program reads a stretch of one position's vocabulary, each logit once and in its own dtype, with a running
-maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU.
+maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU. The
+stretches depend on the vocabulary alone: a position's sum has the same bits in every batch.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
@@ -21,13 +22,13 @@ from torch import Tensor
 from mbd_core.ops.triton_launch import launch
 
 _BLOCK = 1024  # logits that a program holds at once
-_PROGRAMS = 1024  # fills the largest GPU; more programs would only add work for the second kernel
+_SPAN = 4 * _BLOCK  # logits of a stretch: a block of 32 positions of a large vocabulary is more than 1,000 programs
 tl: Any = None  # triton.language, set by `_compiled` for the kernels
 
 
 def _stretch_kernel(
-    logits_ptr, top_ptr, total_ptr, best_ptr, token_ptr, stride, V, size, mask, SPAN,
-    BLOCK: tl.constexpr,
+    logits_ptr, top_ptr, total_ptr, best_ptr, token_ptr, stride, V, size, mask,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of SPAN logits x: max x, sum exp(x - max x), and the largest logit of an allowed id with the lowest such id."""
     position, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,11 +87,9 @@ def _compiled() -> tuple[Any, Any, Any]:
     return triton, triton.jit(_stretch_kernel), triton.jit(_join_kernel)
 
 
-def stretches(num_positions: int, vocabulary: int) -> tuple[int, int]:
-    """The number of stretches of a vocabulary, and the logits of each stretch (a multiple of `_BLOCK`)."""
-    blocks = -(-vocabulary // _BLOCK)
-    each = -(-blocks // min(blocks, -(-_PROGRAMS // max(num_positions, 1))))
-    return -(-blocks // each), each * _BLOCK
+def num_stretches(vocabulary: int) -> int:
+    """Into how many stretches a vocabulary is cut."""
+    return -(-vocabulary // _SPAN)
 
 
 def confidence(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, Tensor]:
@@ -122,17 +121,18 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
             f"logits of shape {tuple(logits_PV.shape)} have strides {logits_PV.stride()}; make their rows contiguous"
         )
     triton, stretch_kernel, join_kernel = _compiled()
-    count, span = stretches(positions, vocabulary)
+    count = num_stretches(vocabulary)
     device = logits_PV.device
-    top, total, best = torch.empty((3, positions, count), dtype=torch.float32, device=device)
+    # apart, so that each begins at a multiple of 16 bytes: Triton compiles for what it sees
+    top, total, best = (torch.empty((positions, count), dtype=torch.float32, device=device) for _ in range(3))
     token = torch.empty((positions, count), dtype=torch.int32, device=device)
     chosen_P = torch.empty(positions, dtype=torch.int64, device=device)
-    probability_P, logit_P, lse_P = torch.empty((3, positions), dtype=torch.float32, device=device)
+    probability_P, logit_P, lse_P = (torch.empty(positions, dtype=torch.float32, device=device) for _ in range(3))
     if positions:
         launch(
             stretch_kernel, (positions, count),
-            logits_PV, top, total, best, token, logits_PV.stride(0), vocabulary, size, mask_token_id, span,
-            BLOCK=_BLOCK,
+            logits_PV, top, total, best, token, logits_PV.stride(0), vocabulary, size, mask_token_id,
+            SPAN=_SPAN, BLOCK=_BLOCK,
         )  # fmt: skip
         launch(
             join_kernel, (positions,),

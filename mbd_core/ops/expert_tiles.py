@@ -46,22 +46,23 @@ def _tiles_kernel(
     if program < placing:
         mine = program * BLOCK + tl.arange(0, BLOCK)
         expert = tl.load(ids_ptr + mine, mask=mine < A, other=0).to(tl.int32)
-        place = tl.zeros((BLOCK,), tl.int32)
+        found = tl.zeros((BLOCK, CHUNK), tl.int32)  # summed once, behind the loop: a sum takes all threads
         for start in range(0, A, CHUNK):
             other = start + step
             their = tl.load(ids_ptr + other, mask=other < A, other=2147483647).to(tl.int32)
             less = their[None, :] < expert[:, None]
             earlier = (their[None, :] == expert[:, None]) & (other[None, :] < mine[:, None])
-            place += tl.sum((less | earlier).to(tl.int32), 1)
+            found += (less | earlier).to(tl.int32)
+        place = tl.sum(found, 1)
         tl.store(order_ptr + place, mine.to(tl.int64), mask=mine < A)
         return
     every = tl.arange(0, BLOCK_E)
-    counts = tl.zeros((BLOCK_E,), tl.int32)
+    seen = tl.zeros((BLOCK_E, CHUNK), tl.int32)
     for start in range(0, A, CHUNK):
         other = start + step
         their = tl.load(ids_ptr + other, mask=other < A, other=2147483647).to(tl.int32)
-        counts += tl.sum((their[None, :] == every[:, None]).to(tl.int32), 1)
-    counts = tl.where(every < E, counts, 0)
+        seen += (their[None, :] == every[:, None]).to(tl.int32)
+    counts = tl.where(every < E, tl.sum(seen, 1), 0)
     tiles = (counts + TILE - 1) // TILE
     last = tl.cumsum(tiles, 0)
     ends = tl.cumsum(counts, 0)

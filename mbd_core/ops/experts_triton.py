@@ -41,9 +41,12 @@ class ExpertTiles(NamedTuple):
     warps: int = 4
 
 
-DEFAULT_TILES = {1: ExpertTiles(warps=8), 2: ExpertTiles()}
+DEFAULT_TILES = {1: ExpertTiles(warps=8, stages=3), 2: ExpertTiles()}
 """By bytes of a weight, where nothing was measured: near vLLM's published choice for 256 experts of width 512 and 64
-tokens on an H100; FP8 with more warps, so that no register spills."""
+tokens on an H100; FP8 with more warps, so that no register spills, and one more stage, as fewer programs fit beside
+each other."""
+MOST_PARTS = 4
+"""Partial products of the output projection, at most: with more of them it waits more often than it reads."""
 FULL, FULL_ROWS = 16, 64
 """From so many tokens an expert on, default tiles have so many rows: a prompt's weights are then read fewer times."""
 LEAST_DEPTH = 16
@@ -87,8 +90,11 @@ def _gate_up_product(
         deep = depth < D
         x = tl.load(x_ptr + tokens[:, None] * D + depth[None, :], mask=live[:, None] & deep[None, :], other=0.0)
         mask = deep[:, None] & inside[None, :]
-        w_gate = tl.load(gate_ptr + channels[None, :] * D + depth[:, None], mask=mask, other=0.0).to(x.dtype)
-        w_up = tl.load(up_ptr + channels[None, :] * D + depth[:, None], mask=mask, other=0.0).to(x.dtype)
+        w_gate = tl.load(gate_ptr + channels[None, :] * D + depth[:, None], mask=mask, other=0.0)
+        w_up = tl.load(up_ptr + channels[None, :] * D + depth[:, None], mask=mask, other=0.0)
+        if ROWS > 0:  # by way of float16, which is exact: to bfloat16 Hopper converts one number at a time, and slowly
+            w_gate = w_gate.to(tl.float16).to(tl.float32).to(x.dtype)
+            w_up = w_up.to(tl.float16).to(tl.float32).to(x.dtype)
         if COLUMNS > 0:
             at = channels // ROWS * ((D + COLUMNS - 1) // COLUMNS) + start // COLUMNS
             by_gate = tl.load(gate_scale_ptr + at, mask=inside, other=0.0)
@@ -127,7 +133,17 @@ def _swiglu_kernel(
     channels = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
     up = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
-    if SHARES and expert >= E:
+    if ROWS == 0:  # one loop for both kinds of experts: two would have a part of the shared memory each
+        gate_ptr += expert * F * D
+        up_ptr += expert * F * D
+        if SHARES and expert >= E:
+            gate_ptr = shared_gate_ptr + (expert - E) * F * D
+            up_ptr = shared_up_ptr + (expert - E) * F * D
+        gate, up = _gate_up(
+            x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr,
+            tokens, live, channels, D, F, 0, 0, TILE, BLOCK_F, BLOCK_D,
+        )  # fmt: skip
+    elif SHARES and expert >= E:
         place = (expert - E) * F * D
         gate, up = _gate_up(
             x_ptr, shared_gate_ptr + place, shared_up_ptr + place, gate_scale_ptr, up_scale_ptr,
@@ -157,7 +173,9 @@ def _down_product(
         source = hidden_ptr + rows[:, None].to(tl.int64) * F + depth[None, :]
         hidden = tl.load(source, mask=live[:, None] & deep[None, :], other=0.0)
         mask = deep[:, None] & inside[None, :]
-        w = tl.load(down_ptr + channels[None, :] * stride + depth[:, None], mask=mask, other=0.0).to(hidden.dtype)
+        w = tl.load(down_ptr + channels[None, :] * stride + depth[:, None], mask=mask, other=0.0)
+        if ROWS > 0:
+            w = w.to(tl.float16).to(tl.float32).to(hidden.dtype)
         if COLUMNS > 0:
             at = channels // ROWS * ((F + COLUMNS - 1) // COLUMNS) + start // COLUMNS
             by = tl.load(scale_ptr + at, mask=inside, other=0.0)
@@ -191,7 +209,16 @@ def _down_kernel(
     assignment = tl.load(order_ptr + rows, mask=live, other=0)
     channels = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    if SHARES and expert >= E:
+    if ROWS == 0:
+        down_ptr += expert * D * F
+        stride = F
+        if SHARES and expert >= E:
+            down_ptr = shared_down_ptr + (expert - E) * F
+            stride = wide
+        y = _down(
+            hidden_ptr, down_ptr, down_scale_ptr, rows, live, channels, D, F, stride, 0, 0, TILE, BLOCK_D, BLOCK_F
+        )
+    elif SHARES and expert >= E:
         place = shared_down_ptr + (expert - E) * F
         y = _down(hidden_ptr, place, down_scale_ptr, rows, live, channels, D, F, wide, 0, 0, TILE, BLOCK_D, BLOCK_F)
     else:
@@ -212,6 +239,16 @@ def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) 
         return TILES[min(measured), width, weight_bytes]
     default = DEFAULT_TILES[min(weight_bytes, 2)]
     return default if each < FULL else default._replace(rows=FULL_ROWS)
+
+
+def down_depth(cut: ExpertTiles, width: int, columns: int) -> int:
+    """Channels of an expert that the output projection takes at a time; `columns` are those of a block of scales."""
+    least = -(-width // MOST_PARTS)
+    return _within(columns, max(16, min(max(cut.depth, _power_of_two(least)), _power_of_two(width))))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 @functools.cache
@@ -281,7 +318,7 @@ def expert_parts(
         x_TD, gate_EFD, up_EFD, gate_scale, up_scale, shared_gate, shared_up, hidden_AF, order_A, expert, first, end,
         depth, width, num_experts, per_token, _each(gate_scale, rows), BLOCK_F=block_f, BLOCK_D=block_d, **options,
     )  # fmt: skip
-    block_f, block_d = _within(columns, block(cut.depth, width)), block(cut.columns, depth)
+    block_f, block_d = down_depth(cut, width, columns), block(cut.columns, depth)
     launch(
         down_kernel, (expert.shape[0], triton.cdiv(depth, block_d)),
         hidden_AF, down_EDF, down_scale, shared_down, weights_TK.float().contiguous(), y_AD,

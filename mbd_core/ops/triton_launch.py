@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,10 +14,13 @@ _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", defau
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """`kernel[grid](...)`; inside `watched_launches` the kernel is named instead and does not run."""
-    see = _watcher.get()
+    """`kernel[grid](...)` on the device of its first argument, a tensor: Triton itself takes the current one. Inside
+    `watched_launches` the kernel is named instead and does not run."""
+    see, first = _watcher.get(), arguments[0]
+    assert isinstance(first, torch.Tensor)
     if see is None:
-        kernel[grid](*arguments, **options)
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            kernel[grid](*arguments, **options)
     else:
         function = kernel.fn  # of triton.jit
         see(f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_').removesuffix('_kernel')}")

@@ -263,7 +263,8 @@ def test_a_rank_of_several_waits_for_nothing_within_a_step(
 def test_graphs_captured_at_start_serve_every_request(
     monkeypatch: pytest.MonkeyPatch, device: FakeDevice, plain: bool
 ) -> None:
-    """None is captured later: plain requests replay small ones, any other the one that does all work."""
+    """None is captured later: plain requests replay small ones, any other the one that does all work. When all are let
+    go of, as before a sleep, they can be captured again."""
     model = build().double()
     plain_batch = [
         request(f"r{i}", i, ("multi", "single")[i % 2], sampling=Sampling(), max_tokens=20, ignore_eos=True)
@@ -278,6 +279,9 @@ def test_graphs_captured_at_start_serve_every_request(
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
     assert report["captured"] == 8 and report["steps_replayed"] > 0 == report["steps_eager"]
+    served.close()
+    assert served.prepare(plain_batch[0].decoding) == 8
+    assert [gist(o)[0] for o in served.generate(batch)] == wanted
 
 
 @pytest.mark.parametrize("family", ["llada2", "dream"])

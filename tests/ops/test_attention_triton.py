@@ -103,9 +103,10 @@ def test_a_cut_depends_on_the_batchs_shape_alone() -> None:
     """LLaDA2-mini: 16 query heads, 4 key heads, blocks of 32. One sequence's four slots are four tiles of 128 rows."""
     mini = {"share": 4, "kv_heads": 4, "head_dim": 128, "exact": False}
     assert plan(sequences=1, queries=32, **mini)[:3] == (1, 16, 128)
-    assert plan(sequences=1, queries=128, **mini)[:3] == (4, 16, 128)
-    assert plan(sequences=8, queries=64, **mini)[:3] == (2, 4, 128)
+    assert plan(sequences=1, queries=128, **mini)[:3] == (4, 8, 128)
+    assert plan(sequences=8, queries=64, **mini)[:3] == (2, 2, 128)
     assert plan(sequences=64, queries=32, **mini).splits == 1
+    assert {plan(sequences=n, queries=32, **mini).splits for n in range(1, 99)} == {1, 2, 4, 8, 16}
     assert plan(sequences=1, queries=3, **mini).block_m == 16
     assert plan(sequences=1, queries=32, **{**mini, "head_dim": 256})[:3] == (2, 16, 64)
     exact = [plan(sequences=n, queries=q, **{**mini, "exact": True}) for n, q in ((1, 3), (64, 32))]

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_interpreter import run_interpreted
 
 from mbd_core.decoding.sampling import Vocab
-from mbd_core.ops.confidence import confidence, part_confidence, stretches
+from mbd_core.ops.confidence import _SPAN, confidence, num_stretches, part_confidence
 
 
 def case(positions: int, vocabulary: int, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, dict[str, int]]:
@@ -20,12 +20,11 @@ def case(positions: int, vocabulary: int, dtype: torch.dtype, *, seed: int = 0) 
     return logits, {"mask_token_id": 3, "size": vocabulary - 1 - vocabulary // 10}
 
 
-def test_a_vocabulary_is_covered_and_few_positions_share_it_out() -> None:
-    for positions in (0, 1, 32, 1024, 5000):
-        for vocabulary in (1, 2048, 2049, 151936, 157184):
-            count, span = stretches(positions, vocabulary)
-            assert (count - 1) * span < vocabulary <= count * span and span % 1024 == 0
-    assert stretches(1024, 157184)[0] == 1 and stretches(32, 157184)[0] > 16 and stretches(1, 157184)[0] == 154
+def test_a_vocabulary_is_covered_and_a_block_of_it_fills_a_gpu() -> None:
+    for vocabulary in (1, 4096, 4097, 151936, 157184):
+        count = num_stretches(vocabulary)
+        assert (count - 1) * _SPAN < vocabulary <= count * _SPAN
+    assert 32 * num_stretches(157184) > 1000
 
 
 def test_rows_that_are_not_contiguous_are_refused() -> None:
@@ -38,10 +37,13 @@ import torch
 from mbd_core.decoding.sampling import Vocab
 from mbd_core.engine.device_vocab import PartVocab
 from mbd_core.models.shard import Shard
-from mbd_core.ops import confidence as kernels
 from mbd_core.ops.confidence import confidence, part_confidence
 from test_confidence import case
-kernels._PROGRAMS = 4
+logits, may = case(9, 9000, torch.bfloat16)
+whole = confidence(logits, **may)
+for first, last in ((0, 1), (1, 4), (3, 9)):
+    for found, wanted in zip(confidence(logits[first:last], **may), whole):
+        assert torch.equal(found, wanted[first:last]), "a position has the same bits in every batch"
 for positions, vocabulary in ((1, 9000), (3, 6), (2, 4096), (5, 4100)):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         logits, may = case(positions, vocabulary, dtype)

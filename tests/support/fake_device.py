@@ -54,6 +54,7 @@ class FakeDevice(TorchDispatchMode):
         self.uploads: Counter[str] = Counter()
         self.graph: Graph | None = None
         self._pinned: dict[int, Tensor] = {}  # kept, so that no other tensor gets their place
+        self._pools: dict[int, list[Graph]] = {}  # kept, likewise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -144,9 +145,12 @@ class FakeDevice(TorchDispatchMode):
             graph.undo()
             graph.pool.append(graph)
 
-    @staticmethod
-    def _pool(pool: "list[Graph] | None") -> "list[Graph]":
-        return [] if pool is None else pool
+    def _pool(self, pool: "list[Graph] | None") -> "list[Graph]":
+        """Torch keeps a pool whose last graph is gone while a tensor in it lives, and refuses to capture into it."""
+        pool = [] if pool is None else pool
+        assert pool or id(pool) not in self._pools, "a pool that no graph uses any more is captured into"
+        self._pools[id(pool)] = pool
+        return pool
 
     def wait(self, what: str) -> None:
         assert self.graph is None, f"{what} makes the host wait, which no graph can capture"
@@ -252,11 +256,14 @@ class _Calls(TorchFunctionMode):
 class _Stream:
     """A stream or an event: all is done in the order it is asked for."""
 
-    def __init__(self, device: Any = None) -> None: ...
+    def __init__(self, device: Any = None, *, enable_timing: bool = False) -> None: ...
 
-    def record(self) -> None: ...
+    def record(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
     def wait_stream(self, other: object) -> None: ...
+
+    def elapsed_time(self, other: object) -> float:
+        return 1.0
 
 
 class _Generator(torch.Generator):
