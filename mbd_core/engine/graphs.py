@@ -95,7 +95,7 @@ class StepGraphs:
             self._graph_of_kind.clear()
             free, _ = torch.cuda.mem_get_info(device)
             # graphs share their temporary memory: one runs at a time, its report is read before the next replay
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
             self._stream = self._stream or torch.cuda.Stream(device)
             # the largest first: the smaller ones then fit into the memory that it has left in the pool
             for kind in sorted(kinds, key=_size, reverse=True):
