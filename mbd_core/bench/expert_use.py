@@ -49,12 +49,14 @@ def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
 class UniformRouter(nn.Module):
     """Stands in a router's place: the t-th token of a forward has K experts that were drawn once, evenly.
 
-    It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike.
+    It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike. The
+    router itself runs too, and what it chose is dropped: a step takes what it takes with the router, and an operation.
     """
 
     def __init__(self, like: "Router | UniformRouter", *, num_tokens: int, seed: int) -> None:
         super().__init__()
         self.config: MoEConfig = like.config
+        self._router: Router = like._router if isinstance(like, UniformRouter) else like
         device = next(iter(like.state_dict().values())).device
         generator = torch.Generator().manual_seed(seed)
         scores_TE = torch.rand(num_tokens, self.config.num_experts, generator=generator)
@@ -69,9 +71,10 @@ class UniformRouter(nn.Module):
     def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         """As `Router.forward`; `num_shared` is 0 or all."""
         tokens = len(x_TD)
+        self._router(x_TD, live_T, num_shared)
         ids_TK = self.get_buffer(f"ids_{num_shared}")[:tokens]
         if live_T is not None:
-            ids_TK = ids_TK.masked_fill(~live_T[:, None], self.config.num_experts + num_shared)
+            ids_TK = torch.where(live_T[:, None], ids_TK, self.config.num_experts + num_shared)
         return ids_TK, self.get_buffer(f"weights_{num_shared}")[:tokens]
 
 

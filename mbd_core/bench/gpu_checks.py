@@ -134,7 +134,7 @@ def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
 
 
 def _served(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:
-    """The outputs by request, and the kinds of the steps that only decoded."""
+    """The outputs by request, and the kinds of the static steps, also of those that store prompts."""
     for request in requests:
         engine.add(request)
     outputs: dict[str, Output] = {}
@@ -142,7 +142,7 @@ def _served(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output],
     with torch.inference_mode():
         while engine.has_work:
             plan = engine.schedule()
-            if plan.decoding and not plan.chunks:
+            if engine._is_static(plan):
                 kinds.add(plan.kind)
             for step in engine.collect(engine.launch(plan)):
                 if step.output is not None:

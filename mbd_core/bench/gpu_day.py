@@ -1,21 +1,22 @@
 """A day on a GPU in three calls: `python -m mbd_core.bench.gpu_day --part 1|2|3 --out DIR`.
 
 Each call takes less than nine minutes. Every section runs in a process of its own with a time limit, so that one that
-hangs or fails costs only itself; only if the first one of part 1 fails does the part end. DIR gets one JSON file and
-one Markdown file a part. Nothing beside this package is needed, and no network. `--toy` runs all of it on a CPU at toy
-sizes.
+hangs or fails costs only what it has not measured yet; only if the first one of part 1 fails does the part end. DIR
+gets one JSON file and one Markdown file a part, written anew after each section. No network is needed, and of this
+package's dependencies few (docs/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -30,49 +31,50 @@ class Section:
     """A part's section: seconds that its process may take, what it runs, and whether its part ends if it fails."""
 
     limit: float
-    run: Callable[[Day], list[Row]]
+    run: Callable[[Day], Iterable[Row]]
     required: bool = False
 
 
-def _mini_steps(day: Day) -> list[Row]:
+def _mini_steps(day: Day) -> Iterator[Row]:
     return gpu_sections.steps(day, shape=day.mini, rows=1, eager=True)
 
 
-def _mini_own_routing(day: Day) -> list[Row]:
+def _mini_own_routing(day: Day) -> Iterator[Row]:
     return gpu_sections.steps(day, shape=day.mini, rows=1, uniform=False)
 
 
-def _mini_many(day: Day) -> list[Row]:
+def _mini_many(day: Day) -> Iterator[Row]:
     return gpu_sections.swept_steps(day, rows=day.many_rows)
 
 
-def _dense_steps(day: Day) -> list[Row]:
+def _dense_steps(day: Day) -> Iterator[Row]:
     return gpu_sections.steps(day, shape=day.dense, rows=1, eager=True)
 
 
 PARTS: dict[int, dict[str, Section]] = {
     1: {
         "machine": Section(60, gpu_sections.machine, required=True),
-        "kernels": Section(90, gpu_sections.kernels),
-        "graphs": Section(130, gpu_sections.graphs),
-        "mini": Section(180, _mini_steps),
-        "mini, its own routing": Section(70, _mini_own_routing),
+        "kernels": Section(80, gpu_sections.kernels),
+        "graphs": Section(110, gpu_sections.graphs),
+        "mini": Section(165, _mini_steps),
+        "mini, its own routing": Section(100, _mini_own_routing),
     },
     2: {
-        "tiles": Section(150, gpu_sections.tile_sweep),
-        "mini, swept tiles": Section(130, partial(gpu_sections.swept_steps, rows=1)),
-        "mini, many rows": Section(130, _mini_many),
-        "mini, FP8 experts": Section(120, partial(gpu_sections.swept_steps, rows=1, parts="experts")),
+        "tiles": Section(170, gpu_sections.tile_sweep),
+        "mini, swept tiles": Section(105, partial(gpu_sections.swept_steps, rows=1)),
+        "mini, many rows": Section(140, _mini_many),
+        "mini, FP8 experts": Section(105, partial(gpu_sections.swept_steps, rows=1, parts="experts")),
     },
     3: {
-        "dense": Section(180, _dense_steps),
+        "dense": Section(165, _dense_steps),
         "mini, FP8 experts in blocks": Section(100, partial(gpu_sections.swept_steps, rows=1, parts="blocks")),
         "prefill": Section(60, gpu_sections.prefill),
         "soak": Section(150, gpu_sections.soak),
         "clean exit": Section(50, gpu_sections.clean_exit),
     },
 }
-PART_SECONDS = 540.0
+PART_SECONDS = 525.0
+ROW = "row: "  # what a row's line begins with
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,18 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     chosen = {name: section for name, section in sections.items() if options.only is None or name in options.only}
     results = _run_all(options, chosen)
-    write_json(
-        options.out / f"part{options.part}.json", {"part": options.part, "toy": options.toy, "sections": results}
-    )
-    write_text(options.out / f"part{options.part}.md", report(options.part, results, toy=options.toy))
     return 0 if all(result["state"] == "done" for result in results.values()) else 1
 
 
 def _run_here(options: argparse.Namespace) -> int:
-    """One section, in this process; its rows go to standard output as the last line."""
+    """One section, in this process; each row goes to standard output, as a line, as soon as it is known."""
     day = toy_day(options.out) if options.toy else Day(device=torch.device("cuda", 0), out=options.out)
-    rows = PARTS[options.part][options.section].run(day)
-    print(json.dumps(rows), flush=True)
+    for row in PARTS[options.part][options.section].run(day):
+        print(ROW + json.dumps(row), flush=True)
     return 0
 
 
@@ -129,27 +127,47 @@ def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> di
         print(f"{name}: {results[name]['state']}, {results[name]['seconds']:.0f} s", flush=True)
         if section.required and results[name]["state"] != "done":
             left = {other: {"state": "not run", "why": f"{name} failed", "seconds": 0.0} for other in sections}
-            return left | results
+            results = left | results
+        whole = {"part": options.part, "toy": options.toy, "sections": results}
+        write_json(options.out / f"part{options.part}.json", whole)
+        write_text(options.out / f"part{options.part}.md", report(options.part, results, toy=options.toy))
+        if len(results) == len(sections):
+            break
     return results
 
 
 def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """A command whose last line of output is JSON: its state ("done", "failed", "over its limit"), seconds and rows.
+    """A command that prints rows: its state ("done", "failed", "over its limit"), its seconds, and what it printed of
+    them until then.
 
-    A process that has printed its rows but does not end with code 0 within its limit is not done.
+    A process that does not end with code 0 within its limit is not done.
     """
     started = time.monotonic()
     if limit <= 0:
         return {"state": "not run", "why": "the time of the part was over", "seconds": 0.0}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"state": "over its limit", "why": f"it was ended after {limit:.0f} s", "seconds": limit}
-    seconds = time.monotonic() - started
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-12:]
-        return {"state": "failed", "code": done.returncode, "why": "\n".join(why), "seconds": seconds}
-    return {"state": "done", "seconds": seconds, "rows": json.loads(done.stdout.strip().splitlines()[-1])}
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=printed, stderr=said)
+        try:
+            code: int | None = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+            process.wait()
+        seconds = time.monotonic() - started
+        rows = [json.loads(line.removeprefix(ROW)) for line in _lines(printed) if line.startswith(ROW)]
+        why = "\n".join(_lines(said)[-12:])
+    if code is None:
+        reason = f"it was ended after {limit:.0f} s\n{why}".strip()
+        return {"state": "over its limit", "why": reason, "seconds": seconds, "rows": rows}
+    if code:
+        return {"state": "failed", "code": code, "why": why, "seconds": seconds, "rows": rows}
+    return {"state": "done", "seconds": seconds, "rows": rows}
+
+
+def _lines(file: IO[str]) -> list[str]:
+    """What a process has written; a line that its end has cut is none."""
+    file.seek(0)
+    return [line.rstrip() for line in file.read().strip().splitlines(keepends=True)]
 
 
 def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) -> str:
@@ -159,14 +177,16 @@ def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) ->
         lines += ["", f"## {name}", "", f"{result['state']}, {result['seconds']:.1f} s"]
         if result["state"] != "done":
             lines += ["", "```", str(result.get("why", "")), "```"]
+        rows = result.get("rows", [])
+        if not rows:
             continue
-        rows = result["rows"]
         keys = list(dict.fromkeys(key for row in rows for key in row if key != "top"))
         lines += ["", markdown([_shown(row) for row in rows], {key: key for key in keys})]
-        for row in rows[:1]:
-            if row.get("top"):
-                columns = {"kernel": "kernel", "count": "count", "microseconds": "microseconds|.1f"}
-                lines += ["", "The first row's most expensive kernels:", "", markdown(row["top"], columns)]
+        profiled = [row for row in rows if row.get("top")]
+        for row in profiled[:1]:
+            columns = {"kernel": "kernel", "count": "count", "microseconds": "microseconds|.1f"}
+            which = f"prefix {row['prefix']}, {row['buffer_size']} slots"
+            lines += ["", f"The most expensive kernels of a step ({which}):", "", markdown(row["top"], columns)]
     return "\n".join(lines) + "\n"
 
 

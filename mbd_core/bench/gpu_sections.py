@@ -9,12 +9,14 @@ import json
 import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mbd_core.bench import gpu_checks, kernel_checks
 from mbd_core.bench.expert_use import moe_layers, route_uniformly
@@ -26,12 +28,16 @@ from mbd_core.decoding.request import Request
 from mbd_core.decoding.sampling import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.graphs import capture
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import MoEConfig
+from mbd_core.models.moe import MoE
+from mbd_core.models.quantize import Parts, quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.call_timing import best_seconds
+from mbd_core.ops.experts_triton import FULL, FULL_ROWS
 
 Row = dict[str, Any]
 
@@ -116,8 +122,9 @@ def graphs(day: Day) -> list[Row]:
 
 def steps(
     day: Day, *, shape: str, rows: int, parts: Parts | None = None, eager: bool = False, uniform: bool = True
-) -> list[Row]:
-    """The step of one shape at every prefix and buffer; with `eager` once more without graphs.
+) -> Iterator[Row]:
+    """The step of one shape at every prefix and buffer; with `eager` once more without graphs. Then what each of them
+    runs on the device: a profiler that was on once may slow what is timed after it.
 
     With experts the routing is uniform, since a random router's touches few of them; without `uniform` it is its own.
     """
@@ -136,23 +143,42 @@ def steps(
     benchmark.check()
     speed = measure_machine(day.device, day.dtype) if day.on_gpu else Machine(bandwidth=1e10, flops=1e10)
     model = benchmark.load()
-    return [_step_row(day, benchmark, model, case, speed) for case in cases]
+    for case in cases:
+        row = _step_row(benchmark, model, case, speed)
+        yield row
+        if day.on_gpu and row["step_over_floor"] < 1:
+            raise RuntimeError(f"a step is faster than its floor, so one of the two is measured wrongly: {row}")
+    for case in cases:
+        yield _nodes_row(day, shape, model, case)
 
 
-def _step_row(day: Day, benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
+def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
     row = benchmark.row(model, case, speed, lambda: None)
-    engine = filled_engine(model, case)
-    for _ in range(4 * day.steps if day.on_gpu else 2):
-        engine.step()
-    nodes, top = profiled(engine.step, day.device)
-    engine.close()
-    return {
+    found = {
         **{key: row[key] for key in ("model", "rows", "prefix", "buffer_size", "fp8", "routing", "graphs", "backend")},
         "step_ms": row["step_seconds"] * 1e3, "forward_ms": row["forward_seconds"] * 1e3,
         "floor_ms": row["floor_seconds"] * 1e3, "step_over_floor": row["step_over_floor"],
         "touched_experts": row["touched_experts"], "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
-        "nodes": nodes, "top": top,
     }  # fmt: skip
+    moe = model.config.moe
+    if moe is not None:
+        tokens = case.rows * case.buffer_size * model.config.block_size
+        each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
+        size = 1 if benchmark.fp8 else benchmark.dtype.itemsize
+        found["tiles"] = [*experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)]
+    return found
+
+
+def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
+    """What one step of a case runs on the device."""
+    engine = filled_engine(model, case)
+    for _ in range(4 * day.steps if day.on_gpu else 2):
+        engine.step()
+    nodes, top = profiled(engine.step, day.device)
+    graphs = engine.graphs
+    engine.close()
+    found = {"model": shape, "rows": case.rows, "prefix": case.prefix, "buffer_size": case.buffer_size}
+    return {**found, "graphs": graphs, "nodes": nodes, "top": top}
 
 
 def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20) -> tuple[int | None, list[Row]]:
@@ -162,6 +188,8 @@ def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20)
     """
     on_gpu = device.type == "cuda"
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    if on_gpu:
+        torch.cuda.synchronize(device)  # what was launched before is no part of the call
     with torch.profiler.profile(activities=kinds) as profile:
         run()
         if on_gpu:
@@ -178,89 +206,107 @@ def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20)
 
 
 CANDIDATES = [
-    experts_triton.ExpertTiles(rows, columns, depth, stages, warps)
-    for rows in (16, 32)
+    experts_triton.ExpertTiles(rows, columns, 128, stages, warps)
+    for rows in (16, 32, 64)
     for columns in (32, 64, 128)
-    for depth in (64, 128, 256)
     for stages in (2, 3, 4)
     for warps in (4, 8)
 ]
 TILES_FILE = "tiles.json"
 
 
-def tile_sweep(day: Day) -> list[Row]:
-    """The best tiles of the fused experts for several numbers of tokens; later sections of the day use them."""
+def tile_sweep(day: Day) -> Iterator[Row]:
+    """The best tiles of the fused experts for several numbers of tokens, in bfloat16 and in FP8; later sections of the
+    day use them. A layer's router and all its experts are timed, as a step runs them. Tiles of many rows are tried
+    where an expert has many tokens, others where it has few."""
     if not day.on_gpu:
-        return [{"tokens": None, "not_run": "the fused experts need a GPU"}]
-    config = SHAPES[day.mini]
+        yield {"tokens": None, "not_run": "the fused experts need a GPU"}
+        return
+    config = replace(SHAPES[day.mini], num_layers=2)
     assert config.moe is not None
-    model = random_model(replace(config, num_layers=2), device=day.device, dtype=day.dtype)
-    route_uniformly(model, num_tokens=512)
-    layer = moe_layers(model)[0]
-    weights = layer.experts.gate_proj, layer.experts.up_proj, layer.experts.down_proj
-    rows: list[Row] = []
-    for tokens in (32, 64, 128, 256, 512):
-        x = torch.randn(tokens, config.hidden_size, device=day.device, dtype=day.dtype)
-        chosen = layer.gate(x)
-        tried = {tiles: _tile_seconds(day, x, weights, chosen, tiles) for tiles in CANDIDATES}
-        works = {tiles: seconds for tiles, seconds in tried.items() if seconds is not None}
-        best = min(works, key=lambda tiles: works[tiles])
-        rows.append(
-            {
-                "tokens": tokens, "width": config.moe.intermediate_size, "bytes": day.dtype.itemsize, "tiles": [*best],
-                "microseconds": works[best] * 1e6, "default": works[experts_triton.DEFAULT_TILES[2]] * 1e6,
-                "tried": len(works),
-            }
-        )  # fmt: skip
-    (day.out / TILES_FILE).write_text(json.dumps(rows))
-    return rows
+    model = random_model(config, device=day.device, dtype=day.dtype)
+    for parts in PARTS_SWEPT:
+        if parts is not None:
+            quantize_weights(model, parts)
+        layer = moe_layers(route_uniformly(model, num_tokens=SWEPT[-1]))[0]
+        for tokens in SWEPT:
+            size = day.dtype.itemsize if parts is None else 1
+            row = _best_tiles(day, layer, config.moe, torch.randn(tokens, config.hidden_size, device=day.device), size)
+            with (day.out / TILES_FILE).open("a") as file:  # at once: a later one may fail, or take too long
+                file.write(json.dumps(row) + "\n")
+            yield row
 
 
-def _tile_seconds(day: Day, x: Any, weights: Any, chosen: Any, tiles: experts_triton.ExpertTiles) -> float | None:
-    """Seconds of a call, `None` where these tiles do not fit into the chip's shared memory."""
+SWEPT = (32, 64, 128, 256, 512, 1024)
+"""Numbers of tokens that the sweep finds tiles for."""
+PARTS_SWEPT: tuple[Parts | None, ...] = (None, "experts")
 
-    def run() -> object:
-        return experts_triton.expert_parts(x, *weights, *chosen, tiles=tiles)
 
+def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -> Row:
+    """The fastest candidate for these tokens, and the default; `size` are the bytes of a weight."""
+    tokens, width = len(x_TD), moe.intermediate_size
+    each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
+    default = experts_triton.tiles_for(tokens, width, size, each=each)
+    tried: dict[experts_triton.ExpertTiles, float] = {}
+    for tiles in dict.fromkeys((default, *CANDIDATES)):
+        if tiles != default and (tiles.rows == FULL_ROWS) != (each >= FULL):
+            continue
+        experts_triton.TILES[tokens, width, size] = tiles
+        seconds = _graph_seconds(day, partial(layer.parts, x_TD.to(day.dtype), None, shares=True))
+        if seconds is not None:
+            tried[tiles] = seconds
+    best = min(tried, key=lambda tiles: tried[tiles])
+    experts_triton.TILES[tokens, width, size] = best
+    return {
+        "tokens": tokens, "width": width, "bytes": size, "tiles": [*best], "microseconds": tried[best] * 1e6,
+        "default_tiles": [*default], "default": tried[default] * 1e6, "tried": len(tried),
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def _graph_seconds(day: Day, run: Callable[[], object]) -> float | None:
+    """Seconds of a call as a graph, `None` where these tiles do not fit into the chip's shared memory."""
     try:
-        return best_seconds(run, day.device, 3, calls=20)
+        graph, _ = capture(run, device=day.device, warm_up=1)
     except experts_triton.too_large():
         return None
+    seconds = best_seconds(graph.replay, day.device, 3, calls=20)
+    graph.reset()
+    return seconds
 
 
-def swept_steps(day: Day, *, rows: int, parts: Parts | None = None) -> list[Row]:
-    """`steps` of the mixture with the tiles that the sweep of this day found best."""
+def swept_steps(day: Day, *, rows: int, parts: Parts | None = None) -> Iterator[Row]:
+    """`steps` of the mixture with the tiles that the sweeps of this day found best."""
     path = day.out / TILES_FILE
-    found = json.loads(path.read_text()) if path.exists() else []
-    for row in found:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
         # this process measures and ends; the table in the source changes when its numbers are copied there
         tiles = experts_triton.ExpertTiles(*row["tiles"])
         experts_triton.TILES[row["tokens"], row["width"], row["bytes"]] = tiles
-    return [
-        {"tiles": "swept" if found else "default", **row} for row in steps(day, shape=day.mini, rows=rows, parts=parts)
-    ]
+    yield from steps(day, shape=day.mini, rows=rows, parts=parts)
 
 
 def prefill(day: Day) -> list[Row]:
-    """A prompt of `Day.prompt` tokens stored in one step."""
+    """`Day.prompt` tokens of a longer prompt stored in one step, in which nothing decodes."""
     model = random_model(SHAPES[day.mini], device=day.device, dtype=day.dtype)
-    pages = 2 * (day.prompt // 32 + 8)
+    route_uniformly(model, num_tokens=day.prompt)
+    pages = 2 * (2 * day.prompt // 32 + 8)
     sizes = EngineConfig(
-        max_rows=1, num_pages=pages, page_size=32, max_prefill_tokens=day.prompt, prefix_caching=False
+        max_rows=1, num_pages=pages, page_size=32, max_prefill_tokens=day.prompt, prefix_caching=False, graphs=False
     )
     engine = Engine(model, sizes)
     seconds = []
     for number in range(4):
-        engine.add(_request(number, random.Random(number), SHAPES[day.mini].vocab_size, prompt=day.prompt, tokens=1))
+        request = _request(number, random.Random(number), SHAPES[day.mini].vocab_size, prompt=2 * day.prompt, tokens=1)
+        engine.add(request)
         started = time.perf_counter()
         engine.step()
         if day.on_gpu:
             torch.cuda.synchronize(day.device)
         seconds.append(time.perf_counter() - started)
-        while engine.has_work:
-            engine.step()
+        engine.abort(request.request_id)
     best = min(seconds[1:])
-    return [{"model": day.mini, "prompt": day.prompt, "ms": best * 1e3, "tokens_per_s": day.prompt / best}]
+    return [{"model": day.mini, "stored": day.prompt, "ms": best * 1e3, "tokens_per_s": day.prompt / best}]
 
 
 def soak(day: Day) -> list[Row]:
@@ -306,9 +352,14 @@ def _request(number: int, rng: random.Random, vocabulary: int, *, tokens: int, p
     )
 
 
+_left: dict[str, Engine] = {}  # what is there until the interpreter ends
+
+
 def clean_exit(day: Day) -> list[Row]:
     """An engine with graphs is left as it is, a step still under way: the process must end by itself, with code 0."""
-    engine = filled_engine(gpu_checks.check_model("sdar", day.device), StepCase(rows=2, buffer_size=2, prefix=64))
+    engine = _left["engine"] = filled_engine(
+        gpu_checks.check_model("sdar", day.device), StepCase(rows=2, buffer_size=2, prefix=64)
+    )
     for _ in range(3):
         engine.step()
     return [{"steps": 3, **engine.graph_report()}]

@@ -55,7 +55,8 @@ def router_row(device: torch.device) -> Row:
 
 
 def layers_row(model: Decoder, case: StepCase) -> Row:
-    """The hidden states of a decoding batch, by their distance from the torch form's in its own norm."""
+    """The hidden states of a decoding batch, by their distance from the torch form's in its own norm: the median over
+    tokens, since rounding sends a few of them to other experts, which changes those tokens by far more."""
     engine = filled_engine(model, case)
     for _ in range(2):
         engine.step()
@@ -69,10 +70,12 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
         hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
     live = slice(None) if batch.live_T is None else batch.live_T
     found, wanted = (states[live] for states in hidden)
-    error = float((found - wanted).norm() / wanted.norm())
+    error = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
     engine.close()
-    if not error < 5e-2:
-        raise CheckFailed(f"{model.config.architecture}: layers by kernels are off by {error} of the norm")
+    if not error < 2e-2:
+        raise CheckFailed(
+            f"{model.config.architecture}: layers by kernels are off by {error} of the norm, the median of tokens"
+        )
     return {
         "kernel": "layers by kernels", "size": model.config.architecture, "largest_error": error, "right": True,
     }  # fmt: skip

@@ -20,7 +20,8 @@ from mbd_core.ops.triton_launch import watched_launches
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 aten = torch.ops.aten
-_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view")
+_SAME_MEMORY = ("lift_fresh", "_unsafe_view")
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", *_SAME_MEMORY)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -66,11 +67,13 @@ class Shape(StandIn):
 
 class ShapeDevice(TorchDispatchMode):
     """Computes shapes. `nodes` counts what would be launched: each of torch's operations that computes something as
-    one, under its name, and each Triton kernel. Views and allocations launch nothing."""
+    one, under its name, and each Triton kernel. Views and allocations launch nothing. `num_bytes` counts those of all
+    tensors that were made, in which every result lies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nodes: Counter[str] = Counter()
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -90,6 +93,8 @@ class ShapeDevice(TorchDispatchMode):
             out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
             if not func.is_view and func.overloadpacket.__name__ not in _ALLOCATIONS:
                 self.nodes[func.overloadpacket.__name__] += 1
+            if not func.is_view and not func._schema.is_mutable and func.overloadpacket.__name__ not in _SAME_MEMORY:
+                self.num_bytes += sum(t.nbytes for t in _leaves(out) if isinstance(t, Tensor))
             if func._schema.is_mutable:
                 return kwargs["out"] if "out" in kwargs else args[0]
             return tree_map(_wrap, out)

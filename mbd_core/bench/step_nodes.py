@@ -34,10 +34,11 @@ SEVERAL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod", "n
 
 @dataclass(frozen=True, kw_only=True)
 class StepNodes:
-    """Nodes of one step: of all layers together, and of the last layer."""
+    """Nodes of one step, and of its last layer; the bytes of what the step makes and reads again."""
 
     step: Counter[str]
     layer: Counter[str]
+    num_bytes: int
 
     @property
     def inexact(self) -> frozenset[str]:
@@ -50,12 +51,12 @@ def step_nodes(
 ) -> StepNodes:
     """The nodes of a static step in bfloat16; those of a layer are the difference that one more layer makes."""
     kind = StepKind(num_rows=num_rows, num_slots=num_slots, num_asked=num_asked, work=work)
-    step = _count(config, kind)
-    shorter = _count(replace(config, num_layers=config.num_layers - 1), kind)
-    return StepNodes(step=step, layer=step - shorter)
+    step, num_bytes = _count(config, kind)
+    shorter, _ = _count(replace(config, num_layers=config.num_layers - 1), kind)
+    return StepNodes(step=step, layer=step - shorter, num_bytes=num_bytes)
 
 
-def _count(config: ModelConfig, kind: StepKind) -> Counter[str]:
+def _count(config: ModelConfig, kind: StepKind) -> tuple[Counter[str], int]:
     with torch.device("meta"):
         model = Decoder(config).to(torch.bfloat16).eval().requires_grad_(False)
     rows, slots = kind.num_rows, kind.num_slots
@@ -64,8 +65,9 @@ def _count(config: ModelConfig, kind: StepKind) -> Counter[str]:
         device.move(model)
         state = build_parts(model, sizes, vocab_limit=None).state
         device.nodes.clear()
+        device.num_bytes = 0
         static_step(state, kind, num_pages=state.tables_RP.shape[1])
-        return device.nodes.copy()
+        return device.nodes.copy(), device.num_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,11 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         {
             "work": name, "layer": nodes.layer.total(), "step": nodes.step.total(),
-            "inexact": ", ".join(sorted(nodes.inexact)) or None,
+            "inexact": ", ".join(sorted(nodes.inexact)) or None, "megabytes": nodes.num_bytes / 1e6,
         }
         for name, nodes in counted.items()
     ]  # fmt: skip
-    print(markdown(rows, {"work": "work", "layer": "a layer", "step": "a step", "inexact": "of them inexact"}), "\n")
+    print(
+        markdown(
+            rows,
+            {
+                "work": "work",
+                "layer": "a layer",
+                "step": "a step",
+                "inexact": "of them inexact",
+                "megabytes": "results (MB)|.1f",
+            },
+        ),
+        "\n",
+    )
     greedy = counted["greedy"]
     of_greedy = [{"node": name, "layer": greedy.layer[name], "step": n} for name, n in greedy.step.most_common()]
     print(markdown(of_greedy, {"node": "greedy: node", "layer": "a layer", "step": "a step"}))

@@ -16,6 +16,7 @@ import torch
 from mbd_core.bench import gpu_day, gpu_sections
 from mbd_core.bench.gpu_day import PART_SECONDS, PARTS, Section, main, report, run_apart
 from mbd_core.bench.gpu_sections import profiled, toy_day
+from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import AttentionKernel
 
 SECTIONS = [(part, name) for part, sections in PARTS.items() for name in sections]
@@ -23,12 +24,14 @@ SECTIONS = [(part, name) for part, sections in PARTS.items() for name in section
 
 @pytest.mark.parametrize(("part", "name"), SECTIONS)
 def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -> None:
-    rows = PARTS[part][name].run(toy_day(tmp_path))
+    rows = list(PARTS[part][name].run(toy_day(tmp_path)))
     assert rows and json.loads(json.dumps(rows)) == rows, "the rows are what JSON can hold"
     if name.startswith(("mini", "dense")):
-        for row in rows:
-            assert row["step_over_floor"] > 0 and row["top"] and row["nodes"] is None
-            assert (row["touched_experts"] is None) == (name == "dense")
+        timed, profiles = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        for row, profile in zip(timed, profiles, strict=True):
+            assert row["step_over_floor"] > 0 and (row["touched_experts"] is None) == (name == "dense")
+            assert profile["top"] and profile["nodes"] is None
+            assert all(row[key] == profile[key] for key in ("model", "rows", "prefix", "buffer_size", "graphs"))
     text = report(part, {name: {"state": "done", "seconds": 1.0, "rows": rows}}, toy=True)
     assert f"## {name}" in text and text.count("|---|") >= 1
 
@@ -52,7 +55,7 @@ from mbd_core.bench.gpu_day import PARTS
 from mbd_core.bench.gpu_sections import toy_day
 
 for part, name in ((1, "machine"), (1, "graphs"), (3, "soak")):
-    assert PARTS[part][name].run(toy_day(Path(sys.argv[1])))
+    assert list(PARTS[part][name].run(toy_day(Path(sys.argv[1]))))
 for file in Path("tests/gpu").glob("test_*.py"):
     importlib.import_module(f"gpu.{file.stem}")
 print("all held")
@@ -108,11 +111,16 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_process_that_fails_or_hangs_is_named() -> None:
-    assert run_apart([sys.executable, "-c", "print('begun'); print('[{\"a\": 1}]')"], 60)["rows"] == [{"a": 1}]
-    failed = run_apart([sys.executable, "-c", "print('[]'); raise SystemExit('why it failed')"], 60)
-    assert (failed["state"], failed["why"]) == ("failed", "why it failed")
-    hung = run_apart([sys.executable, "-c", "import time; print('[]', flush=True); time.sleep(60)"], 0.5)
-    assert hung["state"] == "over its limit"
+    """What it had measured until then is kept."""
+    row = """print('begun'); print('row: {"a": 1}', flush=True)"""
+    done = run_apart([sys.executable, "-c", row], 60)
+    assert (done["state"], done["rows"]) == ("done", [{"a": 1}])
+    failed = run_apart([sys.executable, "-c", f"{row}; raise SystemExit('why it failed')"], 60)
+    assert (failed["state"], failed["why"], failed["rows"]) == ("failed", "why it failed", [{"a": 1}])
+    hanging = f"import sys, time; {row}; print('where', file=sys.stderr, flush=True); time.sleep(60)"
+    hung = run_apart([sys.executable, "-c", hanging], 2.0)
+    assert (hung["state"], hung["rows"]) == ("over its limit", [{"a": 1}]) and "where" in hung["why"]
+    assert "| 1 |" in report(1, {"hung": hung}, toy=True)
     assert run_apart([sys.executable], -1.0)["state"] == "not run"
 
 
@@ -128,7 +136,7 @@ def test_a_part_ends_if_its_first_section_fails(
 
     def apart(command: list[str], limit: float) -> dict[str, Any]:
         run.append(command)
-        return {"state": "failed", "why": "no graph can hold it", "seconds": 0.1}
+        return {"state": "failed", "why": "no graph can hold it", "seconds": 0.1, "rows": []}
 
     monkeypatch.setattr(gpu_day, "run_apart", apart)
     assert main(["--part", "1", "--toy", "--out", str(tmp_path)]) == 1
@@ -149,3 +157,39 @@ def test_a_profile_names_what_ran() -> None:
     x = torch.randn(64, 64)
     nodes, top = profiled(lambda: x @ x, torch.device("cpu"), most=3)
     assert nodes is None and 1 <= len(top) <= 3 and any("mm" in row["kernel"] for row in top)
+
+
+def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it runs no kernel: the tiles that are tried decide the time, and those of 128 columns do not fit."""
+    monkeypatch.setattr(experts_triton, "TILES", {})
+    monkeypatch.setattr(gpu_sections.Day, "on_gpu", True)
+    day = toy_day(tmp_path)
+
+    def seconds(day: Any, run: Any) -> float | None:
+        tried = [*experts_triton.TILES.values()][-1]
+        return None if tried.columns == 128 else 1e-6 * (tried.columns + tried.stages)
+
+    monkeypatch.setattr(gpu_sections, "_graph_seconds", seconds)
+    rows = list(gpu_sections.tile_sweep(day))
+    assert [(row["bytes"], row["tokens"]) for row in rows] == [
+        (size, n) for size in (4, 1) for n in gpu_sections.SWEPT
+    ]
+    for row in rows:
+        each = row["tokens"] * (4 + 1) / 16
+        assert row["tiles"][0] in ((64,) if each >= 16 else (16, 32)) and row["tiles"][1:4] == [32, 128, 2]
+        assert row["microseconds"] == pytest.approx(34) and row["default_tiles"][1] == 64 and row["tried"] > 4
+    experts_triton.TILES.clear()
+    monkeypatch.setattr(gpu_sections, "steps", lambda day, **_: iter(()))
+    assert list(gpu_sections.swept_steps(day, rows=1)) == []
+    assert len(experts_triton.TILES) == 12 and experts_triton.tiles_for(60, 32, 1).columns == 32
+
+
+def test_a_step_below_its_floor_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sections.Day, "on_gpu", True)
+    monkeypatch.setattr(gpu_sections, "measure_machine", lambda *_: gpu_sections.Machine(bandwidth=1.0, flops=1e10))
+    rows = gpu_sections.steps(toy_day(tmp_path), shape="tiny-llada2", rows=1)
+    assert next(rows)["step_over_floor"] < 1
+    with pytest.raises(RuntimeError, match="faster than its floor"):
+        next(rows)

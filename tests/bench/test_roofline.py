@@ -15,6 +15,7 @@ from mbd_core.bench.roofline import (
     step_cost,
 )
 from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.shapes import SHAPES
 
 DENSE = ModelConfig(
     architecture="SDARForCausalLM",
@@ -122,3 +123,11 @@ def test_measured_speeds_are_of_this_machine() -> None:
     bandwidth = measure_bandwidth(device, num_bytes=2**24, repeats=2)
     flops = measure_flops(device, torch.float32, size=256, repeats=2)
     assert 1e8 < bandwidth < 1e13 and 1e8 < flops < 1e15
+
+
+@pytest.mark.parametrize(("bytes_each", "gigabytes"), [(2.0, (20.9, 27.9)), (1.0, (11.1, 14.6))])
+def test_the_bytes_of_llada2_mini_stay_within_their_budget(bytes_each: float, gigabytes: tuple[float, float]) -> None:
+    """One sequence behind 512 tokens, with one slot and with two; experts in bfloat16, and in FP8."""
+    for slots, most in zip((1, 2), gigabytes, strict=True):
+        cost = step_cost(SHAPES["llada2-mini"], rows=1, buffer_size=slots, prefix=512, expert_bytes=bytes_each)
+        assert 0.99 * most < cost.bytes / 1e9 <= most
