@@ -160,9 +160,8 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
         "floor_ms": row["floor_seconds"] * 1e3, "step_over_floor": row["step_over_floor"],
         "touched_experts": row["touched_experts"], "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
     }  # fmt: skip
-    moe = model.config.moe
-    if moe is not None:
-        tokens = case.rows * case.buffer_size * model.config.block_size
+    moe, tokens = model.config.moe, case.rows * case.buffer_size * model.config.block_size
+    if moe is not None and moe_layers(model)[0].fuses(tokens):
         each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
         size = 1 if benchmark.fp8 else benchmark.dtype.itemsize
         found["tiles"] = [*experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)]

@@ -174,7 +174,7 @@ def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
     monkeypatch.setattr(gpu_sections, "_graph_seconds", seconds)
     rows = list(gpu_sections.tile_sweep(day))
     assert [(row["bytes"], row["tokens"]) for row in rows] == [
-        (size, n) for size in (4, 1) for n in gpu_sections.SWEPT
+        (size, n) for size in (2, 1) for n in gpu_sections.SWEPT
     ]
     for row in rows:
         each = row["tokens"] * (4 + 1) / 16
