@@ -1,5 +1,6 @@
 """The resolver says which attention kernel it chose and why no other; every kernel gives what the equation gives."""
 
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from fake_attention import FakePackages, by_equation, sequences
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from mbd_core.ops.attention import KERNELS, resolve
 from mbd_core.ops.attention_definition import paged_attention
@@ -32,6 +34,13 @@ def test_adapters_hand_each_kernel_what_it_means(name: str, exact: bool) -> None
         assert (call["max_q"], call["max_k"]) == (7, layout.page_table_RP.shape[1] * 16)
         assert call["exact"] == exact or name == "flash-attn"
         assert call.get("fa", 3) == 3
+
+
+def test_the_stand_in_for_torchs_function_has_its_signature() -> None:
+    real, ours = (inspect.signature(f).parameters for f in (varlen_attn, FakePackages().varlen_attn))
+    if "block_table" not in real:
+        pytest.skip(f"torch {torch.__version__} has an older one, which the test below has")
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in real.values()]
 
 
 def test_order_on_cuda_and_reasons() -> None:

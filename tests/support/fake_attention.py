@@ -1,14 +1,11 @@
 """Paged rows at random, the equation they must satisfy, and stand-ins for the flash-attention packages."""
 
-import functools
-import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from mbd_core.ops.row_layout import RowLayout
 
@@ -82,14 +79,17 @@ class FakePackages:
             out[part] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
         return out
 
-    def varlen_attn(self, *args: Any, num_splits: int | None = None, **kwargs: Any) -> Tensor:
-        given = inspect.signature(varlen_attn).bind(*args, num_splits=num_splits, **kwargs).arguments
-        query, table, starts, lengths = (given.get(n) for n in ("query", "block_table", "cu_seq_k", "seqused_k"))
-        assert "return_aux" not in given and given["enable_gqa"] and lengths.dtype == torch.int32
-        assert (starts is None) != (table is None)
-        self.calls.append({"max_q": given["max_q"], "max_k": given["max_k"], "exact": num_splits == 1})
-        keys, values = (gather_back(given[name], table, starts, lengths) for name in ("key", "value"))
-        return self.attend(query, keys, values, given["cu_seq_q"])
+    def varlen_attn(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int,
+        max_k: int, *, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """torch 2.13's."""
+        assert return_aux is None and enable_gqa and seqused_k.dtype == torch.int32
+        assert (cu_seq_k is None) != (block_table is None)
+        self.calls.append({"max_q": max_q, "max_k": max_k, "exact": num_splits == 1})
+        keys, values = (gather_back(x, block_table, cu_seq_k, seqused_k) for x in (key, value))
+        return self.attend(query, keys, values, cu_seq_q)
 
     def vllm(
         self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
@@ -145,9 +145,7 @@ class FakePackages:
         modules = {
             "vllm.vllm_flash_attn": {"flash_attn_varlen_func": self.vllm},
             "vllm.vllm_flash_attn.flash_attn_interface": {"is_fa_version_supported": lambda version: version == 3},
-            "torch.nn.attention.varlen": {
-                "varlen_attn": functools.update_wrapper(functools.partial(self.varlen_attn), varlen_attn),
-            },
+            "torch.nn.attention.varlen": {"varlen_attn": self.varlen_attn},
             "torch.nn.attention": {"activate_flash_attention_impl": self.activated.append},
             "flash_attn_interface": {},
             "flash_attn": {"flash_attn_varlen_func": self.flash_2},
