@@ -39,5 +39,5 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 
 $(OLDEST_TRITON): | $(VENV)/.installed
 	@rm -rf $@.part
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(@:$(VENV)/triton-%=%)
-	@mv $@.part $@
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(@:$(VENV)/triton-%=%) \
+		&& mv $@.part $@ || echo "$@ could not be installed; the test of what it compiles will skip"

@@ -35,10 +35,10 @@ _num_mapped = 0  # places that this process has mapped with others, in any group
 def most_bytes(num_ranks: int) -> int:
     """The largest part that is summed in one shot.
 
-    Every rank reads the parts of all others. Of two ranks that is no more than any other way moves; of more it is, and
-    pays for small parts alone.
+    Every rank reads the parts of all others. Of two ranks that is no more than any other way moves. Of more it is, and
+    pays for small parts alone: for those of up to 512 KB.
     """
-    return 2**23 if num_ranks == 2 else 2**19 if num_ranks <= 4 else 2**18
+    return 2**23 if num_ranks == 2 else 2**19
 
 
 class SharedSums:
