@@ -9,7 +9,7 @@ from mbd_core.engine.admission import Admission
 from mbd_core.engine.canvas_rows import CanvasRuns
 from mbd_core.engine.device_vocab import shared_vocab, whole_vocab
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.graphs import StepGraphs, graphs_enabled
+from mbd_core.engine.graphs import StepGraphs, graphs_obstacle
 from mbd_core.engine.kv_cache import PagedKVCache
 from mbd_core.engine.kv_memory import fit_num_pages, longest_in_pages, probe_cache
 from mbd_core.engine.ledger import Ledger
@@ -100,7 +100,7 @@ def build_parts(
             adapters=config.max_adapters > 0,
             blocks_each=None if config.block_budget is None else config.blocks_each,
         ),
-        graphs=StepGraphs(state, graphs_enabled(state, config.graphs, static_shapes=static_shapes)),
+        graphs=StepGraphs(state, graphs_obstacle(state, config.graphs, static_shapes=static_shapes)),
         adapters=adapters,
     )
 

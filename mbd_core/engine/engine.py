@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -102,8 +102,8 @@ class Engine:
         """Tokens whose keys and values fit into the KV memory."""
         return self.scheduler.pool.capacity * self.page_size
 
-    def graph_report(self) -> dict[str, int]:
-        """Captured graphs, the bytes they take, and static steps so far that were replayed and that ran eagerly."""
+    def graph_report(self) -> dict[str, Any]:
+        """Why there are no graphs; their number and bytes, and static steps so far that were replayed and were not."""
         return self._graphs.report()
 
     @property

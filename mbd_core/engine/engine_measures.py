@@ -7,7 +7,7 @@ somebody asks.
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mbd_core.decoding.slot_state import SlotState
 from mbd_core.engine.scheduler import Scheduler
@@ -106,7 +106,7 @@ def measure(
     scheduler: Scheduler,
     *,
     counts: EngineCounts,
-    graph_report: Mapping[str, int],
+    graph_report: Mapping[str, Any],
     report: Report,
     rows: Iterable[int],
 ) -> EngineMeasures:

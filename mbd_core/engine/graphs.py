@@ -72,14 +72,15 @@ def static_step(state: StepState, kind: StepKind, *, num_pages: int) -> Tensor:
 
 @dataclass
 class StepGraphs:
-    """The captured steps of one engine. Without `enabled` every step runs kernel by kernel.
+    """The captured steps of one engine. With an `obstacle` every step runs kernel by kernel.
 
+    obstacle                 why there are no graphs
     num_replayed, num_eager  static steps so far, by how they ran
     memory_bytes             device memory that the graphs took
     """
 
     state: StepState
-    enabled: bool
+    obstacle: str | None
     num_replayed: int = 0
     num_eager: int = 0
     memory_bytes: int = 0
@@ -87,6 +88,10 @@ class StepGraphs:
     _graph_of_kind: "dict[StepKind, CapturedStep | None]" = field(default_factory=dict)
     _pool: Any = None
     _stream: "torch.cuda.Stream | None" = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.obstacle is None
 
     def capture(self, kinds: Iterable[StepKind]) -> int:
         """Capture the kinds that are not yet; how many graphs there are then."""
@@ -128,9 +133,10 @@ class StepGraphs:
         self._pool, self.memory_bytes = None, 0
         self.state.runner.forget_batch()
 
-    def report(self) -> dict[str, int]:
-        """For whoever watches a server: graphs, their memory, and steps by how they ran."""
+    def report(self) -> dict[str, Any]:
+        """For whoever watches a server: why there are no graphs; how many, their memory, steps by how they ran."""
         return {
+            "not_used": self.obstacle,
             "captured": len(self._captured),
             "memory_bytes": self.memory_bytes,
             "steps_replayed": self.num_replayed,
@@ -182,12 +188,13 @@ class CapturedStep:
         self._graph.reset()
 
 
-def graphs_enabled(state: StepState, asked: bool | None, *, static_shapes: bool) -> bool:
-    """Whether static steps become graphs; `None` means wherever they can. `ValueError` if they cannot and must."""
+def graphs_obstacle(state: StepState, asked: bool | None, *, static_shapes: bool) -> str | None:
+    """Why static steps do not become graphs, if so; they do wherever they can, unless `asked` is `False`. `ValueError`
+    if they cannot and must."""
     obstacle = _obstacle(state, static_shapes=static_shapes)
     if asked and obstacle is not None:
         raise ValueError(f"graphs=True cannot be honoured: {obstacle}")
-    return asked is not False and obstacle is None
+    return "graphs=False was asked for" if asked is False else obstacle
 
 
 def _obstacle(state: StepState, *, static_shapes: bool) -> str | None:

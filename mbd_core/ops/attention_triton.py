@@ -32,7 +32,6 @@ from mbd_core.ops.triton_launch import launch
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
-_WIDE_TILE = 64 * 128  # output numbers of a program above which it has more warps and fewer keys at once
 _PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
 _STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
 _MOST_SPLITS = 16  # each split's sums are written and read again
@@ -143,7 +142,7 @@ class Launch(NamedTuple):
 
     @property
     def num_warps(self) -> int:
-        return 8 if self.block_m == _MOST_ROWS or self.block_m * self.block_c > _WIDE_TILE else 4
+        return 8 if self.block_m == _MOST_ROWS or self.block_c > 128 else 4
 
 
 def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: int, exact: bool) -> Launch:
@@ -158,7 +157,7 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
     most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
     splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
     block_c = max(16, _power_of_two(head_dim))
-    block_n = 32 if block_c > 128 or block_m * block_c > _WIDE_TILE else 64
+    block_n = 16 if block_c > 128 else 32 if block_m == _MOST_ROWS else 64  # what leaves all numbers in registers
     return Launch(tiles, splits, block_m, block_n, block_c)
 
 

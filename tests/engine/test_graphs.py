@@ -72,6 +72,13 @@ def test_a_program_is_the_eager_step(kind: dict) -> None:
     assert [gist(o) for o in engine(model, static_shapes=True).generate(batch)] == eager
 
 
+def test_why_there_are_no_graphs_is_said() -> None:
+    asked = ((False, None), (True, None), (True, False))
+    reasons = [engine(build(), static_shapes=s, graphs=g).graph_report()["not_used"] for s, g in asked]
+    assert "no step has a shape that repeats" in reasons[0] and "graphs need a GPU, this is cpu" in reasons[1]
+    assert reasons[2] == "graphs=False was asked for"
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_program_computes_logits_where_something_can_change(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """As many as the host can promise, in quarters of the buffer, also where a step is launched ahead."""

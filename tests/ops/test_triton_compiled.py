@@ -143,11 +143,8 @@ ATTENTION = {"llada2-mini, sdar": (4, 128), "dream-7b": (7, 128), "narrow": (2, 
 """Query heads for each key head, channels."""
 
 
-@pytest.mark.parametrize(
-    ("model", "capability"),
-    [("llada2-mini, sdar", capability) for capability in SHARED_BYTES]
-    + [(model, 90) for model in ("dream-7b", "narrow", "wide")],
-)
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("model", ATTENTION)
 def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) -> None:
     """A captured step's call with splits, and without for the models that are served; rows of a prompt."""
     share, channels = ATTENTION[model]
