@@ -40,4 +40,4 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt
 $(OLDEST_TRITON): | $(VENV)/.installed
 	@rm -rf $@.part
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$(@:$(VENV)/triton-%=%) \
-		&& mv $@.part $@ || echo "$@ could not be installed; the test of what it compiles will skip"
+		&& mv $@.part $@ || { rm -rf $@.part; echo "$@ could not be installed; the test of what it compiles will skip"; }

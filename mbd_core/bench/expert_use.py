@@ -67,6 +67,8 @@ class UniformRouter(nn.Module):
             joint = with_shared(ids_TK, weights_TK, self.config.num_experts, num_shared)
             for name, tensor in zip(("ids", "weights"), joint, strict=True):
                 self.register_buffer(f"{name}_{num_shared}", tensor.to(device))
+            nobody = torch.tensor(self.config.num_experts + num_shared, device=device)
+            self.register_buffer(f"nobody_{num_shared}", nobody)
 
     def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
         """As `Router.forward`; `num_shared` is 0 or all."""
@@ -74,7 +76,7 @@ class UniformRouter(nn.Module):
         self._router(x_TD, live_T, num_shared)
         ids_TK = self.get_buffer(f"ids_{num_shared}")[:tokens]
         if live_T is not None:
-            ids_TK = torch.where(live_T[:, None], ids_TK, self.config.num_experts + num_shared)
+            ids_TK = torch.where(live_T[:, None], ids_TK, self.get_buffer(f"nobody_{num_shared}"))
         return ids_TK, self.get_buffer(f"weights_{num_shared}")[:tokens]
 
 

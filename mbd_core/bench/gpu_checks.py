@@ -178,18 +178,21 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def kernel_rows(device: torch.device, *, small: bool) -> list[Row]:
-    """Every kernel beside its definition: its name, size and largest error. Raises `CheckFailed` if one is off."""
+def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
+    """Each kernel beside its definition: name, size, largest error. Raises `CheckFailed` behind them if one is off."""
     checks: tuple[Callable[..., Row], ...] = (
         _attention_row, _long_attention_row, _experts_row, _shared_experts_row, _fp8_experts_row,
         partial(_fp8_experts_row, block=fp8.RELEASED), _fp8_linear_row, _confidence_row,
     )  # fmt: skip
     generator = torch.Generator(device=device).manual_seed(0)
-    rows = [check(device, GPU_DTYPE if device.type == "cuda" else torch.float32, generator, small) for check in checks]
-    wrong = [f"{row['kernel']} by {row['largest_error']}" for row in rows if row["right"] is False]
+    wrong = []
+    for check in checks:
+        row = check(device, GPU_DTYPE if device.type == "cuda" else torch.float32, generator, small)
+        yield row
+        if row["right"] is False:
+            wrong.append(f"{row['kernel']} by {row['largest_error']}")
     if wrong:
         raise CheckFailed(f"not its definition: {', '.join(wrong)}")
-    return rows
 
 
 def _row(kernel: str, size: str, found: Tensor, wanted: Tensor, *, rtol: float, atol: float) -> Row:

@@ -8,6 +8,7 @@ package's dependencies few (docs/gpu.md). `--toy` runs all of it on a CPU at toy
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -111,7 +112,8 @@ def _run_here(options: argparse.Namespace) -> int:
     """One section, in this process; each row goes to standard output, as a line, as soon as it is known."""
     day = toy_day(options.out) if options.toy else Day(device=torch.device("cuda", 0), out=options.out)
     for row in PARTS[options.part][options.section].run(day):
-        print(ROW + json.dumps(row), flush=True)
+        known = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+        print(ROW + json.dumps(known), flush=True)
     return 0
 
 
@@ -145,7 +147,7 @@ def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
     started = time.monotonic()
     if limit <= 0:
         return {"state": "not run", "why": "the time of the part was over", "seconds": 0.0}
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=printed, stderr=said)
         try:
             code: int | None = process.wait(timeout=limit)
@@ -164,10 +166,10 @@ def run_apart(command: Sequence[str], limit: float) -> dict[str, Any]:
     return {"state": "done", "seconds": seconds, "rows": rows}
 
 
-def _lines(file: IO[str]) -> list[str]:
-    """What a process has written; a line that its end has cut is none."""
+def _lines(file: IO[bytes]) -> list[str]:
+    """The lines that a process has written; one that its end has cut is none."""
     file.seek(0)
-    return [line.rstrip() for line in file.read().strip().splitlines(keepends=True)]
+    return file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
 
 
 def report(part: int, results: Mapping[str, Mapping[str, Any]], *, toy: bool) -> str:

@@ -1,7 +1,7 @@
 """The sections of a day on a GPU (`bench/gpu_day.py`): each is a function of the day's sizes that returns rows.
 
-A section raises if what it checks does not hold; the rows then are not reached. On a CPU the same functions run at toy
-sizes, which shows that they work and measures nothing of interest.
+A section raises if what it checks does not hold, after the rows that it has by then. On a CPU the same functions run
+at toy sizes, which shows that they work and measures nothing of interest.
 """
 
 import importlib.metadata
@@ -102,22 +102,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-def kernels(day: Day) -> list[Row]:
+def kernels(day: Day) -> Iterator[Row]:
     """Every kernel beside its definition, at real sizes; the forms that consist of kernels."""
-    rows = gpu_checks.kernel_rows(day.device, small=not day.on_gpu)
-    return [*rows, *kernel_checks.kernel_form_rows(day.device)]
+    yield from gpu_checks.kernel_rows(day.device, small=not day.on_gpu)
+    yield from kernel_checks.kernel_form_rows(day.device)
 
 
-def graphs(day: Day) -> list[Row]:
+def graphs(day: Day) -> Iterator[Row]:
     """Replayed steps beside eager ones, for every kind; steady steps in which every wait is an error."""
-    rows: list[Row] = []
     for family in ("sdar", "llada2"):
         model = gpu_checks.check_model(family, day.device)
         tokens, many = (48, 4) if day.on_gpu else (8, 2)
-        rows.append(gpu_checks.graphs_are_eager(model, max_tokens=tokens, max_rows=many))
+        yield gpu_checks.graphs_are_eager(model, max_tokens=tokens, max_rows=many)
         case = StepCase(rows=2, buffer_size=2, prefix=64, steps=day.steps)
-        rows.append({"model": model.config.architecture, **gpu_checks.steady_steps_never_wait(model, case)})
-    return rows
+        yield {"model": model.config.architecture, **gpu_checks.steady_steps_never_wait(model, case)}
 
 
 def steps(
@@ -161,7 +159,9 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
         "touched_experts": row["touched_experts"], "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
     }  # fmt: skip
     moe, tokens = model.config.moe, case.rows * case.buffer_size * model.config.block_size
-    if moe is not None and moe_layers(model)[0].fuses(tokens):
+    with torch.inference_mode():
+        fused = moe is not None and moe_layers(model)[0].fuses(tokens)
+    if moe is not None and fused:
         each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
         size = 1 if benchmark.fp8 else benchmark.dtype.itemsize
         found["tiles"] = [*experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)]
@@ -211,7 +211,7 @@ CANDIDATES = [
     for stages in (2, 3, 4)
     for warps in (4, 8)
 ]
-TILES_FILE = "tiles.json"
+TILES_FILE = "tiles.jsonl"
 
 
 def tile_sweep(day: Day) -> Iterator[Row]:
@@ -223,14 +223,14 @@ def tile_sweep(day: Day) -> Iterator[Row]:
         return
     config = replace(SHAPES[day.mini], num_layers=2)
     assert config.moe is not None
-    model = random_model(config, device=day.device, dtype=day.dtype)
-    for parts in PARTS_SWEPT:
-        if parts is not None:
-            quantize_weights(model, parts)
-        layer = moe_layers(route_uniformly(model, num_tokens=SWEPT[-1]))[0]
-        for tokens in SWEPT:
-            size = day.dtype.itemsize if parts is None else 1
-            row = _best_tiles(day, layer, config.moe, torch.randn(tokens, config.hidden_size, device=day.device), size)
+    (day.out / TILES_FILE).write_text("")
+    models = {2: random_model(config, device=day.device, dtype=day.dtype)}
+    models[1] = quantize_weights(random_model(config, device=day.device, dtype=day.dtype), "experts")
+    for tokens in SWEPT:
+        for size, model in models.items():
+            layer = moe_layers(route_uniformly(model, num_tokens=SWEPT[-1]))[0]
+            x_TD = torch.randn(tokens, config.hidden_size, device=day.device, dtype=day.dtype)
+            row = _best_tiles(day, layer, config.moe, x_TD, size)
             with (day.out / TILES_FILE).open("a") as file:  # at once: a later one may fail, or take too long
                 file.write(json.dumps(row) + "\n")
             yield row
@@ -238,7 +238,6 @@ def tile_sweep(day: Day) -> Iterator[Row]:
 
 SWEPT = (32, 64, 128, 256, 512, 1024)
 """Numbers of tokens that the sweep finds tiles for."""
-PARTS_SWEPT: tuple[Parts | None, ...] = (None, "experts")
 
 
 def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -> Row:
@@ -251,7 +250,7 @@ def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -
         if tiles != default and (tiles.rows == FULL_ROWS) != (each >= FULL):
             continue
         experts_triton.TILES[tokens, width, size] = tiles
-        seconds = _graph_seconds(day, partial(layer.parts, x_TD.to(day.dtype), None, shares=True))
+        seconds = _graph_seconds(day, partial(layer.parts, x_TD, None, shares=True))
         if seconds is not None:
             tried[tiles] = seconds
     best = min(tried, key=lambda tiles: tried[tiles])

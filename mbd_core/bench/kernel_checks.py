@@ -3,6 +3,7 @@
 The router and the layers differ by rounding alone. A step's work on the Block Buffer is the same to the bit.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,16 +22,17 @@ from mbd_core.ops.triton_launch import triton_serves
 WORKS = (Work(), Work(revises=True, softens=True), replace(ALL_WORK, adapts=False))
 
 
-def kernel_form_rows(device: torch.device) -> list[Row]:
+def kernel_form_rows(device: torch.device) -> Iterator[Row]:
     """A row a comparison. Raises `CheckFailed` if a form is not the other one."""
     if not triton_serves(device, torch.bfloat16):
-        names = ("router", "layers", "steps")
-        return [{"kernel": f"{name} by kernels", "right": None, "not_run": "needs CUDA and Triton"} for name in names]
-    rows = [router_row(device)]
+        for name in ("router", "layers", "steps"):
+            yield {"kernel": f"{name} by kernels", "right": None, "not_run": "needs CUDA and Triton"}
+        return
+    yield router_row(device)
     for family in ("sdar", "llada2"):
         model, case = check_model(family, device), StepCase(rows=3, buffer_size=3, prefix=64, steps=6)
-        rows += [layers_row(model, case), steps_row(model, case)]
-    return rows
+        yield layers_row(model, case)
+        yield steps_row(model, case)
 
 
 def router_row(device: torch.device) -> Row:
@@ -55,8 +57,11 @@ def router_row(device: torch.device) -> Row:
 
 
 def layers_row(model: Decoder, case: StepCase) -> Row:
-    """The hidden states of a decoding batch, by their distance from the torch form's in its own norm: the median over
-    tokens, since rounding sends a few of them to other experts, which changes those tokens by far more."""
+    """The hidden states of a decoding batch by kernels, by each token's distance from the torch form's in its norm.
+
+    No token of a dense model may be far off. In a mixture rounding sends some tokens to other experts, which changes
+    them by far more: there the median and the share of such tokens are bounded.
+    """
     engine = filled_engine(model, case)
     for _ in range(2):
         engine.step()
@@ -70,12 +75,15 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
         hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
     live = slice(None) if batch.live_T is None else batch.live_T
     found, wanted = (states[live] for states in hidden)
-    error = float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median())
+    error_T = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     engine.close()
-    if not error < 2e-2:
-        raise CheckFailed(
-            f"{model.config.architecture}: layers by kernels are off by {error} of the norm, the median of tokens"
-        )
+    if model.config.moe is None:
+        error, right = float(error_T.max()), bool((error_T < 5e-2).all())
+    else:
+        error = float(error_T.median())
+        right = error < 2e-2 and float((error_T > 0.1).float().mean()) < 0.2
+    if not right:
+        raise CheckFailed(f"{model.config.architecture}: layers by kernels are off by {error}, a share of the norm")
     return {
         "kernel": "layers by kernels", "size": model.config.architecture, "largest_error": error, "right": True,
     }  # fmt: skip

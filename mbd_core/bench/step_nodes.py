@@ -34,7 +34,7 @@ SEVERAL = frozenset({"addmm", "sort", "topk", "argsort", "cumsum", "cumprod", "n
 
 @dataclass(frozen=True, kw_only=True)
 class StepNodes:
-    """Nodes of one step, and of its last layer; the bytes of what the step makes and reads again."""
+    """Nodes of one step, and of its last layer; the bytes of all tensors that the step makes."""
 
     step: Counter[str]
     layer: Counter[str]

@@ -7,8 +7,8 @@ A guide always knows a closing: tokens that complete the answer within its budge
 found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
 whose grammar becomes too complex to go on with is closed.
 
-The matcher is llguidance's. Only compiling a grammar imports it, so that an engine without grammars, such as the
-benchmarks on a bare GPU machine, needs torch and Triton alone.
+The matcher is llguidance's. Only compiling a grammar imports it: an engine without grammars, as in the benchmarks of a
+bare GPU machine, runs without it.
 
 Shape legend: V vocabulary.
 """

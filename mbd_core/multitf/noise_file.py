@@ -1,6 +1,6 @@
 """A fitted noise-schedule as a JSON file.
 
-It is checked with pydantic, which drawing from a schedule does not need: a training step runs where torch is alone.
+It is checked with pydantic, which drawing from a schedule does not need: a training step runs without it.
 """
 
 import json

@@ -98,6 +98,7 @@ def main() -> None:
         traceback.print_exc()
         with suppress(OSError):
             connection.send(" ".join(f"{type(error).__name__}: {error}".split()))
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an interpreter that ends in order could wait for the device, and that for a lost rank
 

@@ -55,6 +55,8 @@ from mbd_core.parallel.shared_sums import GroupSums, SharedSums
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder
 
+LONGEST_STEP = 600.0  # seconds between GPUs, from which on a step counts as hanging: a first one compiles its kernels
+EARLIER_FAILED = "an earlier step of the tensor-parallel group failed; start the group anew"
 FOLLOWER_ENDED = "a tensor-parallel follower's process has ended; start the group anew"
 
 
@@ -100,7 +102,7 @@ class ParallelEngine(Engine):
         self._commands: list[Command] = []
         self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
         self._failure: str | None = None  # why no step can follow; never taken back
-        self._overdue = math.inf  # when the step under way has taken longer than any rank waits
+        self._overdue = math.inf  # from when on the step under way counts as hanging
         self._closed = threading.Event()
         group.barrier()
         self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
@@ -202,19 +204,21 @@ class ParallelEngine(Engine):
             if self._failure is not None:
                 raise RankLost(self._failure)
             try:
-                if orders.action == "step":
-                    self._overdue = time.monotonic() + self._group.rank.timeout
+                if orders.action == "step" and self._group.rank.kind == "cuda":
+                    self._overdue = time.monotonic() + LONGEST_STEP
                 self._group.broadcast(orders)
                 self._commands.clear()
                 yield
                 if self._failure is not None:  # the heartbeat's: what was computed since is of no use
                     raise RankLost(self._failure)
             except BaseException as error:
-                self._failure = "an earlier step of the tensor-parallel group failed; start the group anew"
+                lost, self._failure = self._failure, EARLIER_FAILED
                 if isinstance(error, RuntimeError) and self.followers is not None:
                     reason = self.followers.failure()
                     if reason is not None:
                         error.add_note(reason)
+                if lost is not None and not isinstance(error, RankLost):
+                    raise RankLost(lost) from error  # what an interrupted step fails with says less
                 raise
             finally:
                 self._overdue = math.inf
@@ -239,6 +243,7 @@ class ParallelEngine(Engine):
         if self._closed.is_set():
             return
         self._closed.set()
+        self._heartbeat.join(1.0)  # a sign of life under way; an interruption lasts until the graphs are gone
         stopped = self._stop_followers()
         self._failure = self._failure or "the engine was closed"
         self._graphs.release(wait=stopped)
@@ -282,7 +287,7 @@ class ParallelEngine(Engine):
                     return
                 continue
             try:
-                if self._failure is not None:
+                if self._failure is not None or self._closed.is_set():
                     return
                 self._group.broadcast(Orders(action="wait"))
             except RankLost as error:
@@ -295,5 +300,5 @@ class ParallelEngine(Engine):
         if self.followers is not None and not self.followers.alive:
             return FOLLOWER_ENDED
         if time.monotonic() > self._overdue:
-            return f"a step took longer than {self._group.rank.timeout:g} s: a rank hangs; start the group anew"
+            return f"a step took longer than {LONGEST_STEP:g} s: a rank hangs; start the group anew"
         return None

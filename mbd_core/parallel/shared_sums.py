@@ -35,8 +35,8 @@ _num_mapped = 0  # places that this process has mapped with others, in any group
 def most_bytes(num_ranks: int) -> int:
     """The largest part that is summed in one shot.
 
-    Every rank reads the parts of all others. Of two ranks that is no more than any other way moves. Of more it is, and
-    pays for small parts alone: for those of up to 512 KB.
+    Every rank reads the parts of all others. With two ranks that is no more than any other way moves. With more it is,
+    so only parts of up to 512 KB are summed so.
     """
     return 2**23 if num_ranks == 2 else 2**19
 
@@ -113,7 +113,7 @@ def share_sums(group: Group) -> SharedSums:
 
     def allocated() -> list[Tensor]:
         if _num_mapped != least:
-            raise ValueError("this process has shared memory in an earlier group; a new one can, once in its life")
+            raise ValueError("torch shares memory in a process's first group alone, and this is a later one")
         try:
             _check_nvlink(size)
             if (backend := symmetric.get_backend(device)) != "CUDA":

@@ -59,17 +59,27 @@ def test_the_requests_ask_for_every_kind_of_work() -> None:
     assert asked == set(WORK_NAMES) - {"adapts"} and Work() in works
 
 
-def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path) -> None:
-    rows = kernel_rows(CPU, small=True)
+def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(kernel_rows(CPU, small=True))
     right = {row["kernel"]: row["right"] for row in rows}
     assert right.pop("confidence") is right.pop("experts: the shared among them") is None
     assert rows[-1]["not_run"] == "needs CUDA" and len(right) == 5 and all(right.values())
     model = check_model("llada2", CPU)
     row = graphs_are_eager(model, max_tokens=8, max_rows=2)
     assert row["same"] is True and row["kinds"] > 2 and row["captured"] == row["replayed"] == 0 < row["eager"]
-    folders = {name: write_adapter(tmp_path / name, model.config, seed=1, std=1.0) for name in ("one", "other")}
+    folders = {
+        name: write_adapter(tmp_path / name, model.config, seed=seed, std=1.0)
+        for seed, name in enumerate(("one", "other"))
+    }
+    served: list[set[str | None]] = []
+    asked = gpu_checks._served
+    monkeypatch.setattr(
+        gpu_checks,
+        "_served",
+        lambda e, requests: (served.append({r.adapter for r in requests}), asked(e, requests))[1],
+    )
     adapted = graphs_are_eager(model, adapters=folders, max_tokens=8, max_rows=2)
-    assert adapted["same"] is True and adapted["eager"] > 0
+    assert adapted["same"] is True and adapted["eager"] > 0 and served == [{None, "one", "other"}] * 2
     steady = steady_steps_never_wait(model, StepCase(rows=2, buffer_size=2, prefix=32, steps=2))
     assert steady["checked"] is False
 
@@ -78,7 +88,7 @@ def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyP
     right = gpu_checks.loop_experts
     monkeypatch.setattr(gpu_checks, "loop_experts", lambda *layer: right(*layer) * 1.1)
     with pytest.raises(CheckFailed, match="not its definition: experts: grouped by 0"):
-        kernel_rows(CPU, small=True)
+        list(kernel_rows(CPU, small=True))
     served = gpu_checks._served
     runs: list[object] = []
 

@@ -16,6 +16,7 @@ import torch
 from mbd_core.bench import gpu_day, gpu_sections
 from mbd_core.bench.gpu_day import PART_SECONDS, PARTS, Section, main, report, run_apart
 from mbd_core.bench.gpu_sections import profiled, toy_day
+from mbd_core.models.moe import MoE
 from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import AttentionKernel
 
@@ -62,7 +63,7 @@ print("all held")
 """
 
 
-def test_a_machine_with_torch_and_triton_alone_runs_the_checks(tmp_path: Path) -> None:
+def test_a_machine_with_few_packages_runs_the_checks(tmp_path: Path) -> None:
     """Every other dependency of the project is missing there, in a process of its own."""
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
@@ -117,11 +118,20 @@ def test_a_process_that_fails_or_hangs_is_named() -> None:
     assert (done["state"], done["rows"]) == ("done", [{"a": 1}])
     failed = run_apart([sys.executable, "-c", f"{row}; raise SystemExit('why it failed')"], 60)
     assert (failed["state"], failed["why"], failed["rows"]) == ("failed", "why it failed", [{"a": 1}])
-    hanging = f"import sys, time; {row}; print('where', file=sys.stderr, flush=True); time.sleep(60)"
+    hanging = f"""import sys, time; {row}; print('row: {{"a"', end='', flush=True)
+print('where', file=sys.stderr, flush=True); sys.stdout.buffer.write(b'\\xff'); time.sleep(60)"""
     hung = run_apart([sys.executable, "-c", hanging], 2.0)
     assert (hung["state"], hung["rows"]) == ("over its limit", [{"a": 1}]) and "where" in hung["why"]
     assert "| 1 |" in report(1, {"hung": hung}, toy=True)
     assert run_apart([sys.executable], -1.0)["state"] == "not run"
+
+
+def test_a_number_that_json_has_not_is_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(gpu_day.PARTS, 1, {"odd": Section(5, lambda day: [{"error": float("nan"), "size": 2.0}])})
+    assert main(["--part", "1", "--toy", "--out", str(tmp_path), "--section", "odd"]) == 0
+    assert json.loads(capsys.readouterr().out.removeprefix("row: ")) == {"error": "nan", "size": 2.0}
 
 
 def test_a_part_ends_if_its_first_section_fails(
@@ -173,9 +183,8 @@ def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
 
     monkeypatch.setattr(gpu_sections, "_graph_seconds", seconds)
     rows = list(gpu_sections.tile_sweep(day))
-    assert [(row["bytes"], row["tokens"]) for row in rows] == [
-        (size, n) for size in (2, 1) for n in gpu_sections.SWEPT
-    ]
+    found = [(row["bytes"], row["tokens"]) for row in rows]
+    assert found == [(size, n) for n in gpu_sections.SWEPT for size in (2, 1)]
     for row in rows:
         each = row["tokens"] * (4 + 1) / 16
         assert row["tiles"][0] in ((64,) if each >= 16 else (16, 32)) and row["tiles"][1:4] == [32, 128, 2]
@@ -189,7 +198,9 @@ def test_the_sweep_keeps_the_fastest_tiles_for_the_sections_behind_it(
 def test_a_step_below_its_floor_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sections.Day, "on_gpu", True)
     monkeypatch.setattr(gpu_sections, "measure_machine", lambda *_: gpu_sections.Machine(bandwidth=1.0, flops=1e10))
+    monkeypatch.setattr(MoE, "fuses", lambda self, tokens: torch.is_inference_mode_enabled())
     rows = gpu_sections.steps(toy_day(tmp_path), shape="tiny-llada2", rows=1)
-    assert next(rows)["step_over_floor"] < 1
+    row = next(rows)
+    assert row["step_over_floor"] < 1 and row["tiles"][1:] == [64, 128, 2, 4], "the tiles of inference are named"
     with pytest.raises(RuntimeError, match="faster than its floor"):
         next(rows)

@@ -1,6 +1,6 @@
 """On a GPU: kernels at real sizes, every kind of step captured and replayed, and steps that wait for nothing.
 
-This folder imports `mbd_core` and helpers that import nothing more, so it runs where neither Ray nor a browser is
+This folder imports what `mbd_core.bench.gpu_day` imports, and pytest, so it runs where neither Ray nor a browser is
 installed: `pytest tests/gpu`.
 """
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def test_every_kernel_is_its_definition() -> None:
-    rows = kernel_rows(CUDA, small=False)
+    rows = list(kernel_rows(CUDA, small=False))
     assert all(row["right"] is True or "not_run" in row for row in rows)
     assert rows[0]["kernel"] != "attention: reference" and rows[0]["right"] is True
 

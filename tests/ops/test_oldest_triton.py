@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100))])
 def test_the_kernels_fit_as_the_oldest_triton_compiles_them(capability: int, tmp_path: Path) -> None:
     """A process compiles for one chip, as it does in use: what Triton 3.6 makes depends on what it compiled before."""
-    (folder,) = [*Path(sys.prefix).glob("triton-*.*.*")] or [None]
+    folder = next(Path(sys.prefix).glob("triton-*[0-9]"), None)
     if folder is None:
         pytest.skip(f"no other release of Triton in {sys.prefix}; make test installs it there")
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
