@@ -22,7 +22,10 @@ from mbd_core.bench.gpu_checks import (
     steady_steps_never_wait,
 )  # fmt: skip
 from mbd_core.bench.step_timing import StepCase
-from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.graphs import StepGraphs
+from mbd_core.engine.step_kind import WORK_NAMES, StepKind, Work, work_of_request
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.experts import resolve_experts
 
@@ -82,6 +85,22 @@ def test_the_checks_run_here_and_say_what_they_did_not_check(tmp_path: Path, mon
     assert adapted["same"] is True and adapted["eager"] > 0 and served == [{None, "one", "other"}] * 2
     steady = steady_steps_never_wait(model, StepCase(rows=2, buffer_size=2, prefix=32, steps=2))
     assert steady["checked"] is False
+
+
+def test_every_static_step_of_the_requests_is_of_a_kind_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that store a prompt beside what they decode."""
+    ran: list[StepKind] = []
+    run = StepGraphs.run
+
+    def recording(self: StepGraphs, kind: StepKind, **rest: Any) -> Any:
+        ran.append(kind)
+        return run(self, kind, **rest)
+
+    monkeypatch.setattr(StepGraphs, "run", recording)
+    model = check_model("llada2", CPU)
+    sizes = EngineConfig(max_rows=2, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False)
+    requests = gpu_checks.check_requests(model.config, max_tokens=8)
+    assert gpu_checks._served(Engine(model, sizes), requests)[1] == set(ran)
 
 
 def test_a_wrong_kernel_and_a_wrong_replay_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
