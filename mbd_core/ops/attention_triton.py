@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.ops.row_layout import RowLayout
-from mbd_core.ops.triton_launch import launch
+from mbd_core.ops.triton_launch import launch, power_of_two
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
@@ -152,17 +152,13 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
     """
     rows = queries * share
     most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
-    block_m = _EXACT_ROWS if exact else min(most, max(16, _power_of_two(rows)))
+    block_m = _EXACT_ROWS if exact else min(most, max(16, power_of_two(rows)))
     tiles = -(-rows // block_m)
     most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
     splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
-    block_c = max(16, _power_of_two(head_dim))
+    block_c = max(16, power_of_two(head_dim))
     block_n = 16 if block_c > 128 else 32 if block_m == _MOST_ROWS else 64  # what leaves all numbers in registers
     return Launch(tiles, splits, block_m, block_n, block_c)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:

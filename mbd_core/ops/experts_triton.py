@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mbd_core.ops.expert_tiles import sorted_tiles
 from mbd_core.ops.residual_norm import ExpertParts
-from mbd_core.ops.triton_launch import launch
+from mbd_core.ops.triton_launch import launch, power_of_two
 
 
 class ExpertTiles(NamedTuple):
@@ -244,11 +244,7 @@ def tiles_for(tokens: int, width: int, weight_bytes: int, *, each: float = 1.0) 
 def down_depth(cut: ExpertTiles, width: int, columns: int) -> int:
     """Channels of an expert that the output projection takes at a time; `columns` are those of a block of scales."""
     least = -(-width // MOST_PARTS)
-    return _within(columns, max(16, min(max(cut.depth, _power_of_two(least)), _power_of_two(width))))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return _within(columns, max(16, min(max(cut.depth, power_of_two(least)), power_of_two(width))))
 
 
 @functools.cache
@@ -310,7 +306,7 @@ def expert_parts(
     }  # fmt: skip
 
     def block(most: int, size: int) -> int:
-        return max(16, min(most, int(triton.next_power_of_2(size))))
+        return max(16, min(most, power_of_two(size)))
 
     block_f, block_d = block(cut.columns, width), _within(columns, block(cut.depth, depth))
     launch(

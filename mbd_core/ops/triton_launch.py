@@ -26,6 +26,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
         see(f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_').removesuffix('_kernel')}")
 
 
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`: sizes of blocks are such. `triton.next_power_of_2` without
+    Triton."""
+    return 1 << (number - 1).bit_length()
+
+
 @contextmanager
 def watched_launches(see: Callable[[str], None]) -> Iterator[None]:
     """Inside, `see` gets the file and the function of each kernel that would run. None runs."""
