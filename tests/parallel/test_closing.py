@@ -45,8 +45,8 @@ class Communicator:
 class FakeGroup:
     """A rank's membership in a `Communicator`, in a thread of this process."""
 
-    def __init__(self, rank: int, shared: Communicator, *, device: str = "cpu") -> None:
-        self.rank = Rank(rank=rank, size=2, address="127.0.0.1", port=0, timeout=PATIENCE, device=device)
+    def __init__(self, rank: int, shared: Communicator, *, device: str = "cpu", timeout: float = PATIENCE) -> None:
+        self.rank = Rank(rank=rank, size=2, address="127.0.0.1", port=0, timeout=timeout, device=device)
         self.shared = shared
 
     def broadcast(self, message: Any) -> None:
@@ -160,11 +160,9 @@ def test_lost_followers_are_killed_first_and_rank_0_leaves_alone(shared: Communi
     shared.messages.put(None)  # lets the thread end
 
 
-def test_a_sign_of_life_under_way_is_no_lost_rank(shared: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sign_of_life_under_way_is_no_lost_rank(shared: Communicator) -> None:
     """`close` comes while the heartbeat sends."""
-    monkeypatch.setattr(f"{__name__}.PATIENCE", 0.4)
-    child, group = Child(shared), FakeGroup(0, shared)
-    monkeypatch.setattr(f"{__name__}.PATIENCE", 20.0)
+    child, group = Child(shared), FakeGroup(0, shared, timeout=0.4)
     sending, send = threading.Event(), group.broadcast
 
     def slowly(message: Any) -> None:
@@ -185,15 +183,14 @@ def test_a_sum_that_waits_for_a_lost_rank_is_interrupted(
     shared: Communicator, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
     """Within a graph NCCL has no timeout: rank 0 would wait for ever, be the rank's process gone or only stuck."""
-    monkeypatch.setattr(f"{__name__}.PATIENCE", 0.4)
     monkeypatch.setattr(leader, "LONGEST_STEP", 0.5)
-    child, group = Child(shared), FakeGroup(0, shared, device="cuda:0")
+    child, group = Child(shared), FakeGroup(0, shared, device="cuda:0", timeout=0.4)
     engine = ParallelEngine(shard(0), SIZES, group=cast(Group, group), followers=cast(Followers, child))
     child.alive, shared.lost = not ended, True
 
     def endless(self: Engine) -> list[StepOutput]:
-        assert shared.interrupted.wait(PATIENCE + 20), "nobody interrupts the step"
-        if ended:
+        assert shared.interrupted.wait(PATIENCE), "nobody interrupts the step"
+        if ended and threading.current_thread() is threading.main_thread():
             raise ValueError("Default process group has not been initialized")  # torch's, after NCCL's abort
         return []
 
@@ -204,4 +201,5 @@ def test_a_sum_that_waits_for_a_lost_rank_is_interrupted(
     with pytest.raises(RankLost):
         engine.step()
     engine.close()
-    assert shared.events == ["killed" if child.thread.is_alive() else "ended", "abandoned"]
+    assert shared.events == ["killed", "abandoned"]
+    shared.messages.put(None)  # lets the thread end
