@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from cluster.local import RAY_START, TOKEN_PATH, free_ports, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300  # seconds for what ends by itself, however busy the machine is
-MODEL, REPLICAS, STREAMS, CHOICES = "tiny", 2, 4, 3
+MODEL, REPLICAS, STREAMS = "tiny", 2, 4
+CHOICES = 6  # of a stream: so many that none has ended when the last one begins, on a busy machine too
 
 
 def entrypoint(model: Path, port: int) -> list[str]:
@@ -124,11 +124,9 @@ def test_streams_end_whole_after_a_signal(tiny_model_dir: Path) -> None:
             check_whole(one.result())
         printed = job.communicate(timeout=LIMIT)[0].splitlines()
         assert job.returncode == 0
-        drain = rf"draining [1-{STREAMS}] requests?, at most {LIMIT} s; a second signal stops at once"
-        (begun_at,) = [
-            at for at, line in enumerate(printed) if re.fullmatch(drain, line)
-        ]  # some may have ended by then
-        assert printed[begun_at + 1] == "stopping"
+        drain = f"draining {STREAMS} requests, at most {LIMIT} s; a second signal stops at once"
+        assert drain in printed
+        assert printed[printed.index(drain) + 1] == "stopping"
         assert not psutil.wait_procs(processes, timeout=LIMIT)[1], "processes outlived the job"
 
 
