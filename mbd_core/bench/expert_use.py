@@ -50,7 +50,7 @@ class UniformRouter(nn.Module):
     """Stands in a router's place: the t-th token of a forward has K experts that were drawn once, evenly.
 
     It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike. The
-    router itself runs too, and what it chose is dropped: a step takes what it takes with the router, and an operation.
+    router itself runs too, and its choice is dropped: so a step costs what it does with the router, and one operation.
     """
 
     def __init__(self, like: "Router | UniformRouter", *, num_tokens: int, seed: int) -> None:

@@ -127,13 +127,14 @@ def _run_all(options: argparse.Namespace, sections: Mapping[str, Section]) -> di
         print(f"{name}: at most {limit:.0f} s", flush=True)
         results[name] = run_apart(command, limit)
         print(f"{name}: {results[name]['state']}, {results[name]['seconds']:.0f} s", flush=True)
-        if section.required and results[name]["state"] != "done":
-            left = {other: {"state": "not run", "why": f"{name} failed", "seconds": 0.0} for other in sections}
-            results = left | results
+        ends = section.required and results[name]["state"] != "done"
+        if ends:
+            missing = {"state": "not run", "why": f"{name} failed", "seconds": 0.0}
+            results |= {other: missing for other in sections if other not in results}
         whole = {"part": options.part, "toy": options.toy, "sections": results}
         write_json(options.out / f"part{options.part}.json", whole)
         write_text(options.out / f"part{options.part}.md", report(options.part, results, toy=options.toy))
-        if len(results) == len(sections):
+        if ends:
             break
     return results
 

@@ -37,7 +37,7 @@ from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.call_timing import best_seconds
-from mbd_core.ops.experts_triton import FULL, FULL_ROWS
+from mbd_core.ops.experts_triton import FULL_ROWS
 
 Row = dict[str, Any]
 
@@ -162,10 +162,14 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
     with torch.inference_mode():
         fused = moe is not None and moe_layers(model)[0].fuses(tokens)
     if moe is not None and fused:
-        each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
-        size = 1 if benchmark.fp8 else benchmark.dtype.itemsize
-        found["tiles"] = [*experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)]
+        found["tiles"] = [*_tiles_in_use(moe, tokens, 1 if benchmark.fp8 else benchmark.dtype.itemsize)]
     return found
+
+
+def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.ExpertTiles:
+    """The tiles of a layer's routed and shared experts for so many tokens; `size` are the bytes of a weight."""
+    each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
+    return experts_triton.tiles_for(tokens, moe.intermediate_size, size, each=each)
 
 
 def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
@@ -243,11 +247,10 @@ SWEPT = (32, 64, 128, 256, 512, 1024)
 def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -> Row:
     """The fastest candidate for these tokens, and the default; `size` are the bytes of a weight."""
     tokens, width = len(x_TD), moe.intermediate_size
-    each = tokens * (moe.experts_per_token + moe.num_shared_experts) / moe.num_experts
-    default = experts_triton.tiles_for(tokens, width, size, each=each)
+    default = _tiles_in_use(moe, tokens, size)
     tried: dict[experts_triton.ExpertTiles, float] = {}
     for tiles in dict.fromkeys((default, *CANDIDATES)):
-        if tiles != default and (tiles.rows == FULL_ROWS) != (each >= FULL):
+        if tiles != default and (tiles.rows == FULL_ROWS) != (default.rows == FULL_ROWS):
             continue
         experts_triton.TILES[tokens, width, size] = tiles
         seconds = _graph_seconds(day, partial(layer.parts, x_TD, None, shares=True))

@@ -93,19 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for name, nodes in counted.items()
     ]  # fmt: skip
-    print(
-        markdown(
-            rows,
-            {
-                "work": "work",
-                "layer": "a layer",
-                "step": "a step",
-                "inexact": "of them inexact",
-                "megabytes": "results (MB)|.1f",
-            },
-        ),
-        "\n",
-    )
+    columns = {"work": "work", "layer": "a layer", "step": "a step", "inexact": "of them inexact"}
+    print(markdown(rows, columns | {"megabytes": "results (MB)|.1f"}), "\n")
     greedy = counted["greedy"]
     of_greedy = [{"node": name, "layer": greedy.layer[name], "step": n} for name, n in greedy.step.most_common()]
     print(markdown(of_greedy, {"node": "greedy: node", "layer": "a layer", "step": "a step"}))

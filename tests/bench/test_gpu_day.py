@@ -120,7 +120,7 @@ def test_a_process_that_fails_or_hangs_is_named() -> None:
     assert (failed["state"], failed["why"], failed["rows"]) == ("failed", "why it failed", [{"a": 1}])
     hanging = f"""import sys, time; {row}; print('row: {{"a"', end='', flush=True)
 print('where', file=sys.stderr, flush=True); sys.stdout.buffer.write(b'\\xff'); time.sleep(60)"""
-    hung = run_apart([sys.executable, "-c", hanging], 2.0)
+    hung = run_apart([sys.executable, "-c", hanging], 4.0)
     assert (hung["state"], hung["rows"]) == ("over its limit", [{"a": 1}]) and "where" in hung["why"]
     assert "| 1 |" in report(1, {"hung": hung}, toy=True)
     assert run_apart([sys.executable], -1.0)["state"] == "not run"
