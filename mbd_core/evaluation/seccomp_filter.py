@@ -1,132 +1,146 @@
 """A filter of system calls (seccomp) for programs that a model wrote.
 
-Denied calls return EPERM, so that the program sees an exception. A program can start threads and no processes, opens
-no sockets, sends no signals and makes no memory that its limit of address space does not count. `read_only` also
-denies every call that writes to a file system or starts another program: for machines without bubblewrap.
+It is a list of what is allowed: what Python, numpy and threads need, and nothing that names another process, opens a
+connection, sends a signal, or makes memory that the limit of address space does not count. A call that is not listed
+returns EPERM, so that the program sees an exception; a recent one returns ENOSYS, as on a kernel without it, so that
+the C library takes its older way. Calls that can name a process are allowed for the calling one, which is 0.
 """
 
 import errno
 import platform
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_LD|W|ABS, BPF_JMP|..|K
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-CLONE_THREAD = 0x10000
-X32 = 0x40000000
-WRITING = 0x1 | 0x2 | 0x40 | 0x200  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
+RECENT = 424  # from this number on all architectures share one table
 
-# name: number on x86-64 (-1: it has none), number on aarch64
-PROCESSES = {"fork": (57, -1), "vfork": (58, -1), "setsid": (112, 157), "setpgid": (109, 154)}
-SIGNALS = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
+# A call's name, its number on x86-64, that on aarch64; a dash where it has none
+CALLS = """
+    read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
+    preadv2 327 286, pwritev2 328 287, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -,
+    dup3 292 24, pipe 22 -, pipe2 293 59, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291,
+    statfs 137 43, fstatfs 138 44, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -,
+    readlinkat 267 78, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166,
+    sendfile 40 71, fadvise64 221 223, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11,
+    llistxattr 195 12, flistxattr 196 13, mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226,
+    madvise 28 233, msync 26 227, mincore 27 232, brk 12 214, futex 202 98, set_robust_list 273 99,
+    set_tid_address 218 96, rseq 334 293, sched_yield 24 124, getcpu 309 168, sched_get_priority_max 146 125,
+    sched_get_priority_min 147 126, arch_prctl 158 -, rt_sigaction 13 134, rt_sigprocmask 14 135,
+    rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132,
+    restart_syscall 219 128, pause 34 -, alarm 37 -, getitimer 36 102, setitimer 38 103, signalfd 282 -,
+    signalfd4 289 74, time 201 -, gettimeofday 96 169, nanosleep 35 101, timer_settime 223 110,
+    timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, timerfd_create 283 85,
+    timerfd_settime 286 86, timerfd_gettime 287 87, times 100 153, poll 7 -, ppoll 271 73, select 23 -,
+    pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -,
+    epoll_pwait 281 22, epoll_pwait2 441 441, eventfd 284 -, eventfd2 290 19, sendto 44 206, recvfrom 45 207,
+    sendmsg 46 211, recvmsg 47 212, shutdown 48 210, getsockname 51 204, getpeername 52 205, getsockopt 55 209,
+    getpid 39 172, gettid 186 178, getppid 110 173, getpgrp 111 -, getuid 102 174, geteuid 107 175, getgid 104 176,
+    getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getrlimit 97 163, setrlimit 160 164,
+    getrusage 98 165, uname 63 160, sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95, exit 60 93,
+    exit_group 231 94
+"""
+# With bubblewrap also: its own start of Python, the change of user before the program, and files in the own folder
+WRITES = """
+    execve 59 221, setresuid 117 147, setresgid 119 149, setgroups 116 159, creat 85 -, unlink 87 -,
+    unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -,
+    link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, chmod 90 -, fchmod 91 52, fchmodat 268 53,
+    fchmodat2 452 452, truncate 76 45, ftruncate 77 46, fallocate 285 47, utime 132 -, utimes 235 -,
+    futimesat 261 -, utimensat 280 88, fsync 74 82, fdatasync 75 83, copy_file_range 326 285, open 2 -, openat 257 56
+"""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the low half of an argument must be: `in` the values; with `some` or with `none` of the values' bits."""
+
+    argument: int
+    test: Literal["in", "some", "none"]
+    values: tuple[int, ...]
+
+
+def _own(argument: int = 0) -> Condition:
+    """A process or thread by its number: the calling one."""
+    return Condition(argument, "in", (0,))
+
+
+_READING = (0x1 | 0x2 | 0x40 | 0x200,)  # without O_WRONLY, O_RDWR, O_CREAT and O_TRUNC
+_OWN_CLOCK = (Condition(0, "none", (1 << 31,)),)  # the clock of another process is a negative number
+_NAMESPACES = 0x7E020080
+CONDITIONS = {
+    "prlimit64 302 261": (_own(),),
+    "sched_getaffinity 204 123": (_own(),),
+    "sched_getparam 143 121": (_own(),),
+    "sched_getscheduler 145 120": (_own(),),
+    "sched_rr_get_interval 148 127": (_own(),),
+    "getpgid 121 155": (_own(),),
+    "getsid 124 156": (_own(),),
+    "get_robust_list 274 100": (_own(),),
+    "clock_gettime 228 113": _OWN_CLOCK,
+    "clock_getres 229 114": _OWN_CLOCK,
+    "clock_nanosleep 230 115": _OWN_CLOCK,
+    "timer_create 222 107": _OWN_CLOCK,
+    # duplicates and flags; not the owner of a descriptor, who gets its signals
+    "fcntl 72 25": (Condition(1, "in", (0, 1, 2, 3, 4, 1030, 1031, 1032)),),
+    # TCGETS, FIONBIO, FIONREAD, TIOCGWINSZ, FIOCLEX, FIONCLEX
+    "ioctl 16 29": (Condition(1, "in", (0x5401, 0x5421, 0x541B, 0x5413, 0x5451, 0x5450)),),
+    "prctl 157 167": (Condition(0, "in", (15, 16, 0x53564D41)),),  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+    # a stream of AF_UNIX cannot be sent elsewhere; asyncio makes one
+    "socketpair 53 199": (Condition(0, "in", (1,)), Condition(1, "in", (1, 0x801, 0x80001, 0x80801))),
 }
-MEMORY = {"memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)}
-KERNEL = {
-    "socket": (41, 198),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "mount_setattr": (442, 442),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "mq_open": (240, 180),
-}
-CLONE, CLONE3 = (56, 220), (435, 435)
-OPEN, OPENAT = (2, -1), (257, 56)
-FILE_WRITES = {
-    "openat2": (437, 437),
-    "creat": (85, -1),
-    "unlink": (87, -1),
-    "unlinkat": (263, 35),
-    "rename": (82, -1),
-    "renameat": (264, 38),
-    "renameat2": (316, 276),
-    "mkdir": (83, -1),
-    "mkdirat": (258, 34),
-    "rmdir": (84, -1),
-    "link": (86, -1),
-    "linkat": (265, 37),
-    "symlink": (88, -1),
-    "symlinkat": (266, 36),
-    "mknod": (133, -1),
-    "mknodat": (259, 33),
-    "chmod": (90, -1),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, -1),
-    "fchown": (93, 55),
-    "lchown": (94, -1),
-    "fchownat": (260, 54),
-    "truncate": (76, 45),
-    "ftruncate": (77, 46),
-    "fallocate": (285, 47),
-    "utime": (132, -1),
-    "utimes": (235, -1),
-    "futimesat": (261, -1),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-}
+READING = {"open 2 -": (Condition(1, "none", _READING),), "openat 257 56": (Condition(2, "none", _READING),)}
+THREADS = {"clone 56 220": (Condition(0, "some", (0x10000,)), Condition(0, "none", (_NAMESPACES,)))}  # CLONE_THREAD
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 
 
-def filter_program(*, read_only: bool) -> bytes | None:
-    """The filter as an array of `struct sock_filter`; `None` on an architecture whose numbers are not above."""
+def filter_program(*, read_only: bool, threads: bool = True) -> bytes | None:
+    """The filter as an array of `struct sock_filter`; `None` on an architecture whose numbers are not above.
+
+    `read_only` is for machines without bubblewrap: no call that writes to a file system or starts a program.
+    """
     if platform.system() != "Linux" or platform.machine() not in ARCHITECTURES:
         return None
     column, architecture = ARCHITECTURES[platform.machine()]
-    denied = [*PROCESSES.values(), *SIGNALS.values(), *MEMORY.values(), *KERNEL.values()]
-    denied += FILE_WRITES.values() if read_only else ()
+    conditions = {**CONDITIONS, **(THREADS if threads else {}), **(READING if read_only else {})}
     parts = [
         _one(LOAD, ARCHITECTURE),
         _one(JUMP_EQUAL, architecture, 1, 0),
         _deny(),  # another instruction set, with other numbers
         _one(LOAD, NUMBER),
-        *_denials(pair[column] for pair in denied),
-        _one(JUMP_EQUAL, CLONE3[column], 0, 1),
-        _deny(errno.ENOSYS),  # its flags are out of a filter's reach; libc then calls clone
-        *_argument_rule(CLONE[column], 0, CLONE_THREAD, denied_if_set=False),
     ]
-    if column == 0:
-        parts += [_one(JUMP_GREATER_EQUAL, X32, 0, 1), _deny()]
-    if read_only:
-        for call, argument in ((OPEN, 1), (OPENAT, 2)):
-            parts += _argument_rule(call[column], argument, WRITING, denied_if_set=True)
-    return b"".join([*parts, _one(RETURN, ALLOW)])
+    for call in (CALLS if read_only else CALLS.rstrip() + "," + WRITES).split(","):
+        parts += _allow_if(_number(call, column), ())
+    for call, needed in conditions.items():
+        parts += _allow_if(_number(call, column), needed)
+    return b"".join([*parts, _one(JUMP_GREATER_EQUAL, RECENT, 0, 1), _deny(errno.ENOSYS), _deny()])
+
+
+def _number(call: str, column: int) -> int | None:
+    number = call.split()[1 + column]
+    return None if number == "-" else int(number)
+
+
+def _allow_if(number: int | None, conditions: Sequence[Condition]) -> list[bytes]:
+    """Allow the call if its arguments are as they must be, else deny it; nothing where it has no number."""
+    if number is None:
+        return []
+    body = [part for condition in conditions for part in _checked(condition)] + [_one(RETURN, ALLOW)]
+    return [_one(JUMP_EQUAL, number, 0, len(body)), *body]
+
+
+def _checked(condition: Condition) -> Iterator[bytes]:
+    """Go on behind the last instruction, which denies the call, if the condition holds."""
+    yield _one(LOAD, ARGUMENTS + 8 * condition.argument)
+    if condition.test == "in":
+        for left, value in zip(range(len(condition.values), 0, -1), condition.values, strict=True):
+            yield _one(JUMP_EQUAL, value, left, 0)
+    else:
+        (bits,) = condition.values
+        yield _one(JUMP_ANY_BIT, bits, *((1, 0) if condition.test == "some" else (0, 1)))
+    yield _deny()
 
 
 def _one(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -135,23 +149,3 @@ def _one(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 def _deny(number: int = errno.EPERM) -> bytes:
     return _one(RETURN, ERRNO | number)
-
-
-def _denials(numbers: Iterable[int]) -> Iterator[bytes]:
-    for number in numbers:
-        if number >= 0:
-            yield _one(JUMP_EQUAL, number, 0, 1)
-            yield _deny()
-
-
-def _argument_rule(number: int, argument: int, bits: int, *, denied_if_set: bool) -> list[bytes]:
-    """Deny the call if any of the bits of an argument is set (or if none is)."""
-    if number < 0:
-        return []
-    return [
-        _one(JUMP_EQUAL, number, 0, 4),
-        _one(LOAD, ARGUMENTS + 8 * argument),
-        _one(JUMP_ANY_BIT, bits, int(not denied_if_set), int(denied_if_set)),
-        _deny(),
-        _one(RETURN, ALLOW),
-    ]
