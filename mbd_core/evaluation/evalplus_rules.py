@@ -19,6 +19,7 @@ TIME_FACTOR = 4.0
 LONGEST_SECONDS = 60.0
 RELATIVE_TOLERANCE = 1e-07
 FLOAT_TOLERANCE = 1e-6
+NUMBERS = (int, float, complex)
 
 SET_ANSWERS = frozenset(
     (
@@ -104,9 +105,7 @@ class Comparison:
             self._atol = FLOAT_TOLERANCE
         if exact or self._atol == 0:
             return exact
-        if out.type_name != expected.type_name:
-            return False
-        if isinstance(expected.value, list | tuple) and len(out.value) != len(expected.value):
+        if out.type_name != expected.type_name or not _same_shape(out.value, expected.value, outermost=True):
             return False
         return bool(np.allclose(out.value, expected.value, rtol=RELATIVE_TOLERANCE, atol=self._atol))
 
@@ -148,6 +147,20 @@ def _is_floats(value: Any) -> bool:
     if isinstance(value, list | tuple) and value:
         return all(isinstance(item, float) for item in value)
     return isinstance(value, float)
+
+
+def _same_shape(out: Any, expected: Any, *, outermost: bool = False) -> bool:
+    """Whether two results are numbers nested alike: `allclose` broadcasts, so that nothing is close to everything.
+
+    The outermost decoded types are the same; the name that comes with a result is the program's own word.
+    """
+    if outermost and type(out) is not type(expected):
+        return False
+    if isinstance(expected, list | tuple):
+        if not isinstance(out, list | tuple) or len(out) != len(expected):
+            return False
+        return all(map(_same_shape, out, expected))
+    return isinstance(out, NUMBERS) and isinstance(expected, NUMBERS)
 
 
 def _polynomial(coefficients: Sequence[float], x: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mbd_core.evaluation.plain_data import Value, decode
-from mbd_core.evaluation.sandbox import PATIENCE, Contained, Isolation, Limits, contained
+from mbd_core.evaluation.sandbox import Contained, Isolation, Limits, contained
 from mbd_core.evaluation.sandbox_child import PROGRAM_ENDED
 
 Reason = Literal["passed", "wrong", "error", "timeout", "memory"]
@@ -47,8 +47,8 @@ def run_calls(
 ) -> Verdict:
     """Define the program, call its function, and pass every answer to `accept`, until one is refused.
 
-    `limits.wall_seconds` is for all calls together, `PATIENCE` times as much on a busy machine; the definition has at
-    most `DEFINE_SECONDS` of it.
+    `limits.wall_seconds` is for all calls together, by the rule of `Contained.read_line`; the definition has at most
+    `DEFINE_SECONDS` of it.
     """
     order = {
         "program": program,
@@ -57,13 +57,15 @@ def run_calls(
         "convert": convert,
     }
     with contained("answer", order, limits, isolation=isolation) as process:
-        deadline = time.monotonic() + PATIENCE * limits.wall_seconds
+        surely_left = time.monotonic() + limits.wall_seconds
         try:
             refusal = _failure(process, seconds=min(DEFINE_SECONDS, limits.wall_seconds))
             if refusal is not None:
                 return refusal
             for number, call in enumerate(calls):
-                seconds = min(call.seconds, deadline - time.monotonic())
+                seconds = call.seconds
+                if time.monotonic() + seconds > surely_left:
+                    seconds = min(seconds, process.left_of(limits.wall_seconds))
                 refusal = _judge(process, number, seconds, call.longest, accept)
                 if refusal is not None:
                     return refusal

@@ -38,6 +38,7 @@ ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS
 FOLDER_BYTES = 16 << 20
 PROBE_SECONDS = 20
 PATIENCE = 4
+BRIEFLY = 0.05
 THREADS = 64
 SPARE_USERS = 1 << 14
 ALL_NEW = ["--unshare-all"]
@@ -69,6 +70,8 @@ class Contained:
         self._process = process
         self._fd = lines_fd
         self._buffer = bytearray()
+        self._started = time.monotonic()
+        self._chain: list[int] = []  # known once it has sent a line
 
     def read_line(self, *, seconds: float, longest: int, beside: Sequence["Contained"] = ()) -> bytes | None:
         """The next line without its end, `None` when there is none any more.
@@ -78,8 +81,8 @@ class Contained:
         that others use, but for at most `PATIENCE` times as long. So a busy machine fails no right program, and one
         that sleeps holds its place no longer than on a free machine.
         """
-        watched = (self, *beside)
-        started, before = time.monotonic(), _sum_usage(watched)
+        started = time.monotonic()
+        before = Usage() if b"\n" in self._buffer else self._usage(beside)
         deadline = started + seconds
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -89,11 +92,12 @@ class Contained:
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                now, usage = time.monotonic(), _sum_usage(watched)
+                now, usage = time.monotonic(), self._usage(beside)
                 rest = seconds - usage.own_seconds(now - started, before)
                 if rest <= 0 or now >= started + PATIENCE * seconds:
                     raise TimeoutError
-                deadline = min(now + max(rest, 0.01), started + PATIENCE * seconds)
+                pause = BRIEFLY if usage.ready else max(rest, 0.01)
+                deadline = min(now + pause, started + PATIENCE * seconds)
                 continue
             part = os.read(self._fd, 1 << 20)
             if not part:
@@ -101,13 +105,21 @@ class Contained:
             self._buffer += part
         if end > longest:
             raise OverflowError
+        self._chain = self._chain or _chain(self._process.pid)
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         return line
 
-    def usage(self) -> "Usage":
-        """Of the process that runs the program, so far."""
-        return _usage(_innermost(self._process.pid))
+    def left_of(self, seconds: float) -> float:
+        """What is left of so many seconds since its start, by the rule of `read_line`."""
+        elapsed = time.monotonic() - self._started
+        return min(seconds - (elapsed - self._usage(()).delayed), PATIENCE * seconds - elapsed)
+
+    def _usage(self, beside: Sequence["Contained"]) -> "Usage":
+        pids = [pid for one in (self, *beside) for pid in one._chain or _chain(one._process.pid)]
+        each = [_usage(pid) for pid in pids]
+        ready = any(one.ready for one in each)
+        return Usage(sum(one.computed for one in each), sum(one.delayed for one in each), ready)
 
     def wait_briefly(self) -> int:
         """Its exit status as `end` gives it, after a moment in which it may end by itself."""
@@ -140,11 +152,6 @@ class Usage:
         return elapsed - (self.delayed - before.delayed)
 
 
-def _sum_usage(processes: Sequence[Contained]) -> Usage:
-    each = [process.usage() for process in processes]
-    return Usage(sum(one.computed for one in each), sum(one.delayed for one in each), any(one.ready for one in each))
-
-
 def _usage(pid: int) -> Usage:
     """Nothing where the machine does not say, so that all wall time is the process's own."""
     try:
@@ -155,16 +162,18 @@ def _usage(pid: int) -> Usage:
     return Usage(int(computed) / 1e9, int(delayed) / 1e9, state == b"R")
 
 
-def _innermost(pid: int) -> int:
-    """The last process in a chain of single children: bubblewrap runs a program in its grandchild."""
+def _chain(pid: int) -> list[int]:
+    """A process and its single child, and so on: bubblewrap runs a program in its grandchild."""
+    chain = [pid]
     while True:
         try:
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except OSError:
-            return pid
+            return chain
         if len(children) != 1:
-            return pid
+            return chain
         pid = int(children[0])
+        chain.append(pid)
 
 
 @contextmanager
@@ -305,7 +314,8 @@ def bubblewrap_command(*, own_user: bool) -> tuple[str, ...]:
     bound = [(path, path) for path in _read_files()]
     bound += [(path, Path("/packages", path.name)) for path in _package_folders()]
     bound += [(Path(name), modules / Path(name).name) for name in (plain_data.__file__, sandbox_child.__file__)]
-    for folder in sorted({folder for _, path in bound for folder in path.parents}):
+    parents = {folder for path in (*(path for _, path in bound), *map(Path, DEVICES)) for folder in path.parents}
+    for folder in sorted(parents):
         command += ["--dir", str(folder)]  # what bubblewrap makes by itself is open to root only
     for source, path in bound:
         if source.is_symlink():
