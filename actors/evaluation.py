@@ -12,7 +12,7 @@ import ray.data
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from actors.graded_parts import grade_part, pack, unpack
+from actors.graded_parts import grade_isolated_part, grade_part, pack, unpack
 from cluster.storage import fetch_model
 from cluster.topology import Topology, plan_topology
 from mbd_core.checkpoint.shipped import model_folder
@@ -94,6 +94,7 @@ def run_parts(
     *,
     urls: Mapping[str, str] | None = None,
     decoding: Collection[str] = (),
+    isolated: bool = False,
 ) -> Iterator[tuple[int, pa.Table]]:
     """Decode and grade parts on the connected cluster; their numbers and graded samples as they come, in no
     particular order.
@@ -107,7 +108,9 @@ def run_parts(
     models = {name: (urls or {}).get(folder, folder) for name, folder in sweep.models.items()}
     by_number, aside, watch = {part.number: part for part in parts}, list[Part](), DeathWatch(decoding)
     try:
-        for number, graded in _decode_and_grade([(part.number, part.table()) for part in parts], models, pool):
+        for number, graded in _decode_and_grade(
+            [(part.number, part.table()) for part in parts], models, pool, isolated=isolated
+        ):
             part = by_number[number]
             if len(graded):
                 watch.decoded(part.model)
@@ -116,7 +119,7 @@ def run_parts(
                 watch.lost(part.model, f"part {number}")
                 aside.append(part)
         divided = DividedParts(sorted(aside, key=lambda part: part.number), DeathWatch(watch.decoding))
-        for sample, graded in _decode_and_grade(divided.samples(), models, pool):
+        for sample, graded in _decode_and_grade(divided.samples(), models, pool, isolated=isolated):
             yield from divided.add(sample, graded)
         divided.check_end()
     except RayTaskError as error:
@@ -127,7 +130,7 @@ def run_parts(
 
 
 def _decode_and_grade(
-    tables: Sequence[tuple[int, pa.Table]], models: Mapping[str, str], pool: EnginePool
+    tables: Sequence[tuple[int, pa.Table]], models: Mapping[str, str], pool: EnginePool, *, isolated: bool
 ) -> Iterator[tuple[int, pa.Table]]:
     """Numbered tables, decoded and graded as they come; one of which processes died too often has no rows."""
     if not tables:
@@ -148,7 +151,7 @@ def _decode_and_grade(
             num_cpus=engines.num_cpus,
             num_gpus=engines.num_gpus,
         )
-        .map_batches(grade_part, batch_size=1, batch_format="pyarrow", num_cpus=1)
+        .map_batches(grade_isolated_part if isolated else grade_part, batch_size=1, batch_format="pyarrow", num_cpus=1)
     )
     for packed in graded.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
         yield unpack(packed)
@@ -162,22 +165,27 @@ def compute_parts(
     *,
     stage: EndpointStage,
     urls: Mapping[str, str] | None = None,
+    isolated: bool = False,
 ) -> Iterator[tuple[int, pa.Table]]:
     """The graded samples of the parts whose numbers are missing: `run_parts` for models, then `ask_parts` for
-    endpoints. A model decodes if a part of it is there."""
+    endpoints. A model decodes if a part of it is there. With `isolated`, a machine without bubblewrap and Landlock
+    refuses to grade programs."""
     absent = [part for part in parts if part.number in missing]
     decoding = {part.model for part in parts if part.number not in missing}
-    yield from run_parts([p for p in absent if p.model in sweep.models], sweep, pool, urls=urls, decoding=decoding)
-    yield from ask_parts([p for p in absent if p.model in sweep.endpoints], stage)
+    own = [part for part in absent if part.model in sweep.models]
+    yield from run_parts(own, sweep, pool, urls=urls, decoding=decoding, isolated=isolated)
+    yield from ask_parts([p for p in absent if p.model in sweep.endpoints], stage, isolated=isolated)
 
 
-def ask_parts(parts: Sequence[Part], stage: EndpointStage) -> Iterator[tuple[int, pa.Table]]:
+def ask_parts(
+    parts: Sequence[Part], stage: EndpointStage, *, isolated: bool = False
+) -> Iterator[tuple[int, pa.Table]]:
     """Ask endpoints for parts, from this process, which alone has their keys; each is graded on the cluster while the
     next one is asked. Their numbers and graded samples as they come.
 
     Raises `EndpointLost`, after what was asked before has come.
     """
-    grade = ray.remote(num_cpus=1)(grade_part)
+    grade = ray.remote(num_cpus=1)(grade_isolated_part if isolated else grade_part)
     graded: list[Any] = []
     lost = None
     for part in parts:

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import typer
 from typer.exceptions import TyperException
@@ -41,6 +41,14 @@ Overwrite = Annotated[
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows there.", rich_help_panel=OUTPUT)
+]
+IsolationText = Annotated[
+    Literal["any", "required"],
+    typer.Option(
+        "--isolation",
+        help="What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 MaxRows = Annotated[int, typer.Option(help="Sequences decoded at once.", min=1, rich_help_panel=ENGINE)]
 NumPages = Annotated[

@@ -14,6 +14,7 @@ from jobs.command_line import (
     DECODING,
     ENGINE,
     OUTPUT,
+    IsolationText,
     KvMemoryFraction,
     MaxRows,
     NumPages,
@@ -34,6 +35,7 @@ from mbd_core.evaluation.decode_stage import ModelRefused
 from mbd_core.evaluation.endpoint_stage import EndpointStage
 from mbd_core.evaluation.engine_deaths import dead_samples
 from mbd_core.evaluation.evaluation_recipes import OWN
+from mbd_core.evaluation.sandbox import describe_isolation
 from mbd_core.evaluation.sweep_choice import best_points, check_choice
 from mbd_core.evaluation.sweep_folder import (
     FAILURE,
@@ -50,7 +52,7 @@ from mbd_core.evaluation.sweep_record import SweepRecord, record_of, timed_rows
 from mbd_core.evaluation.sweep_samples import collect_samples, collect_times
 from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
 from mbd_core.evaluation.sweep_summary import write_summary
-from mbd_core.evaluation.tasks import TASKS
+from mbd_core.evaluation.tasks import TASKS, runs_programs
 from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.tasks.split import Split
 
@@ -160,6 +162,7 @@ def run(
     kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
     actors: Actors = 1,
     tensor_parallel: TensorParallel = 1,
+    isolation: IsolationText = "any",
     write_best: WriteBest = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -193,7 +196,10 @@ def run(
     sweep = plan_sweep(options)
     edits = edit_notes({name: model_folder(model) for name, model in sweep.models.items()})
     sweep = replace(sweep, notes=[*sweep.notes, *edits])
+    if any(runs_programs(found.task) for found in sweep.problem_sets):
+        print(f"eval_sweep: programs run, on this machine, under {describe_isolation(isolation)}", file=sys.stderr)
     work = cut_sweep(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
+    work = replace(work, isolated=isolation == "required")
     run_work(place, work, subjects, num_actors=actors, write_best=write_best, overwrite=overwrite)
 
 
@@ -243,12 +249,13 @@ def print_notes(notes: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """All that is to be done for a sweep, and its record."""
+    """All that is to be done for a sweep, and its record; `isolated`: programs are graded behind walls only."""
 
     sweep: Sweep
     record: SweepRecord
     parts: Sequence[Part]
     cases: Sequence[TimedCase]
+    isolated: bool = False
 
 
 def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
@@ -300,7 +307,7 @@ def run_on_cluster(
                 print(f"eval_sweep: {there}", file=sys.stderr)
             refused = None
             try:
-                graded = compute_parts(own, missing, sweep, pool, stage=stage, urls=urls)
+                graded = compute_parts(own, missing, sweep, pool, stage=stage, urls=urls, isolated=work.isolated)
                 collect_samples(graded, folder, own, num_engines=num_actors)
                 summary = write_summary(folder)  # it is there whatever becomes of the times
                 if folder.missing_cases():

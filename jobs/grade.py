@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from jobs.command_line import DATA, ENGINE, OutFolder, Overwrite, command
+from jobs.command_line import DATA, ENGINE, IsolationText, OutFolder, Overwrite, command
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.sample_grading import grade_samples, load_samples, write_grades
-from mbd_core.evaluation.sandbox import MEANING
-from mbd_core.evaluation.tasks import TASKS, find_task
+from mbd_core.evaluation.sandbox import describe_isolation, hide_memory
+from mbd_core.evaluation.tasks import TASKS, find_task, runs_programs
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.tasks.split import Split
 
@@ -50,6 +50,7 @@ def run(
     split: GradedSplit = "test",
     seed: GeneratedSeed = 0,
     workers: Workers = None,
+    isolation: IsolationText = "any",
     overwrite: Overwrite = False,
 ) -> None:
     """Grade anybody's samples without a model.
@@ -65,6 +66,9 @@ def run(
     found = find_task(task)
     problem_set = load_problems(found, split=split, seed=seed, limit=limit, data=data)
     given = load_samples(samples, problem_set)
+    if runs_programs(found):
+        print(f"Programs run under {describe_isolation(isolation)}", flush=True)
+        hide_memory()
     graded = list(
         tqdm(
             grade_samples(found, given, workers=workers or os.cpu_count() or 1),
@@ -75,8 +79,6 @@ def run(
     )
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
         report = write_grades(folder, problem_set, graded)
-    if report["isolation"] is not None:
-        print(f"Programs ran under {MEANING[report['isolation']]}")
     parts = [f"{name} {report[name]}" for name in report if name.endswith("_correct")]
     share = f"{report['correct']} of {report['samples']} samples right ({100 * report['accuracy_of_samples']:.2f} %"
     low, high = report["wilson_interval"]

@@ -11,7 +11,7 @@ import typer
 
 from jobs.command_line import DATA, command
 from mbd_core.evaluation.program_runs import Call, Verdict, run_calls, run_tests
-from mbd_core.evaluation.sandbox import MEANING, Limits, available_isolation
+from mbd_core.evaluation.sandbox import Limits, describe_isolation
 
 Repeats = Annotated[int, typer.Option(help="Runs of each kind.", min=1, rich_help_panel=DATA)]
 
@@ -33,7 +33,7 @@ def run(repeats: Repeats = 20) -> None:
     def by_tests() -> Verdict:
         return run_tests(PROGRAM, tests=TESTS, check="check", entry_point="same", limits=LIMITS)
 
-    print(f"Programs run under {MEANING[available_isolation()]}")
+    print(f"Programs run under {describe_isolation()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {repeats} repeats")
     print("| kind | median (ms) | slowest (ms) |\n|---|---:|---:|")
     for name, once in (("inputs", by_inputs), ("tests, two processes", by_tests)):

@@ -33,6 +33,7 @@ from mbd_core.evaluation import plain_data, sandbox_child
 from mbd_core.evaluation.seccomp_filter import filter_program
 
 Isolation = Literal["bubblewrap", "landlock", "filter", "limits"]
+Walls = Literal["any", "required"]
 Role = Literal["answer", "test"]
 ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
 FOLDER_BYTES = 16 << 20
@@ -336,6 +337,24 @@ def available_isolation() -> Isolation:
         return "limits"
     strict: tuple[Isolation, ...] = ("bubblewrap", "landlock", "filter")
     return next((name for name in strict if _is_allowed(name)), "limits")
+
+
+def describe_isolation(wanted: Walls = "any") -> str:
+    """How this machine contains programs, for a reader; `ValueError` if it has not the walls that are `wanted`."""
+    found = available_isolation()
+    if wanted == "required" and found not in ISOLATED:
+        raise ValueError(
+            f"--isolation required: this machine has neither bubblewrap nor Landlock: programs would run under "
+            f"{MEANING[found]}; install bubblewrap, or grade where the kernel has Landlock (Linux 5.13)"
+        )
+    apart = ", each a user of its own" if has_own_user(found) else ""
+    return f"{MEANING[found]}; at most {THREADS} threads{apart}" if found != "limits" else MEANING[found]
+
+
+def hide_memory() -> None:
+    """Keep this process's memory from others of its user, for good: nothing else does where only the filter stands."""
+    if available_isolation() == "filter":
+        ctypes.CDLL(None).prctl(sandbox_child.DUMPABLE, 0, 0, 0, 0)
 
 
 def _is_allowed(isolation: Isolation) -> bool:

@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from actors.graded_parts import grade_isolated_part, pack
 from jobs.eval_sweep import main as eval_sweep
 from jobs.grade import main
+from mbd_core.evaluation import sandbox
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.sample_grading import load_samples
+from mbd_core.evaluation.sandbox import MEANING, describe_isolation
 from mbd_core.evaluation.tasks import find_task
 
 PLUS_ROW = {
@@ -137,3 +141,24 @@ def test_what_is_no_sample_is_refused(
     out = tmp_path / "grades"
     assert main(["--task", "gsm8k", "--data", str(data), "--samples", str(samples), "--out", str(out)]) == 2
     assert "line 2" in capsys.readouterr().err and not out.exists()
+
+
+def test_programs_are_graded_behind_walls_only_where_these_are_required(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = write_lines(tmp_path / "samples.jsonl", [{"problem_id": "code-mini/0", "text": "x"}])
+    command = ["--task", "code-mini", "--limit", "1", "--samples", str(samples)]
+    problem = load_problems(find_task("code-mini"), limit=1).problems[0].problem_id
+    write_lines(samples, [{"problem_id": problem, "text": "x"}])
+    assert main([*command, "--isolation", "required", "--out", str(tmp_path / "graded")]) == 0
+    assert capsys.readouterr().out.startswith(f"Programs run under {describe_isolation()}\n")
+    for weaker in ("filter", "limits"):
+        monkeypatch.setattr(sandbox, "available_isolation", lambda weaker=weaker: weaker)
+        out = tmp_path / "refused"
+        assert main([*command, "--isolation", "required", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "--isolation required: this machine has neither bubblewrap nor Landlock" in error
+        assert MEANING[weaker] in error and error.count("\n") == 1 and not out.exists()
+        table = pa.table({"task": ["code-mini"], "text": ["x"]})
+        with pytest.raises(ValueError, match="neither bubblewrap nor Landlock"):
+            grade_isolated_part(pack(0, table))

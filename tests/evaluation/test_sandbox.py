@@ -10,14 +10,14 @@ import pytest
 
 from mbd_core.evaluation.plain_data import Value
 from mbd_core.evaluation.program_runs import Call, Verdict, run_calls, run_tests
-from mbd_core.evaluation.sandbox import Isolation, Limits, available_isolation, contained
+from mbd_core.evaluation.sandbox import Isolation, Limits, available_isolation, contained, landlock_version
 from mbd_core.evaluation.seccomp_filter import filter_program
 
 QUICK = Limits(wall_seconds=1.0, cpu_seconds=1)
 TESTS = "def check(candidate):\n    assert candidate(2) == 3\n"
 MARK = "sandbox-test-mark"
 
-ISOLATIONS = ["bubblewrap", pytest.param("filter", marks=pytest.mark.slow)]
+ISOLATIONS = ["bubblewrap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("landlock", "filter"))]
 
 
 @pytest.fixture(params=ISOLATIONS)
@@ -25,6 +25,8 @@ def isolation(request: pytest.FixtureRequest) -> Isolation:
     """Each way in which this machine can contain a program."""
     if request.param == "bubblewrap" and available_isolation() != "bubblewrap":
         pytest.skip("bubblewrap is not installed, or this machine forbids it")
+    if request.param == "landlock" and not landlock_version():
+        pytest.skip("the kernel has no Landlock")
     if filter_program(read_only=True) is None:
         pytest.skip("no filter of system calls here")
     return request.param  # type: ignore[no-any-return]

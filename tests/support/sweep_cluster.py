@@ -56,7 +56,7 @@ class Cluster:
                 )
             yield case.number, table
 
-    def ask_parts(self, parts: Sequence[Part], stage: EndpointStage) -> Iterator[Any]:
+    def ask_parts(self, parts: Sequence[Part], stage: EndpointStage, **_: Any) -> Iterator[Any]:
         for part in parts:
             self.parts.append(part.number)
             yield part.number, grade_table(stage(part.table()))
