@@ -22,7 +22,7 @@ from cluster.topology import Resources, Topology, plan_topology
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.curve_file import LOSSES
-from mbd_core.multitf.export import export, join_export
+from mbd_core.multitf.export import base_files, export, join_export
 from mbd_core.multitf.fit import check_room
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.run_log import RunLog
@@ -122,12 +122,14 @@ def train_worker(config: dict[str, Any]) -> int:
     context = ray.train.get_context()
     workers = Workers(context.get_world_rank(), context.get_world_size(), get_device())
     recipe = with_precision(run.recipe, common_precision(run, workers))
+    here = fetched(recipe)
+    base = base_files(here) if workers.is_first else None
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, recipe)
         say(start_line(recipe, device=workers.device, num_workers=workers.size))
     checkpoints = Checkpoints(run.folder.location, workers, recipe=run.recipe, options=run.folder.options)
-    trainer, tokenizer, curve = start(fetched(recipe), workers, run.sharding, checkpoints)
+    trainer, tokenizer, curve = start(here, workers, run.sharding, checkpoints)
     resumed_after = trainer.step_number
     if workers.is_first and resumed_after:
         say(f"resumed after step {resumed_after}")
@@ -147,7 +149,7 @@ def train_worker(config: dict[str, Any]) -> int:
         # Where no step was left to do, an earlier start of this run may have written the model already.
         overwrite = run.overwrite or resumed_after == recipe.train.steps
         with run.out.staged(MODEL_KIND, overwrite=overwrite) as folder:
-            export(folder, recipe, trainer.model, tokenizer, overwrite=overwrite)
+            export(folder, recipe, trainer.model, tokenizer, base, overwrite=overwrite)
         say(f"wrote {run.out} and {run.folder / LOSSES}")
     else:
         join_export(trainer.model)

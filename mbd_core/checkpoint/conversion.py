@@ -8,27 +8,26 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.dcp import DcpFolder, save_dcp
+from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
 from mbd_core.checkpoint.families import FAMILIES
-from mbd_core.checkpoint.safetensor_files import INDEX, MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
-from mbd_core.checkpoint.saving import MODEL_KIND, check_room
+from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
+from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
 from mbd_core.checkpoint.tensor_matching import decoder_shapes, match_tensors
-from mbd_core.checkpoint.tensor_names import ExpertLayout, StoredTensor, stored_tensors
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, StoredTensor, stored_tensors
 from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
-from mbd_core.files import MANIFEST, check_target_folder, folder_beside, write_json
+from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 
 Format = Literal["hf", "dcp"]
-# Files that are not copied: the weights that are converted, and the same weights in formats that we do not read.
-WEIGHTS_ENDINGS = (".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf", ".bin.index.json", INDEX, METADATA)
 
 
 def convert(
@@ -42,16 +41,18 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
+    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights (`base_files`).
 
     `experts` and `to` are the target's layout and format, `None`: the source's (our trainer's becomes "per_expert").
     `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the
     bytes written so far and the total. Raises `ValueError` for a target that `save_model` refuses, for wrong input,
-    naming the file and the tensor, and for a disk without room, naming both sizes; no partial target remains.
+    naming the file and the tensor, for a link out of the folder, and for a disk without room, naming both sizes; no
+    partial target remains.
     """
     check_target_folder(target, MODEL_KIND, overwrite=overwrite)
     beside_weights = config_from or source
     plan = _plan(source, beside_weights, target, experts=experts, to=to)
+    rest = files_beside_weights(beside_weights)
     done = 0
     check_room(target, plan.num_bytes)
 
@@ -63,7 +64,13 @@ def convert(
         return tensor
 
     with folder_beside(target, MODEL_KIND, overwrite=overwrite) as beside:
-        _copy_rest(beside_weights, beside, plan.config, fused=plan.fused)
+        for name, path in rest.items():
+            (beside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, beside / name)
+        if plan.recipe is None:
+            _correct_config(beside / "config.json", plan)
+        else:
+            _write_trained(beside, plan, plan.recipe)
         if plan.to == "dcp":
             metas = {n: torch.empty(s.shape, dtype=plan.dtypes[n], device="meta") for n, s in plan.wanted.items()}
             save_dcp(beside, metas, make, max_bytes=max_shard_bytes)
@@ -76,13 +83,23 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A checked conversion: the target's tensors by name, their dtypes, and the source to assemble them from."""
+    """A checked conversion: the target's tensors by name, their dtypes, and the source to assemble them from.
+
+    `recipe` is our trainer's, if the source is a checkpoint of it; `config` then has the block size of the training.
+    """
 
     config: ModelConfig
     to: Format
     wanted: dict[str, StoredTensor]
     dtypes: dict[str, torch.dtype]
     pieces: TensorPieces
+    recipe: dict[str, Any] | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most tensors."""
+        dtypes = [dtype for name, dtype in self.dtypes.items() if not name.endswith(FLOAT32_ALWAYS)]
+        return max(set(dtypes), key=dtypes.count)
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +128,10 @@ def _plan(
         raise ValueError(f"experts='fused' stacks experts and the {config.architecture} in {beside_weights} has none")
     weights: WeightsFolder = DcpFolder(source) if (source / METADATA).exists() else HfFolder(source)
     _, stored, layout = match_tensors(source, config, weights.tensors)
-    default_layout = layout if layout != "decoder" else "per_expert"
+    recipe = recorded_recipe(source)
+    if recipe is not None:
+        config = replace(config, block_size=recipe["generation"].get("block_size", recipe["states"]["block_size"]))
+    default_layout = layout if layout != "decoder" and recipe is None else "per_expert"
     wanted = stored_tensors(config, decoder_shapes(config), experts or default_layout)
     pieces = TensorPieces(weights, stored)
     return _Plan(
@@ -120,31 +140,32 @@ def _plan(
         wanted=wanted,
         dtypes={name: pieces.dtype(target_stored) for name, target_stored in wanted.items()},
         pieces=pieces,
+        recipe=recipe,
     )
 
 
-def _drop_quantization(path: Path) -> None:
-    """Take `quantization_config` out of a config.json: FP8 weights are written as the bfloat16 they are read as."""
-    config = json.loads(path.read_text())
-    if config.pop("quantization_config", None) is not None:
-        write_json(path, config)
+def _write_trained(folder: Path, plan: _Plan, recipe: dict[str, Any]) -> None:
+    """Write what a training's export writes beside the weights; `folder` has the base's files."""
+    base = read_configs(folder)
+    write_configs(folder, plan.config, plan.dtype, fused=plan.fused, generation=recipe["generation"], base=base)
+    (folder / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
 
 
-def _copy_rest(source: Path, target: Path, config: ModelConfig, *, fused: bool) -> None:
-    """Copy the files beside the weights, without the manifest.
+def _correct_config(path: Path, plan: _Plan) -> None:
+    """Change in a copied config.json, byte by byte, what is not true of the target's weights.
 
-    In families whose `model_type` says whether experts are stacked (`expert_model_types`), config.json gets the right
-    one.
+    FP8 weights are written as the bfloat16 that they are read as; the dtype is that of most tensors; and in families
+    whose `model_type` says whether experts are stacked (`expert_model_types`), it is the target's.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != MANIFEST and not path.name.endswith(WEIGHTS_ENDINGS):
-            shutil.copyfile(path, target / path.name)
-    _drop_quantization(target / "config.json")
-    types = FAMILIES[config.architecture].expert_model_types
-    if types is None:
-        return
-    text = (target / "config.json").read_text()
-    old, new = json.loads(text).get("model_type"), types["fused" if fused else "per_expert"]
-    if old is not None and old != new:
-        text = re.sub(rf'("model_type"\s*:\s*)"{re.escape(old)}"', rf'\1"{new}"', text, count=1)
-        (target / "config.json").write_text(text)
+    text = path.read_text()
+    config = json.loads(text)
+    if config.pop("quantization_config", None) is not None:
+        text = json.dumps(config, indent=2) + "\n"
+    types = FAMILIES[plan.config.architecture].expert_model_types
+    right = {} if types is None else {"model_type": types["fused" if plan.fused else "per_expert"]}
+    right |= dict.fromkeys(("dtype", "torch_dtype"), str(plan.dtype).removeprefix("torch."))
+    for key, value in right.items():
+        old = config.get(key)
+        if old is not None and old not in (value, f"torch.{value}"):
+            text = re.sub(rf'("{key}"\s*:\s*){re.escape(json.dumps(old))}', rf'\1"{value}"', text, count=1)
+    path.write_text(text)

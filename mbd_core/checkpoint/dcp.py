@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo
+from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, TensorInfo, read_json
 
 PREFIX = "model."
+MARKER = "checkpoint.json"
+"""What our trainer writes into a checkpoint when all of its parts are there: the recipe, among others."""
 # the exceptions that unpickling a damaged file can raise, by Python's manual
 UNPICKLING_ERRORS = (
     pickle.UnpicklingError,
@@ -36,6 +38,17 @@ UNPICKLING_ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+def recorded_recipe(folder: Path) -> dict[str, Any] | None:
+    """The recipe of the training whose checkpoint lies in `folder`; `None` if our trainer did not write it."""
+    if not (folder / METADATA).exists() or not (folder / MARKER).exists():
+        return None
+    recipe = read_json(folder / MARKER).get("recipe")
+    whole = isinstance(recipe, dict) and all(isinstance(recipe.get(part), dict) for part in ("states", "generation"))
+    if not whole:
+        raise ValueError(f"{folder / MARKER} is cut or damaged: it names no recipe; take an older checkpoint")
+    return recipe
 
 
 class DcpFolder:

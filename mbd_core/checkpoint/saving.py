@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mbd_core.checkpoint.base_files import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.hf_config import write_config
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
 from mbd_core.checkpoint.tensor_matching import decoder_shapes
@@ -34,6 +35,7 @@ def save_model(
     folder: Path,
     model: Decoder,
     *,
+    base: BaseFiles | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     generation: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
@@ -44,6 +46,7 @@ def save_model(
 ) -> None:
     """Write a complete model folder; `extra` adds small text files (name -> content).
 
+    The folder takes over what `base`'s had beside the weights, its tokenizer too, where `tokenizer` is `None`.
     Weights are cast to `dtype` (`None`: no cast), except the router's `expert_bias`, which is float32. Raises
     `ValueError` for a part of a sharded model, for FP8 weights, and for a folder that exists and is not empty, unless
     `overwrite` is given and the project wrote it (`files.check_target_folder`).
@@ -59,9 +62,11 @@ def save_model(
         for name, tensor in checkpoint_tensors(model, experts)
     )
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
+        if base is not None:
+            base.write_others(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
-        _write(beside, model.config, tensors, config_dtype, experts, max_shard_bytes, generation)
+        _write(beside, model.config, tensors, config_dtype, experts, max_shard_bytes, generation, base)
         for name, text in (extra or {}).items():
             (beside / name).write_text(text)
 
@@ -138,16 +143,32 @@ def _write(
     experts: ExpertLayout,
     max_shard_bytes: int,
     generation: Mapping[str, Any] | None = None,
+    base: BaseFiles | None = None,
 ) -> None:
-    """Write safetensors, config.json, and generation_config.json (ids, block size, recommended decoding)."""
+    """Write safetensors, config.json and generation_config.json."""
     writer = ShardWriter(folder, max_bytes=max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
+    write_configs(folder, config, dtype, fused=experts == "fused", generation=generation, base=base)
+
+
+def write_configs(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    fused: bool,
+    generation: Mapping[str, Any] | None,
+    base: BaseFiles | None,
+) -> None:
+    """Write config.json, and generation_config.json with ids, block size and recommended decoding."""
     ids = {"eos_token_id": list(config.eos_token_ids), "mask_token_id": config.mask_token_id}
+    base = base or BaseFiles(config={}, generation={}, others={})
+    written, recommended = write_config(config, fused=fused), {**ids, "block_size": config.block_size}
     files = {
-        "config.json": {**write_config(config, fused=experts == "fused"), "dtype": str(dtype).removeprefix("torch.")},
-        "generation_config.json": {**ids, "block_size": config.block_size, **(generation or {})},
+        "config.json": carried_config(base.config, written, str(dtype).removeprefix("torch.")),
+        "generation_config.json": carried_generation(base.generation, {**recommended, **(generation or {})}),
     }
     for name, content in files.items():
         write_json(folder / name, content)

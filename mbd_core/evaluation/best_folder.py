@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mbd_core.checkpoint.base_files import CHOSEN
 from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
@@ -19,7 +20,6 @@ from mbd_core.evaluation.best_point import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
 
 FILE = "generation_config.json"
-KEY = "chosen_decoding"
 
 
 def check_best_folder(folder: Path) -> None:
@@ -37,20 +37,22 @@ def check_best_folder(folder: Path) -> None:
 
 def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
-    chosen = generation.get(KEY)
+    chosen = generation.get(CHOSEN)
     if chosen is None:
         return dict(generation)
     if not isinstance(chosen, Mapping) or not isinstance(chosen.get("replaced"), Mapping):
-        raise ValueError(f"{FILE}: {KEY} must be an object with the fields that it 'replaced'; --write-best writes it")
+        raise ValueError(
+            f"{FILE}: {CHOSEN} must be an object with the fields that it 'replaced'; --write-best writes it"
+        )
     if is_edited(generation):
-        return {name: value for name, value in generation.items() if name != KEY}
-    kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != KEY}
+        return {name: value for name, value in generation.items() if name != CHOSEN}
+    kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != CHOSEN}
     return kept | dict(chosen["replaced"])
 
 
 def is_edited(generation: Mapping[str, Any]) -> bool:
     """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
-    chosen = generation.get(KEY)
+    chosen = generation.get(CHOSEN)
     written = chosen.get("written") if isinstance(chosen, Mapping) else None
     return written is not None and written != {n: value for n, value in generation.items() if n in METHOD_FIELDS}
 
@@ -77,7 +79,7 @@ def write_best(folder: Path, point: BestPoint) -> None:
     }
     changed = {name: value for name, value in before.items() if name not in METHOD_FIELDS} | chosen
     replaced = {name: value for name, value in before.items() if name in METHOD_FIELDS}
-    changed[KEY] = {**point.record, "written": chosen, "replaced": replaced}
+    changed[CHOSEN] = {**point.record, "written": chosen, "replaced": replaced}
     block_size = before.get("block_size", load_config(folder).block_size)
     try:
         found = decoding_config(changed, {}, block_size=block_size)

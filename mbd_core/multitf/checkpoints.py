@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from mbd_core.checkpoint.dcp import UNPICKLING_ERRORS, in_one_process
+from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
 from mbd_core.checkpoint.safetensor_files import METADATA
 from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.trained_adapter import is_adapters
@@ -45,7 +45,7 @@ from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
 from mbd_core.multitf.workers import Workers
 
-MARKER, OLD = "checkpoint.json", "trainer.pt"
+OLD = "trainer.pt"
 NAME = re.compile(r"step_(\d{6,})")
 Curve = list[dict[str, float]]
 Result = TypeVar("Result")

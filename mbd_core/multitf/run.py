@@ -25,7 +25,7 @@ from mbd_core.checkpoint.shipped import named_model
 from mbd_core.files import check_writable, probe_folder
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.error_sentence import error_sentence
-from mbd_core.multitf.export import check_export, export, join_export
+from mbd_core.multitf.export import base_files, check_export, export, join_export
 from mbd_core.multitf.fit import check_fit, check_room, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.precision import Precision
@@ -234,6 +234,7 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
         record = checkpoints.newest()
         if record is not None and recipe.train.precision != record.precision:
             recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")
+    base = base_files(recipe) if workers.is_first else None
     trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
     if workers.is_first:
         print(start_line(recipe, device=workers.device, num_workers=workers.size))
@@ -250,7 +251,7 @@ def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, tar
     )
     if log is not None:
         log.close()
-        export(target.folder, recipe, trainer.model, tokenizer, overwrite=target.overwrite)
+        export(target.folder, recipe, trainer.model, tokenizer, base, overwrite=target.overwrite)
         print(f"wrote {target.folder}")
     else:
         join_export(trainer.model)

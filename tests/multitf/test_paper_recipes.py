@@ -106,7 +106,7 @@ def test_a_model_of_d2f_is_written_so_that_it_decodes_as_recommended(
     config = replace(SHAPES[FAMILY[recipe.architectures[0]]], **words)
     tokenizer = load_tokenizer(tiny_model_dir, load_config(tiny_model_dir))
     model = random_model(config, device=torch.device("cpu"), dtype=torch.float32)
-    export(tmp_path / "model", recipe, model, tokenizer)
+    export(tmp_path / "model", recipe, model, tokenizer, None)
     folder = read_folder(tmp_path / "model")
     assert folder.config.block_size == folder.defaults["block_size"] == recipe.generation["block_size"] != 16
     decoding = decoding_config(folder.defaults, {}, block_size=folder.config.block_size)

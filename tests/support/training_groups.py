@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_pair import held, held_by, losses, recipe_on, trained
 
 from mbd_core.multitf.checkpoints import Curve
-from mbd_core.multitf.export import export, join_export
+from mbd_core.multitf.export import base_files, export, join_export
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.loss_buckets import BUCKETS
 from mbd_core.multitf.sample import MultiTFBatch
@@ -66,7 +66,7 @@ def two(workers: Workers, out: Path) -> dict[str, Any]:
         found[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-two")))
         trainer, tokenizer, _ = start(recipe, workers, "sharded", None)
         if workers.is_first:
-            export(out / f"{cut}-written", recipe, trainer.model, tokenizer)
+            export(out / f"{cut}-written", recipe, trainer.model, tokenizer, base_files(recipe))
         else:
             join_export(trainer.model)
         computed = gradients(trainer)

@@ -21,7 +21,7 @@ from mbd_core.multitf.checkpoints import MARKER, Checkpoints, Curve
 from mbd_core.multitf.curve_file import CurveFile
 from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.example import IGNORE
-from mbd_core.multitf.export import export, join_export
+from mbd_core.multitf.export import base_files, export, join_export
 from mbd_core.multitf.memory_plan import Setting, plan_memory
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.sharding import Sharding, own_part
@@ -85,7 +85,7 @@ def trained_adapter(recipe: TrainingRecipe, workers: Workers, sharding: Sharding
     trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
     train(trainer, workers, curve, checkpoints=checkpoints, every=3)
     if workers.is_first:
-        export(folder.with_name(f"{folder.name}-model"), recipe, trainer.model, tokenizer)
+        export(folder.with_name(f"{folder.name}-model"), recipe, trainer.model, tokenizer, base_files(recipe))
     else:
         join_export(trainer.model)
     return losses(curve)
@@ -228,7 +228,7 @@ def write_sharded(workers: Workers, base: Path, out: Path) -> None:
     """Write a sharded model as it was loaded."""
     trainer, tokenizer, _ = start(recipe_on(base), workers, "sharded", None)
     if workers.is_first:
-        export(out / "written", recipe_on(base), trainer.model, tokenizer)
+        export(out / "written", recipe_on(base), trainer.model, tokenizer, base_files(recipe_on(base)))
         assert load_model(out / "written").config == trainer.model.config
     else:
         join_export(trainer.model)
