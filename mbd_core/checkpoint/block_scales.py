@@ -18,6 +18,9 @@ READ_AS = torch.bfloat16
 """What the released models compute in where they do not compute in FP8."""
 
 BlockShape = tuple[int, int]
+# What says how activations are rounded where products are FP8, and what the tensors' dtypes show by themselves.
+HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
+KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)
 
 
 def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
@@ -36,7 +39,13 @@ def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
             f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
             "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
         )
-    assert isinstance(blocks, list)
+    assert isinstance(quantization, dict) and isinstance(blocks, list)
+    for key, value in quantization.items():
+        if value is not None and key not in KNOWN_KEYS:
+            raise ValueError(
+                f"config.json has {key}={value!r} in quantization_config, which is not known; take a release without "
+                "it, or remove the key if the weights mean the same without it"
+            )
     return blocks[0], blocks[1]
 
 

@@ -4,6 +4,7 @@ The `architectures` of a config.json decide a checkpoint's family; the name that
 reads and writes a config.json by this table, and `tensor_names` names tensors by it.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,10 @@ class Family:
     keys, moe_keys      the config.json key of each field of `ModelConfig` and of `MoEConfig`
     defaults            values of keys (by config.json name) that published files leave out
     fixed               settings of config.json for which only this value is supported
+    harmless            keys that are not read because none of their values changes what the network computes: they
+                        are of training, of generating, of other software, or of a part that `fixed` switches off
+    accepted            keys that are not read, with the values that leave the network as it is here; a list may hold
+                        any of them. Every key that is in none of these is refused (`check_keys`)
     switches            fields of `ModelConfig` that follow from the architecture; `moe_switches` those of `MoEConfig`
     names               our module -> the checkpoint's name for it (`{i}` a layer, `{e}` an expert); modules with the
                         same name there are stored in one tensor, one after another
@@ -31,6 +36,8 @@ class Family:
     keys: Mapping[str, str]
     defaults: Json = field(default_factory=dict)
     fixed: Json = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+    accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     switches: Json = field(default_factory=dict)
     moe_keys: Mapping[str, str] | None = None
     moe_switches: Json = field(default_factory=dict)
@@ -38,6 +45,39 @@ class Family:
     expert_model_types: Mapping[str, str] | None = None
     published: Json = field(default_factory=dict)
 
+
+# What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
+OF_ANY_MODEL = frozenset([
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation",
+    "_moe_implementation", "_name_or_path", "add_cross_attention", "attention_dropout", "attn_implementation",
+    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "debug", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "embedding_dropout", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "fuse_cross_entropy", "gradient_checkpointing",
+    "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+    "length_penalty", "max_length", "micro_forward", "min_length", "moe_implementation", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_dropout",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "residual_dropout", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "skip_checkpoint", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
+    "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+])  # fmt: skip
+OF_ANY_MOE = frozenset([
+    "ep_size", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "use_deepep",
+])  # fmt: skip
+# Of a window that `fixed` switches off, or layers without one.
+WINDOW = frozenset(("max_window_layers", "sliding_window"))
+# Of OLMo's configuration, which LLaDA's is: how weights began, and what `fixed` switches off. `block_group_size` names
+# the tensors otherwise, which is seen there.
+OLMO = frozenset([
+    "alibi_bias_max", "attention_layer_norm_with_affine", "block_group_size", "flash_attention", "init_cutoff_factor",
+    "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "tie_word_embeddings",
+])  # fmt: skip
+READ_IN_ANY = frozenset([
+    "architectures", "embedding_size", "head_dim", "model_type", "quantization_config", "rope_parameters",
+])  # fmt: skip
+EVERYWHERE: dict[str, tuple[Any, ...]] = {"layer_types": ("full_attention",), "pruned_heads": ({},)}
 
 QWEN_KEYS = {
     "vocab_size": "vocab_size",
@@ -73,6 +113,8 @@ SDAR = Family(
     keys=QWEN_KEYS,
     defaults={"tie_word_embeddings": False},
     fixed=QWEN_FIXED,
+    harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW,
+    accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_regular_causal": (False,)},
     published={"vocab_size": 151936, "mask_token_id": 151669, "eos_token_id": 151643},
 )
 
@@ -106,6 +148,19 @@ LLADA2_MOE = Family(
         "use_rmsnorm": True,
         "use_sliding_window": False,
         "using_split_qkv_in_self_attention": False,
+    },
+    # How wide the shared experts are is `num_shared_experts` times an expert's, or their tensors do not fit.
+    harmless=OF_ANY_MODEL | OF_ANY_MOE | WINDOW | {"moe_shared_expert_intermediate_size", "mtp_loss_scaling_factor"},
+    # LLaDA2.2 chooses experts for a whole block, `expert_capacity` of them.
+    accepted={
+        **EVERYWHERE,
+        "attention_bias": (False,),
+        "expert_capacity": (0,),
+        "moe_router_enable_routed_scaling": (True,),
+        "moe_router_enable_shared_expert": (True,),
+        "num_nextn_predict_layers": (0,),
+        "use_fp8_experts": (False,),
+        "use_qk_norm": (True,),
     },
     moe_keys={
         **EXPERT_KEYS,
@@ -161,6 +216,14 @@ LLADA = Family(
         "rope": True,
         "scale_logits": False,
     },
+    harmless=OF_ANY_MODEL | OLMO,
+    accepted={
+        **EVERYWHERE,
+        "bias_for_layer_norm": (False,),
+        "layer_norm_with_affine": (True,),
+        "norm_after": (False,),
+        "rope_full_precision": (True,),
+    },
     switches={"qk_norm": False, "attention": "full"},
     names={
         "model.embed_tokens": "model.transformer.wte",
@@ -189,6 +252,8 @@ DREAM = Family(
     keys=WITHOUT_HEAD_DIM,
     defaults={"tie_word_embeddings": False, "block_size": 32},
     fixed={"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
+    harmless=OF_ANY_MODEL | WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
+    accepted={**EVERYWHERE, "mlp_bias": (False,), "partial_rotary_factor": (1,), "use_mrope": (False,)},
     switches={"qk_norm": False, "qkv_bias": True, "shift_logits": True, "attention": "full"},
     published={"vocab_size": 152064, "mask_token_id": 151666, "eos_token_id": 151643},
 )
@@ -210,3 +275,34 @@ def family_of(config: Json) -> tuple[str, Family]:
         case names:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(f"config.json has architectures={names!r}; supported: {known}, one of them alone")
+
+
+def check_keys(config: Json, architecture: str) -> None:
+    """Raise `ValueError` naming the keys of a parsed config.json that may change what the network computes, unread."""
+    family = FAMILIES[architecture]
+    read = {*family.keys.values(), *(family.moe_keys or {}).values(), *family.fixed, *READ_IN_ANY}
+    read |= {"partial_rotary_factor"} if "rotary_dim" in family.keys else set()
+    unknown = [
+        key
+        for key, value in config.items()
+        if value is not None and key not in read | family.harmless and not _is_accepted(family, key, value)
+    ]
+    if unknown:
+        named = [f"{key}={_shown(config[key])}" for key in unknown]
+        which = ("it", "the key", "it changes") if len(named) == 1 else ("them", "the keys", "they change")
+        raise ValueError(
+            f"config.json has {', '.join(named)}, which this project's {architecture} does not know; take a "
+            f"release without {which[0]}, or remove {which[1]} if {which[2]} nothing that the network computes"
+        )
+
+
+def _is_accepted(family: Family, key: str, value: Any) -> bool:
+    """Whether the value of a key that is not read leaves the network as it is."""
+    accepted = family.accepted.get(key)
+    values = value if isinstance(value, list) else [value]
+    return accepted is not None and all(one in accepted for one in values)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from mbd_core.checkpoint.block_scales import block_shape
-from mbd_core.checkpoint.families import FAMILIES, Json, family_of
+from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
 # Keys that generation_config.json may have instead of config.json.
@@ -18,8 +18,8 @@ MOST = 2**31 - 1
 def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     """The `ModelConfig` of a parsed config.json; ids and block size that it lacks come from `generation`.
 
-    Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, or if the
-    decoder stack does not support the value.
+    Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, if the
+    decoder stack does not support the value, or if the key is unknown and may change what the network computes.
     """
     architecture, family = family_of(config)
     block_shape(config)
@@ -29,6 +29,7 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
     for key, value in family.fixed.items():
         if key in config and (type(config[key]) is not type(value) or config[key] != value):
             raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
+    check_keys(config, architecture)
     recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
     published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
     values = {**family.defaults, **published, **recommended, **config}
@@ -50,11 +51,15 @@ def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
         rotated = _rotary_dim(config, head_dim)
         values["rotary_dim"] = None if rotated == head_dim else rotated
     fields = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
-    if "head_dim" not in fields:
+    if "head_dim" not in family.keys:
         fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
         if rest:
             raise ValueError(
                 f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
+            )
+        if config.get("head_dim", fields["head_dim"]) != fields["head_dim"]:
+            raise ValueError(
+                f"config.json has head_dim={config['head_dim']!r}; {architecture} has heads of {fields['head_dim']}"
             )
     if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
         raise ValueError(
@@ -131,8 +136,14 @@ def _flat_rope(config: Json) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json has rope_type={rope['rope_type']!r}; 'default' only is supported")
+    for key in ("rope_type", "type"):
+        if rope.get(key, "default") != "default":
+            raise ValueError(f"config.json has {key}={rope[key]!r}; 'default' only is supported")
+    for key, value in rope.items():
+        if value is not None and key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+            raise ValueError(
+                f"config.json has {key}={value!r} in rope_parameters, which is not known; take a release without it"
+            )
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope and config.get(key) is None:
             config[key] = rope[key]

@@ -107,3 +107,51 @@ def test_a_wrong_value_in_generation_config_names_that_file(value: dict, message
     config = {k: v for k, v in write_config(SDAR).items() if k not in value}
     with pytest.raises(ValueError, match=message):
         read_config(config, value)
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_a_key_that_nobody_reads_is_refused_by_name(config: ModelConfig) -> None:
+    """Unless it is listed as harmless, or its value is; null says nothing."""
+    written = write_config(config)
+    assert (
+        read_config(written | {"query_scale": None, "layer_types": ["full_attention"] * config.num_layers}) == config
+    )
+    sentence = (
+        rf"^config.json has query_scale=2.0, which this project's {config.architecture} does not know; take a release "
+        r"without it, or remove the key if it changes nothing that the network computes$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        read_config(written | {"query_scale": 2.0})
+    with pytest.raises(
+        ValueError, match=r"has query_scale=2.0, sinks=\[\], which .* without them, or remove the keys if"
+    ):
+        read_config(written | {"query_scale": 2.0, "sinks": []})
+    with pytest.raises(ValueError, match=r'has layer_types=\["full_attention", "sliding_attention"\], which this'):
+        read_config(written | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("sdar", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor=0.5, which"),
+        ("sdar", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor=0.5, which"),
+        ("sdar", {"rope_parameters": {"factor": 4.0}}, "has factor=4.0 in rope_parameters, which is not known"),
+        ("sdar", {"rope_parameters": {"type": "linear"}}, "has type='linear'; 'default' only is supported"),
+        ("sdar", {"use_regular_causal": True}, "has use_regular_causal=true, which"),
+        ("sdar-moe", {"shared_expert_intermediate_size": 6}, "has shared_expert_intermediate_size=6, which"),
+        ("llada2", {"use_qk_norm": False}, "has use_qk_norm=false, which"),
+        ("llada2", {"num_nextn_predict_layers": 1}, "has num_nextn_predict_layers=1, which"),
+        ("llada", {"rope_full_precision": False}, "has rope_full_precision=false, which"),
+        ("llada", {"norm_after": True}, "has norm_after=true, which"),
+        ("dream", {"use_mrope": True}, "has use_mrope=true, which"),
+        ("dream", {"head_dim": 8}, "has head_dim=8; DreamModel has heads of 4"),
+        (
+            "llada2",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "zero_point": True}},
+            "has zero_point=True in quantization_config, which is not known",
+        ),
+    ],
+)
+def test_a_value_that_changes_the_network_is_refused(family: str, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^config.json {message}"):
+        read_config(write_config(FAMILIES[family]) | changes)

@@ -17,6 +17,14 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 
+WRITTEN = {  # by transformers, into all of them
+    "auto_map": {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"},
+    "transformers_version": "4.52.3", "initializer_range": 0.02, "_name_or_path": "somewhere/else",
+    "_attn_implementation_autoset": True, "attn_implementation": "flex_attention", "gradient_checkpointing": False,
+    "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "torchscript": False, "pruned_heads": {}, "prefix": None,
+    "output_attentions": False, "is_encoder_decoder": False, "pretraining_tp": 1, "expert_capacity": None,
+    "temperature": 1.0, "do_sample": False, "max_length": 20, "attention_dropout": 0.0, "debug": False,
+}  # fmt: skip
 LLADA2_MINI = {
     "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "vocab_size": 157184, "hidden_size": 2048,
     "intermediate_size": 5120, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -27,7 +35,8 @@ LLADA2_MINI = {
     "partial_rotary_factor": 0.5, "rotary_dim": 64, "rope_theta": 600000, "rope_scaling": None,
     "max_position_embeddings": 16384, "rms_norm_eps": 1e-06, "use_rmsnorm": True, "hidden_act": "silu",
     "use_bias": False, "use_qkv_bias": False, "tie_word_embeddings": False, "norm_head": False, "norm_softmax": False,
-    "attention_dropout": 0.0, "use_cache": False, "use_sliding_window": False, "max_window_layers": 28,
+    "attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "use_cache": False,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "use_qk_norm": True,
     "pad_token_id": 156892, "torch_dtype": "bfloat16",
 }  # fmt: skip
 LLADA2_FLASH = LLADA2_MINI | {
@@ -51,6 +60,7 @@ SDAR_30B = SDAR_8B | {
     "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "hidden_size": 2048, "intermediate_size": 6144,
     "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "ep_size": 1, "use_deepep": False,
 }  # fmt: skip
 LLADA_8B = {
     "architectures": ["LLaDAModelLM"], "model_type": "llada", "vocab_size": 126464, "embedding_size": 126464,
@@ -59,7 +69,11 @@ LLADA_8B = {
     "rms_norm_eps": 1e-05, "layer_norm_type": "rms", "activation_type": "silu", "block_type": "llama",
     "include_bias": False, "include_qkv_bias": False, "weight_tying": False, "scale_logits": False,
     "input_emb_norm": False, "multi_query_attention": None, "eos_token_id": 126081, "mask_token_id": 126336,
-    "pad_token_id": 126081, "torch_dtype": "bfloat16",
+    "pad_token_id": 126081, "torch_dtype": "bfloat16", "alibi": False, "alibi_bias_max": 8.0,
+    "attention_layer_norm": False, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False,
+    "block_group_size": 1, "embedding_dropout": 0.0, "flash_attention": False, "init_cutoff_factor": None,
+    "init_device": "meta", "init_fn": "mitchell", "init_std": 0.02, "layer_norm_with_affine": True,
+    "precision": "amp_bf16", "residual_dropout": 0.0, "use_cache": False,
 }  # fmt: skip
 DIFFUCODER = {
     "architectures": ["DreamModel"], "model_type": "Dream", "vocab_size": 152064, "hidden_size": 3584,
@@ -67,6 +81,7 @@ DIFFUCODER = {
     "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_scaling": None, "rms_norm_eps": 1e-06,
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 151643, "eos_token_id": 151643,
     "pad_token_id": 151643, "mask_token_id": 151666, "use_sliding_window": False, "torch_dtype": "bfloat16",
+    "sliding_window": None, "max_window_layers": 28, "use_mrope": False, "attention_bias": True, "use_cache": True,
 }  # fmt: skip
 IM_END = {"eos_token_id": [151645, 151643]}  # SDAR's generation_config.json
 
@@ -109,7 +124,7 @@ RELEASES = {
 @pytest.mark.parametrize("release", RELEASES.values(), ids=RELEASES)
 def test_release_is_taken_at_its_size(release: Release) -> None:
     config = read_config(release.config, release.generation)
-    assert config == release.shape
+    assert config == release.shape == read_config(WRITTEN | release.config, release.generation)
     assert config.num_parameters == pytest.approx(release.num_parameters, rel=1e-3)
     with torch.device("meta"):
         model = Decoder(config)
@@ -206,3 +221,20 @@ def test_a_release_without_ids_is_known_by_its_vocabulary() -> None:
     assert read_config(LLADA2_MINI | {"mask_token_id": 6}, {"mask_token_id": 7}).mask_token_id == 6
     with pytest.raises(ValueError, match="no 'block_size', which SDARForCausalLM needs; add it to generation_config"):
         read_config(SDAR_8B)  # b4 or b32: its name alone tells
+
+
+LLADA2_2 = LLADA2_MINI | {
+    "rope_theta": 3000000, "max_position_embeddings": 131072, "block_size": 32, "transformers_version": "5.2.0",
+    "expert_capacity": 48, "delete_token_id": 156901, "split_token_id": 156902,
+}  # fmt: skip
+
+
+def test_a_release_whose_routing_is_another_is_refused_by_name() -> None:
+    """LLaDA2.2 has LLaDA2's architecture and tensors: only these keys show that it computes something else."""
+    ids = {"mask_token_id": 156895, "eos_token_id": [156892, 156900]}
+    with pytest.raises(
+        ValueError, match=r"has expert_capacity=48, delete_token_id=156901, split_token_id=156902, whi"
+    ):
+        read_config(LLADA2_2, ids)
+    read = {key: value for key, value in LLADA2_2.items() if not key.endswith("_token_id")} | {"expert_capacity": 0}
+    assert read_config(read, ids).rope_theta == 3e6
