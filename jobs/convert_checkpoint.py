@@ -2,7 +2,7 @@
 
 python jobs/convert_checkpoint.py --from LLaDA2.0-mini --to mini-fused --experts fused
 python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --experts per-expert --config mini-fused
-python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout
+python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout, and a tokenizer
 """
 
 import math
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import typer
 from tqdm import tqdm
@@ -23,6 +23,9 @@ from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.tensor_names import ExpertLayout
 from mbd_core.models.shapes import SHAPES
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"}
 Progress = Callable[[int, int], None]
@@ -32,7 +35,10 @@ Source = Annotated[
     Path | None, typer.Option("--from", metavar="DIR", help="Checkpoint to read.", rich_help_panel=MODEL)
 ]
 Random = Annotated[
-    str | None, typer.Option(metavar="SHAPE", help=f"Or random weights: {', '.join(SHAPES)}.", rich_help_panel=MODEL)
+    str | None,
+    typer.Option(
+        metavar="SHAPE", help=f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", rich_help_panel=MODEL
+    ),
 ]
 Config = Annotated[
     Path | None,
@@ -78,7 +84,7 @@ def run(
         with any_stop_as_interrupt(), progress_bar(target.name) as progress:
             common = Common(max_shard_bytes=int(max_shard_gb * 10**9), overwrite=overwrite, progress=progress)
             if random is not None:
-                save_random(SHAPES[random], target, **common)
+                save_random(SHAPES[random], target, tokenizer=tokenizer_of(random), **common)
             elif source is not None:
                 layout = None if experts is None else EXPERTS[experts]
                 convert(source, target, experts=layout, to=to_format, config_from=config, **common)
@@ -87,6 +93,17 @@ def run(
         return 130
     print(f"wrote {target}; {peak_memory()}")
     return 0
+
+
+def tokenizer_of(shape: str) -> "PreTrainedTokenizerBase | None":
+    """A tokenizer for a shape's folder; none, and a line that says so, where its vocabulary cannot write text."""
+    from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer, writes_text
+
+    config = SHAPES[shape]
+    if writes_text(config):
+        return shape_tokenizer(config)
+    print(f"{shape} gets no tokenizer: {config.vocab_size} tokens cannot write text, so it is measured, not served")
+    return None
 
 
 class Common(TypedDict):

@@ -75,6 +75,7 @@ def save_random(
     config: ModelConfig,
     folder: Path,
     *,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -83,8 +84,8 @@ def save_random(
 ) -> None:
     """Write a folder of random weights in a real model's layout; about one shard at a time is in memory.
 
-    It has no tokenizer. `progress` is called with the bytes written so far and the total. Raises `ValueError`, before
-    it writes anything, for a target that `save_model` refuses and for a disk without room.
+    Without a `tokenizer` it cannot be served. `progress` is called with the bytes written so far and the total. Raises
+    `ValueError`, before it writes anything, for a target that `save_model` refuses and for a disk without room.
     """
     check_target_folder(folder, MODEL_KIND, overwrite=overwrite)
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +107,17 @@ def save_random(
             yield name, tensor
 
     with folder_beside(folder, MODEL_KIND, overwrite=overwrite) as beside:
-        _write(beside, config, tensors(), dtype, "per_expert", max_shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        _write(beside, config, tensors(), dtype, "per_expert", max_shard_bytes, random_generation(config))
+
+
+def random_generation(config: ModelConfig) -> dict[str, Any]:
+    """How random weights are decoded: never confident, they are given a fixed number of tokens a step.
+
+    A full-attention model decodes a canvas, whose rule always takes one.
+    """
+    return {} if config.attention == "full" else {"buffer_size": 2, "tokens_per_step": min(4, config.block_size)}
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

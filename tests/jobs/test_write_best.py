@@ -14,11 +14,12 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
 from jobs import report_sweep
 from jobs.eval_sweep import main as eval_main
+from mbd_core.checkpoint.base_files import CHOSEN as KEY
 from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, decoding_config
-from mbd_core.evaluation.best_folder import FILE, KEY, author_defaults, edit_notes
+from mbd_core.evaluation.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep_folder import SweepFolder
 from mbd_core.evaluation.sweep_parts import cut
 from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep

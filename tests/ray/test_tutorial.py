@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster.local import LocalCluster, free_ports, local_cluster
-from mbd_core.bench.random_folder import LEARNED, write_random_folder
+from mbd_core.bench.random_folder import write_random_folder
 from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shape_tokenizer import LEARNED
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.curve_file import LOSSES
 from mbd_core.multitf.run_log import PLOT

@@ -1,0 +1,134 @@
+"""A tokenizer for a model of random weights: its family's special tokens and chat template, and a text for every id.
+
+A release's tokenizer is not ours to copy. This one has the names and ids of the release's special tokens, where the
+vocabulary is the release's; text is encoded by bytes and by merges learned from the generated tasks; every other id is
+one word.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.tasks.generated import GENERATED_TASKS
+from mbd_core.tasks.tiny_tokenizer import ASSISTANT, EOS, MASK, USER, train_tokenizer
+
+LEARNED = 512  # ids of the tokenizer that learns bytes and merges
+LESSONS = {"gsm-mini": 200, "code-mini": 200}  # problems of these tasks, from which it learns
+NEVER_IN_TEXT = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+"""The byte tokens that no UTF-8 text has."""
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """A family's mask, its ends of text and turn (the release's own EOS first), its other special tokens by their
+    released ids, and its chat template."""
+
+    mask: str
+    ends: tuple[str, ...]
+    ids: dict[str, int]
+    template: str
+
+
+def _chat_ml(mask: str, mask_id: int, ends: tuple[str, ...]) -> ChatTokens:
+    """Qwen's form."""
+    return ChatTokens(
+        mask,
+        ends,
+        {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, mask: mask_id},
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+
+
+SDAR_TOKENS = _chat_ml("<|MASK|>", 151669, ("<|im_end|>", "<|endoftext|>"))
+CHAT_TOKENS = {
+    "SDARForCausalLM": SDAR_TOKENS,
+    "SDARMoeForCausalLM": SDAR_TOKENS,
+    "DreamModel": _chat_ml("<|mask|>", 151666, ("<|endoftext|>", "<|im_end|>")),
+    "LLaDA2MoeModelLM": ChatTokens(
+        "<|mask|>",
+        ("<|endoftext|>", "<|role_end|>"),
+        {"<|endoftext|>": 156892, "<|mask|>": 156895, "<|role_end|>": 156900},
+        "{% for message in messages %}<role>{{ {'system': 'SYSTEM', 'assistant': 'ASSISTANT'}.get(message['role'], "
+        "'HUMAN') }}</role>{{ message['content'] }}<|role_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<role>ASSISTANT</role>{% endif %}",
+    ),
+    "LLaDAModelLM": ChatTokens(
+        "<|mdm_mask|>",
+        ("<|endoftext|>", "<|eot_id|>"),
+        {
+            "<|startoftext|>": 126080,
+            "<|endoftext|>": 126081,
+            "<|mdm_mask|>": 126336,
+            "<|start_header_id|>": 126346,
+            "<|end_header_id|>": 126347,
+            "<|eot_id|>": 126348,
+        },
+        "<|startoftext|>{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+        "{{ message['content'] }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ),
+}
+
+
+def writes_text(config: ModelConfig) -> bool:
+    """Whether the vocabulary has room for every byte of a text beside the special tokens."""
+    return config.vocab_size >= 256 - len(NEVER_IN_TEXT) + len(CHAT_TOKENS[config.architecture].ids)
+
+
+def shape_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer, with the model's mask and EOS ids; `ValueError` for a vocabulary too small to write text."""
+    if not writes_text(config):
+        raise ValueError(f"a vocabulary of {config.vocab_size} tokens is too small to write text; give another shape")
+    chat, special = CHAT_TOKENS[config.architecture], special_ids(config)
+    data: dict[str, Any] = json.loads(train_tokenizer(_lessons(), vocab_size=LEARNED).backend_tokenizer.to_str())
+    model, named = data["model"], {number: name for name, number in special.items()}
+    learned = sorted(model["vocab"].keys() - {MASK, EOS, USER, ASSISTANT}, key=model["vocab"].__getitem__)
+    learned.sort(key=lambda token: token in NEVER_IN_TEXT)  # last, where they may find no room
+    names = itertools.chain(learned, (f"Ġ<{n}>" for n in itertools.count()))
+    ids = {named[n] if n in named else next(names): n for n in range(config.vocab_size)}
+    model["vocab"] = ids
+    model["merges"] = [pair for pair in model["merges"] if all(token in ids for token in (*pair, "".join(pair)))]
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    data["added_tokens"] = [{"id": number, "content": named[number], **flags} for number in sorted(named)]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(data)),
+        mask_token=chat.mask,
+        eos_token=named[config.eos_token_ids[0]],
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[name for name in special if name not in (chat.mask, *chat.ends)],
+        chat_template=chat.template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def special_ids(config: ModelConfig) -> dict[str, int]:
+    """The special tokens' ids: those that the configuration names, then the release's, if they are free, then any."""
+    chat, published = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture].published
+    released = chat.ids if config.vocab_size == published["vocab_size"] else {}
+    names = {number: name for name, number in released.items()}
+    found = {chat.mask: config.mask_token_id}
+    for number in config.eos_token_ids:
+        free = [names.get(number), *chat.ends, f"<|end_{number}|>"]
+        found[next(name for name in free if name is not None and name not in found)] = number
+    for name in chat.ids:
+        if name not in found:
+            wanted = itertools.chain([released[name]] if name in released else [], itertools.count())
+            found[name] = next(number for number in wanted if number not in found.values())
+    return found
+
+
+def _lessons() -> Iterator[str]:
+    """Questions and answers of the generated tasks."""
+    for name, number in LESSONS.items():
+        task = GENERATED_TASKS[name]
+        for row in itertools.islice(task.generate(split="train", seed=0), number):
+            yield row[task.asked]
+            yield row[task.answered]
