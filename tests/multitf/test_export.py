@@ -13,7 +13,10 @@ from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model, rewrite
 from safetensors.torch import load_file, save_file
 
+from jobs.convert_checkpoint import main as convert_checkpoint
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.conversion import convert
+from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.files import MANIFEST
@@ -72,16 +75,17 @@ def write_base(folder: Path, family: str) -> Path:
 
 def trained(base: Path, out: Path) -> Path:
     """The model of one training step; its checkpoint lies beside it."""
-    full = load_model(base).config.attention == "full"
+    config = load_config(base)
+    full = config.attention == "full"
     blocks = StateConfig(block_size=BLOCK, max_group=2, num_layouts=2, span="response", rounding="ceil")
     recipe = TrainingRecipe(
         name="one-step",
         base=str(base),
         model=None,
-        data=TinyData(per_task=4),
+        data=TinyData(per_task=4, tasks=("gsm-mini",)),
         states=D2F_STATES if full else blocks,
         train=TrainConfig(steps=1, batch_size=2, lr=1e-2, warmup=1, precision="float32"),
-        max_length=1024,
+        max_length=min(1024, config.max_positions),
         generation={"buffer_size": 2, **({"block_size": 16} if full else {})},
     )
     run = Target(out, overwrite=False, checkpoints=str(out) + "-run", every=1, log_targets=())
@@ -165,3 +169,11 @@ def test_fields_of_the_base_stay_but_those_that_would_be_untrue(family: str, fol
         assert config == base | {"block_size": size, "dtype": dtype, "torch_dtype": dtype}
         wanted = {"eos_token_id": [1], "mask_token_id": 0, "block_size": size, "do_sample": True, "buffer_size": 2}
         assert recommended == wanted
+
+
+@pytest.mark.parametrize("shape", ["tiny-sdar", "tiny-llada2", "tiny-llada", "tiny-dream"])
+def test_a_folder_of_random_weights_is_trained_as_it_is_made(shape: str, tmp_path: Path) -> None:
+    assert convert_checkpoint(["--random", shape, "--to", str(tmp_path / shape)]) == 0
+    out = trained(tmp_path / shape, tmp_path / "out")
+    assert read_folder(out).config.vocab_size == 256
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / shape / "tokenizer.json").read_bytes()
