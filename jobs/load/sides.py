@@ -16,7 +16,7 @@ from jobs.load.stream_client import Route, Target, open_session, record_stream, 
 from mbd_core.bench.load_generator import Concurrency, Load, LoadRun, load_engine_alone, send_load
 from mbd_core.bench.load_records import RequestRecord
 from mbd_core.bench.random_folder import write_random_folder
-from mbd_core.checkpoint.chat import question_prompt
+from mbd_core.checkpoint.chat import plain_prompt, question_prompt
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.request import Request
 from mbd_core.engine.engine_config import EngineConfig
@@ -85,11 +85,11 @@ def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
     decoding = loaded.decoding(asking.extra_of(0).get("decoding", {}))
 
     def send(load: Load, prompts: Sequence[str]) -> LoadRun:
-        chat = asking.route == "chat/completions"
+        ids = question_prompt if asking.route == "chat/completions" else plain_prompt
         requests = [
             Request(
                 request_id=str(number),
-                prompt=tuple(question_prompt(loaded.tokenizer, text) if chat else loaded.tokenizer.encode(text)),
+                prompt=tuple(ids(loaded.tokenizer, text)),
                 max_tokens=asking.max_tokens,
                 decoding=decoding,
             )

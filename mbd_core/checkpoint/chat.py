@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
 from mbd_core.checkpoint.tool_turns import plain_turns, takes_tools
 
 
@@ -14,23 +15,28 @@ def chat_text(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """A chat in the model's template, up to the beginning of the assistant's answer, with the tools that it may call.
+    answered: bool = False,
+    masking: Masking | None = None,
+) -> MaskedText:
+    """A chat in the model's template, up to the beginning of the assistant's answer, with the tools that it may call;
+    or, `answered`, to the end of a conversation that has its last answer.
 
-    Raises `ValueError` if the tokenizer has no template or the template refuses the chat (the order of roles).
+    What messages and tools spell stays text; `masking` is theirs by default. Raises `ValueError` if the tokenizer has
+    no template or the template refuses the chat (the order of roles).
     """
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; send a plain prompt instead")
-    shown = [dict(tool) for tool in tools] or None
-    turns = [dict(m) for m in messages]
+    turns, shown = [dict(m) for m in messages], [dict(tool) for tool in tools] or None
+    masking = masking_of(tokenizer, turns, shown) if masking is None else masking
+    turns, shown = masking.masked_json(turns), masking.masked_json(shown)
     if not takes_tools(tokenizer.get_chat_template(tools=shown)):
-        turns, shown = plain_turns(turns, tools), None
+        turns, shown = plain_turns(turns, shown or ()), None
     try:
-        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(turns, tools=shown, tokenize=False, add_generation_prompt=not answered)
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     assert isinstance(text, str)
-    return text
+    return MaskedText(text, masking)
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -40,14 +46,23 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
 
 def chat_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
     """`chat_prompt` of several chats, tokenised together."""
-    texts = [chat_text(tokenizer, messages) for messages in chats]
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return token_ids(tokenizer, [chat_text(tokenizer, messages) for messages in chats])
+
+
+def plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text without a template, with the special tokens that the tokenizer sets around it."""
+    return plain_prompts(tokenizer, [text])[0]
+
+
+def plain_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """`plain_prompt` of several texts, tokenised together."""
+    return token_ids(tokenizer, [literal(tokenizer, text) for text in texts], add_special_tokens=True)
 
 
 def question_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a user's question: as a chat, or the bare text under a tokenizer without a chat template."""
     if not tokenizer.chat_template:
-        return list(tokenizer(text).input_ids)
+        return plain_prompt(tokenizer, text)
     return chat_prompt(tokenizer, question(text))
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_prompts, question
+from mbd_core.checkpoint.chat import chat_prompts, plain_prompts, question
 from mbd_core.evaluation.tasks import Problem
 
 Form = Literal["turn", "turns", "plain"]
@@ -66,5 +66,5 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> lis
     given: list[Any] = [json.loads(text) for text in inputs]
     chats = iter(chat_prompts(tokenizer, [one for one in given if not isinstance(one, str)]))
     texts = [one for one in given if isinstance(one, str)]
-    plain = iter(tokenizer(texts)["input_ids"] if texts else [])
+    plain = iter(plain_prompts(tokenizer, texts))
     return [list(next(plain if isinstance(one, str) else chats)) for one in given]

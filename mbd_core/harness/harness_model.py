@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from mbd_core.checkpoint.chat import chat_text, decode_text
 from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.literal_text import MaskedText, Masking, fixed_masking, literal, token_ids
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.decoding.methods import MULTI, NAMED_METHODS, merge_fields
@@ -89,6 +90,7 @@ class HarnessModel(TemplateLM):
             tensor_parallel=tensor_parallel,
         )
         self.tokenizer = self._model.tokenizer
+        self._masking = fixed_masking(self.tokenizer)
         self._rows, self._draws, self._log = rows, Draws(number=mc_num, seed=seed), log
         self._uses_chat, self._records = False, list[dict[str, Any]]()
 
@@ -229,20 +231,33 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text. A text that the chat template made, or that begins with the BOS, gets no special tokens;
-        any other the tokenizer's own."""
-        if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (self._uses_chat or (bool(bos) and string.startswith(bos)))
-        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+        any other the tokenizer's own, and the control tokens that it spells are text."""
+        bos = self.tokenizer.bos_token
+        is_whole = self._uses_chat or (bool(bos) and string.startswith(bos))
+        text = MaskedText(string, self._masking) if is_whole else literal(self.tokenizer, string)
+        special = not is_whole if add_special_tokens is None else add_special_tokens
+        return token_ids(self.tokenizer, [text], add_special_tokens=special)[0]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        return super()._encode_pair(context, self._masked(continuation) if self._uses_chat else continuation)
+
+    def _masked(self, text: str) -> str:
+        """A text whose control tokens are none, also where a chat's text, which has the template's own, holds it."""
+        if self._masking.hides_in(text):
+            raise ValueError(
+                f"a text of the task has a Unicode non-character from U+FDD0 on: {text[:80]!r}; remove it"
+            )
+        return self._masking.masked(text)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any
     ) -> str:
         """The chat in the model's template; without `add_generation_prompt` the last turn of the assistant goes on."""
         self._uses_chat = True
+        turns = [{**turn, "content": self._masked(turn["content"])} for turn in chat_history]
         if add_generation_prompt:
-            return chat_text(self.tokenizer, chat_history)
-        text = self.tokenizer.apply_chat_template(chat_history, tokenize=False, continue_final_message=True)
+            return chat_text(self.tokenizer, turns, masking=Masking()).text
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
         assert isinstance(text, str)
         return text
 

@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import chat_text
+from mbd_core.checkpoint.literal_text import MaskedText, masking_of, token_ids
 from mbd_core.models.model_config import ModelConfig
 
 
@@ -31,26 +31,23 @@ def encode_chats(
     chats: Sequence[tuple[str, Sequence[Mapping[str, str]]]],
     *,
     eos_token_id: int,
-    mask_token_id: int,
 ) -> list[EncodedChat]:
     """Tokenise named conversations that end with an answer, together.
 
     The prompt is the template of all messages before the answer, with the beginning of an answer; it must be the
     beginning of the template of the whole conversation, as text and as tokens. Raises `ValueError` naming the
-    conversation for which it is not, whose answer is empty or holds the mask token, or that the template refuses.
+    conversation for which it is not, whose answer is empty, or that the template refuses. Control tokens that a
+    message spells are text, in answers too.
     """
     prompts, wholes = [], []
     for name, messages in chats:
         try:
-            prompt, whole = _texts(tokenizer, messages)
+            prompt_text, whole_text = _texts(tokenizer, messages)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        prompts.append(prompt)
-        wholes.append(whole)
-    if not chats:
-        return []
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
+        prompts.append(prompt_text)
+        wholes.append(whole_text)
+    prompt_ids, whole_ids = token_ids(tokenizer, prompts), token_ids(tokenizer, wholes)
     encoded = []
     for (name, _), prompt, whole in zip(chats, prompt_ids, whole_ids, strict=True):
         if whole[: len(prompt)] != prompt:
@@ -59,24 +56,19 @@ def encode_chats(
                 "answer merges with the prompt's end; change the chat template"
             )
         response = _without_end(tokenizer, whole[len(prompt) :], eos_token_id)
-        if mask_token_id in response:
-            raise ValueError(f"{name}: its answer holds the mask token, which no model may predict")
         if not response:
             raise ValueError(f"{name}: its answer is empty")
         encoded.append(EncodedChat(prompt, response))
     return encoded
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+def _texts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[MaskedText, MaskedText]:
     if not messages[-1]["content"].strip():
         raise ValueError("its answer is empty")
-    prompt = chat_text(tokenizer, messages[:-1])
-    try:
-        whole = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False)
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    assert isinstance(whole, str)
-    if not whole.startswith(prompt):
+    masking = masking_of(tokenizer, messages)
+    prompt = chat_text(tokenizer, messages[:-1], masking=masking)
+    whole = chat_text(tokenizer, messages, masking=masking, answered=True)
+    if not whole.text.startswith(prompt.text):
         raise ValueError(
             "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "
             "unknown; change the template, or what it does to earlier turns"

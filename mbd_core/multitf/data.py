@@ -48,7 +48,7 @@ def write_conversations(
         for first, pairs in _batches(conversations(data)):
             names = [f"training sample {number}" for number in range(first, first + len(pairs))]
             chats = [[*question(user), {"role": "assistant", "content": answer}] for user, answer in pairs]
-            encoded = encode_chats(tokenizer, list(zip(names, chats, strict=True)), **ids)
+            encoded = encode_chats(tokenizer, list(zip(names, chats, strict=True)), eos_token_id=ids["eos_token_id"])
             for name, sample in zip(names, encoded, strict=True):
                 length = len(sample.prompt) + len(sample.response) + 1
                 if filled_length(length, block_size) > max_length:

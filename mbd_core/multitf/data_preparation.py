@@ -124,11 +124,11 @@ def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> di
 
 def encoder(model: ModelFolder) -> Encode:
     """Tokenise for a model in this process."""
-    eos, mask = fill_token(model.tokenizer, model.config), model.config.mask_token_id
+    eos = fill_token(model.tokenizer, model.config)
 
     def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedChat]]:
         for chunk in chunks:
-            yield encode_chats(model.tokenizer, chunk, eos_token_id=eos, mask_token_id=mask)
+            yield encode_chats(model.tokenizer, chunk, eos_token_id=eos)
 
     return encode
 

@@ -216,6 +216,12 @@ class GenerationRequest(StructuredFields):
 
 
 class CompletionRequest(GenerationRequest):
+    """A text, or token ids, that go on.
+
+    parse_special  control tokens that a text of `prompt` or `template` spells are control tokens: for clients that
+                   write the model's chat template themselves; otherwise they are text
+    """
+
     prompt: str | Annotated[list[str], items(MOST_PROMPTS)] | TokenIds | Annotated[list[TokenIds], items(MOST_PROMPTS)]
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -223,6 +229,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
     template: Template | None = None
+    parse_special: bool | None = None
 
     @model_validator(mode="after")
     def _template_alone(self) -> "CompletionRequest":

@@ -270,7 +270,7 @@ class _Route:
             return requests, None, asked.echoes(self.decode)
         template = None
         if isinstance(asked, CompletionRequest) and asked.template is not None:
-            template = self._template(asked.template)
+            template = self._template(asked.template, parse_special=bool(asked.parse_special))
         requests = engine_requests(
             asked,
             read(),
@@ -290,8 +290,8 @@ class _Route:
             return partial(self._chat_prompts, asked)
         return partial(self._plain_prompts, asked)
 
-    def _template(self, parts: Template) -> TemplateTokens:
-        encode = partial(text_ids, self.model, field="template", special=False)
+    def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
+        encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
         try:
             return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
         except ValueError as error:
@@ -311,9 +311,8 @@ class _Route:
             raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        return [
-            text_ids(self.model, p, field="prompt", special=True) if isinstance(p, str) else p for p in asked.prompts
-        ]
+        encode = partial(text_ids, self.model, field="prompt", special=True, parse_special=bool(asked.parse_special))
+        return [encode(p) if isinstance(p, str) else p for p in asked.prompts]
 
     def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
         if asked.call_rule is not None:

@@ -7,10 +7,10 @@ its first part, and long texts have a thread of their own, where no short one wa
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from mbd_core.checkpoint.chat import chat_text
+from mbd_core.checkpoint.literal_text import MaskedText, literal, token_ids
 from mbd_core.checkpoint.tool_turns import check_form
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.served_model import ServedModel
@@ -40,14 +40,25 @@ def bounded_ids(encode: Encode, text: str, *, limit: int) -> list[int]:
     return encode(text)
 
 
-def text_ids(model: ServedModel, text: str, *, field: str, special: bool) -> list[int]:
+def text_ids(
+    model: ServedModel, text: str | MaskedText, *, field: str, special: bool, parse_special: bool = False
+) -> list[int]:
     """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
 
-    Raises `ApiError` (400) for a text that has far too many; the engine refuses one that has a few too many.
+    Control tokens that a client's own text spells are text, unless it is to be parsed (`parse_special`); a chat's text
+    is masked already. Raises `ApiError` (400) for a text that has far too many; the engine refuses one that has a few
+    too many.
     """
-    encode = partial(model.tokenizer.encode, add_special_tokens=special)
+    masked = text
+    if isinstance(masked, str):
+        masked = MaskedText(masked) if parse_special else literal(model.tokenizer, masked)
+
+    def encode(part: str) -> list[int]:
+        part_ids = token_ids(model.tokenizer, [MaskedText(part, masked.masking)], add_special_tokens=special)
+        return part_ids[0]
+
     try:
-        return bounded_ids(encode, text, limit=model.limits.admission.max_length)
+        return bounded_ids(encode, masked.text, limit=model.limits.admission.max_length)
     except TextTooLong as error:
         raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
 

@@ -16,12 +16,16 @@ MAX_TOKENS = 2**17  # of a text that is asked for
 
 
 class TokenizeRequest(ToolFields):
-    """A text, or a chat in the model's template, with its tools; `model` may be left out where one model is served."""
+    """A text, or a chat in the model's template, with its tools; `model` may be left out where one model is served.
+
+    parse_special  control tokens that the prompt spells are control tokens, as in `CompletionRequest`
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: Annotated[Any, Only(True)] = None
     continue_final_message: Annotated[Any, Only(False)] = None
@@ -32,6 +36,8 @@ class TokenizeRequest(ToolFields):
             raise ValueError("prompt: give either prompt or messages")
         if self.tools and self.messages is None:
             raise ValueError("tools: only a chat has tools; give messages")
+        if self.parse_special and self.messages is not None:
+            raise ValueError("parse_special: what messages spell is text; leave it out, or give prompt")
         turns(self.messages or ())
         return self
 
@@ -46,7 +52,8 @@ class DetokenizeRequest(Strict):
 def token_ids(asked: TokenizeRequest, model: ServedModel) -> dict[str, Any]:
     """The ids that a prompt of this text has. Raises `ApiError` (400) for a text that has far too many."""
     if asked.prompt is not None:
-        ids = text_ids(model, asked.prompt, field="prompt", special=asked.add_special_tokens is not False)
+        special, parsed = asked.add_special_tokens is not False, bool(asked.parse_special)
+        ids = text_ids(model, asked.prompt, field="prompt", special=special, parse_special=parsed)
     else:
         special = bool(asked.add_special_tokens)
         ids = chat_ids(model, turns(asked.messages or ()), tools=asked.shown_tools, special=special)

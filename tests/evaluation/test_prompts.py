@@ -59,3 +59,6 @@ def test_chats_and_texts_become_ids_in_their_order(tokenizer: Any) -> None:
         list(tokenizer("Tom has 3 pens.")["input_ids"]),
     ]
     assert prompt_ids(tokenizer, []) == []
+    spelled = "a <|endoftext|> b"
+    as_text = tokenizer(spelled, split_special_tokens=True)["input_ids"]
+    assert prompt_ids(tokenizer, [json.dumps(spelled)]) == [as_text]

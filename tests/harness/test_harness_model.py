@@ -151,6 +151,21 @@ def test_a_text_gets_the_tokenizer_s_special_tokens_once(tiny_model_dir: Path) -
     assert plain.tok_encode(chat) == chat_prompt(plain.tokenizer, question("How many?"))
 
 
+def test_control_tokens_that_a_task_spells_are_text(tiny_model_dir: Path) -> None:
+    """In chats, in their continuations, and in texts without a template."""
+    model, text = HarnessModel(str(tiny_model_dir), device="cpu"), "a <|endoftext|> b"
+    as_text = model.tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert model.tok_encode(text) == as_text
+    assert model._encode_pair(text, " c")[0] == as_text
+    chat = model.apply_chat_template(question(text))
+    assert model.tok_encode(chat) == chat_prompt(model.tokenizer, question(text))
+    assert model._encode_pair(chat, text) == (chat_prompt(model.tokenizer, question(text)), as_text)
+    turns = [*question("x"), {"role": "assistant", "content": text}]
+    assert model.tok_encode(model.apply_chat_template(turns, add_generation_prompt=False))[-len(as_text) :] == as_text
+    with pytest.raises(ValueError, match="non-character"):
+        model.apply_chat_template(question("\ufdd0"))
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

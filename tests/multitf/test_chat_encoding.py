@@ -26,7 +26,7 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> EncodedChat:
-    return encode_chats(tokenizer, [("row 7", messages)], eos_token_id=1, mask_token_id=0)[0]
+    return encode_chats(tokenizer, [("row 7", messages)], eos_token_id=1)[0]
 
 
 def test_system_and_earlier_turns_are_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -39,9 +39,7 @@ def test_system_and_earlier_turns_are_the_prompt(tokenizer: PreTrainedTokenizerB
 def test_generated_problems_are_encoded_as_prompt_and_answer_apart(tokenizer: PreTrainedTokenizerBase) -> None:
     pairs = list(conversations(TinyData(per_task=50)))
     chats = [("row", [*question(user), {"role": "assistant", "content": answer}]) for user, answer in pairs]
-    for chat, (user, answer) in zip(
-        encode_chats(tokenizer, chats, eos_token_id=1, mask_token_id=0), pairs, strict=True
-    ):
+    for chat, (user, answer) in zip(encode_chats(tokenizer, chats, eos_token_id=1), pairs, strict=True):
         assert chat.prompt == chat_prompt(tokenizer, question(user))
         assert chat.response == tokenizer(answer, add_special_tokens=False)["input_ids"]
 
@@ -75,14 +73,20 @@ def test_a_prompt_that_is_no_beginning_of_the_whole_names_the_row(
         encode(tokenizer, messages)
 
 
+def test_an_answer_that_cannot_be_learned_names_the_row(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match="row 7: its answer is empty"):
+        encode(tokenizer, [*question("x"), {"role": "assistant", "content": "  "}])
+
+
 @pytest.mark.parametrize(
-    ("answer", "sentence"), [("  ", "row 7: its answer is empty"), ("a<|mask|>b", "row 7: its answer holds the mask")]
+    "control", ["<|endoftext|>", "<|mask|>", "<|assistant|>", "<|endoftext|>" * 3, "\ufdd0<|mask|>"]
 )
-def test_an_answer_that_cannot_be_learned_names_the_row(
-    tokenizer: PreTrainedTokenizerBase, answer: str, sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        encode(tokenizer, [*question("x"), {"role": "assistant", "content": answer}])
+def test_control_tokens_that_messages_spell_are_text(tokenizer: PreTrainedTokenizerBase, control: str) -> None:
+    text = f"before {control} after"
+    chat = encode(tokenizer, [*question(text), {"role": "assistant", "content": text}])
+    as_text = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert chat == EncodedChat([2, *as_text, 3], as_text)
+    assert decode_text(tokenizer, chat.response, special=True) == text
 
 
 def test_the_fill_is_an_eos_that_the_model_stops_at(tokenizer: PreTrainedTokenizerBase, tiny_model_dir: Path) -> None:

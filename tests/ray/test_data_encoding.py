@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from chat_rows import chat, write_rows
+from chat_templates import with_strict_template
 
 from actors import data_encoding
 from jobs import prepare_data
+from mbd_core.checkpoint.chat import question
 from mbd_core.multitf import data_preparation
 from mbd_core.multitf.prepared_data import RECORD, SAMPLES
 
@@ -30,10 +32,13 @@ def test_tasks_write_the_bytes_of_one_process(
     assert capsys.readouterr().out.count("62 rows: 61 kept, 1 too long") == 2
     for name in (SAMPLES, RECORD):
         assert Path("alone", name).read_bytes() == Path("tasks", name).read_bytes()
-    write_rows(Path("chats.jsonl"), [*(chat(i) for i in range(20)), chat(1, answer="<|mask|>")])
+    strict = with_strict_template(tiny_model_dir, tmp_path / "strict")
+    odd = {"messages": [*question("a"), *question("b"), {"role": "assistant", "content": "c"}]}
+    write_rows(Path("chats.jsonl"), [*(chat(i) for i in range(20)), odd])
+    command[2] = str(strict)
     assert prepare_data.main([*command, "--out", "bad", "--workers", "2"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "chats.jsonl line 21: its answer holds the mask token" in error and not Path("bad").exists()
+    assert "chats.jsonl line 21: the model's chat template refuses" in error and not Path("bad").exists()
 
 
 @pytest.mark.slow

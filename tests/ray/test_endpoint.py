@@ -184,7 +184,8 @@ def test_strings_and_their_token_ids_are_the_same_prompt(client: openai.OpenAI, 
 
     prompts = ["Tom has <|mask|> apples, 漢字.", "def f(x):"]
     ids = [AutoTokenizer.from_pretrained(tiny_model_dir).encode(p) for p in prompts]
-    by_text = client.completions.create(model=MODEL, prompt=prompts, max_tokens=16)
+    parsed = {"parse_special": True}
+    by_text = client.completions.create(model=MODEL, prompt=prompts, max_tokens=16, extra_body=parsed)
     by_ids = client.completions.create(model=MODEL, prompt=ids, max_tokens=16)
     assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices]
     assert by_text.usage == by_ids.usage

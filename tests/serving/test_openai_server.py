@@ -55,6 +55,36 @@ async def refusal(answer: Coroutine[Any, Any, Any]) -> ApiError:
     return caught.value
 
 
+def test_control_tokens_that_a_request_spells_are_text(tiny_model_dir: Path) -> None:
+    """In prompts, chats, fixed text and /tokenize; `parse_special` asks for the tokens."""
+    server, text = server_of(tiny_model_dir), "a <|endoftext|> b"
+    tokenizer = server.served.tokenizer
+    parsed, as_text = (tokenizer(text, split_special_tokens=split)["input_ids"] for split in (False, True))
+    assert parsed.count(1) == 1 and 1 not in as_text
+
+    async def whole(**fields: Any) -> dict[str, Any]:
+        answer = await server.complete(body(return_token_ids=True, **fields))
+        (choice,) = (await answer.whole())["choices"]
+        return choice
+
+    async def scenario() -> None:
+        message = {"role": "user", "content": text}
+        chat = await (await server.chat(body(messages=[message], return_token_ids=True))).whole()
+        assert chat["choices"][0]["prompt_token_ids"] == [2, *as_text, 3]
+        assert (await server.tokenize(json.dumps({"messages": [message]}).encode()))["tokens"] == [2, *as_text, 3]
+        for special, ids in ((False, as_text), (True, parsed)):
+            assert (await whole(prompt=text, parse_special=special))["prompt_token_ids"] == ids
+            asked = {"prompt": text, "parse_special": special}
+            assert (await server.tokenize(json.dumps(asked).encode()))["tokens"] == ids
+            template = {"prompt": "x", "template": [{"hole": 2}, text], "parse_special": special, "max_tokens": None}
+            assert (await whole(**template))["token_ids"][2:] == ids
+        assert (await whole(prompt=text, echo=True))["text"].startswith(text)
+        error = await refusal(server.tokenize(json.dumps({"messages": [message], "parse_special": True}).encode()))
+        assert error.status == 400 and error.param == "parse_special"
+
+    run(server, scenario)
+
+
 def test_a_chat_template_s_refusal_is_a_400_with_the_template_s_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
     server = server_of(with_strict_template(tiny_model_dir, tmp_path / "strict"))
 

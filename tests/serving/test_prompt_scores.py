@@ -28,7 +28,7 @@ def model(tiny_model_dir: Path) -> Decoder:
 def ids_of(folder: Path, text: str) -> list[int]:
     from mbd_core.checkpoint.config_files import load_config
 
-    return list(load_tokenizer(folder, load_config(folder)).encode(text))
+    return list(load_tokenizer(folder, load_config(folder)).encode(text, split_special_tokens=True))
 
 
 def lm_eval_s_reading(choice: dict[str, Any], context_length: int) -> tuple[float, bool]:

@@ -236,7 +236,7 @@ def test_a_template_that_takes_tools_gets_them_as_it_asks(plain: Path, tmp_path:
         {"role": "tool", "content": "noon", "tool_call_id": "a"},
     ]
     shown = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
-    text = chat_text(tokenizer, turns, tools=shown)
+    text = chat_text(tokenizer, turns, tools=shown).plain
     assert "TOOLS " + json.dumps(shown[0]) in text
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
     assert "RESULT noon" in text
