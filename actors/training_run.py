@@ -14,7 +14,7 @@ from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData, named_data
 from mbd_core.multitf.sharding import ShardingChoice
 from mbd_core.multitf.trainer import check_workers
-from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
+from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, other_settings
 
 RECORD = "run.json"
 
@@ -117,8 +117,11 @@ def check_run(run: TrainingRun, *, resume: bool) -> None:
         )
     if wanted["train"]["precision"] == "auto":
         wanted["train"]["precision"] = recorded["train"]["precision"]
-    if not same_run(recorded, wanted):
-        raise ValueError(f"--resume: the run in {run.folder} was started with other settings, see {RECORD} there")
+    if different := other_settings(recorded, wanted):
+        raise ValueError(
+            f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
+            "or another --run-name"
+        )
 
 
 def begin(run: TrainingRun, *, resume: bool) -> None:

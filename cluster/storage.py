@@ -61,10 +61,12 @@ class Folder:
     def at(cls, text: str | Path) -> "Folder":
         """The folder that a user names by a path or a URL; `file://` is a path.
 
-        Raises `ValueError` for a scheme that is not known or whose package is missing, and for a relative path in a
-        submitted job, whose working directory is a copy that goes with the job.
+        Raises `ValueError` for an empty name, for a scheme that is not known or whose package is missing, and for a
+        relative path in a submitted job, whose working directory is a copy that goes with the job.
         """
         text = str(text)
+        if not text.strip():
+            raise ValueError("an empty name is no folder; give a path, or a URL as s3://bucket/path")
         scheme = SCHEME.match(text)
         if scheme is not None and scheme[1].lower() not in ("file", "local"):
             _check_scheme(text, scheme[1])

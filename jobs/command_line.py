@@ -5,7 +5,6 @@ A job is a function with annotated options (Typer) and its `main = command(funct
 """
 
 import inspect
-import json
 import re
 import shlex
 import sys
@@ -16,6 +15,8 @@ from typing import Annotated, Any, Literal, Protocol
 import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
+
+from mbd_core.json_text import parse_json
 
 MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = (
     "What runs",
@@ -123,10 +124,7 @@ def command_text(context: typer.Context) -> str:
 
 def json_object(text: str, option: str) -> dict[str, Any]:
     """A JSON object that was given as an option; `ValueError` if it is none."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} {text!r} is not JSON: {error}") from error
+    value = parse_json(text, f"{option} {text!r}")
     if not isinstance(value, dict):
         raise ValueError(f"{option} {text!r} must be a JSON object")
     return value

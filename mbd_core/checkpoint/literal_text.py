@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.json_text import HALF
+
 T = TypeVar("T")
 PRIVATE = range(0xFDD0, 0x110000)
 """Where private characters are looked for: Unicode's non-characters, which texts hardly have, come first."""
@@ -98,10 +100,14 @@ def token_ids(
 ) -> list[list[int]]:
     """The ids of texts, tokenised together; with or without the special tokens that the tokenizer sets around them.
 
-    Raises `ValueError` for a text that spells a control token, under a tokenizer without offsets (not a fast one).
+    Raises `ValueError` for a text that holds half of a surrogate pair, and for one that spells a control token under a
+    tokenizer without offsets (not a fast one).
     """
     if not texts:
         return []
+    for one in texts:
+        if half := HALF.search(one.text):
+            raise ValueError(f"a text holds {half[0]!r}, half of a surrogate pair, which is no character; remove it")
     found = tokenizer([one.text for one in texts], add_special_tokens=add_special_tokens)["input_ids"]
     return [
         _masked_ids(tokenizer, one, add_special_tokens=add_special_tokens) if one.masking.hides_in(one.text) else ids

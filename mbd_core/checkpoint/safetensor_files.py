@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mbd_core.checkpoint.block_scales import READ_AS, SUFFIX, BlockShape, ScaledMatrix, block_shape, scales_shape
 from mbd_core.files import write_json
+from mbd_core.json_text import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint
@@ -25,13 +26,12 @@ FP8 = "F8_E4M3"
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; `ValueError` names a file that is missing, unreadable or malformed."""
     try:
-        value = json.loads(path.read_text())
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    value = parse_json(content, str(path))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from mbd_core.decoding.decoding_config import CANVAS_FIELDS, DecodingConfig, decoding_config
 from mbd_core.decoding.methods import MULTI, NAMED_METHODS, SINGLE, Fields, merge_fields
+from mbd_core.json_text import parse_json
 
 Grid = dict[str, tuple[Any, ...]]
 Methods = dict[str, Fields]
@@ -77,9 +78,9 @@ def parse_methods(definitions: Iterable[str]) -> Methods:
         if name in methods or name in LABELS:
             raise ValueError(f"--method {name}: this name is taken; choose another")
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--method {name}: {text} is not valid JSON: {error}") from None
+            fields = parse_json(text, text)
+        except ValueError as error:
+            raise ValueError(f"--method {name}: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"--method {name}: {text} must be a JSON object of decoding fields")
         methods[name] = fields

@@ -28,6 +28,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.answer_ends import fitted
 from mbd_core.evaluation.decode_stage import DecodingModel
 from mbd_core.files import claim_folder, write_json, write_text
+from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data_preparation import Answer, Chat
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest
@@ -128,10 +129,11 @@ class ModelAnswers:
         settings.pop("keep_unfinished")  # it chooses among answers that are there
         if not file.exists():
             write_json(file, settings)
-        elif json.loads(file.read_text(encoding="utf-8")) != settings:
+            return
+        if different := differing_fields(parse_json(file.read_bytes(), str(file)), settings):
             raise ValueError(
-                f"{self.folder} holds answers that were decoded with other settings, see {SETTINGS} there; give "
-                "another --answers, or remove it"
+                f"{self.folder} holds answers that were decoded with other settings ({SETTINGS}): {different}; give "
+                "those, another --answers, or remove it"
             )
 
     def _file(self, number: int) -> Path:

@@ -1,12 +1,13 @@
 """Rows from where a benchmark lies: JSON lines at a path or fsspec URL, or a data set of the Hugging Face hub."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+
+from mbd_core.json_text import parse_json
 
 HUB = "hub:"
 
@@ -22,10 +23,7 @@ def read_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         return
     for number, line in _numbered_lines(path):
         place = f"{path}, line {number}"
-        try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from None
+        row = parse_json(line, f"{place}: it")
         if not isinstance(row, dict):
             raise ValueError(f"{place}: a {type(row).__name__}, not a JSON object")
         yield number, place, row
@@ -51,19 +49,21 @@ def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         yield number, f"{path}, row {number}", dict(row)
 
 
-def _numbered_lines(path: str) -> Iterator[tuple[int, str]]:
+def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
     """The file's lines that are not blank, counted from 1."""
     number = 0
     try:
         with fsspec.open(path, "rb", compression="infer") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield number, raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from None
+                    yield number, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ImportError as error:
         raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own, as S3's without credentials
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None

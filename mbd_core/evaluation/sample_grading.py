@@ -14,6 +14,7 @@ from mbd_core.evaluation.sandbox import available_isolation
 from mbd_core.evaluation.statistics import wilson_interval
 from mbd_core.evaluation.tasks import Problem, Task, runs_programs
 from mbd_core.files import write_json, write_text
+from mbd_core.json_text import parse_json
 
 Form = Literal["text", "completion", "solution"]
 FORMS: tuple[Form, ...] = ("solution", "completion", "text")
@@ -59,10 +60,7 @@ def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
 
 
 def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
-    try:
-        row: Any = json.loads(raw)
-    except ValueError:
-        raise ValueError("not valid JSON in UTF-8") from None
+    row = parse_json(raw, "it")
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, not a JSON object")
     is_code = runs_programs(problem_set.task)

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,7 +43,7 @@ from mbd_core.checkpoint.safetensor_files import METADATA
 from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.trained_adapter import is_adapters
 from mbd_core.multitf.trainer import Trainer
-from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, same_run
+from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, other_settings
 from mbd_core.multitf.workers import Workers
 
 OLD = "trainer.pt"
@@ -147,7 +148,7 @@ class Checkpoints:
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
-            writer = FsspecWriter(folder, sync_files="://" not in self.location, **self._options)
+            writer = _Writer(folder, sync_files="://" not in self.location, **self._options)
             if self._group is None:
                 with in_one_process():
                     dcp.save(_state(trainer), storage_writer=writer, no_dist=True)
@@ -228,7 +229,7 @@ class Checkpoints:
             with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
                 record = CheckpointRecord(**json.load(file))
             name = record.recipe["name"]
-            same = same_run(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
+            different = other_settings(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
         except (ValueError, TypeError, KeyError):
             raise self._damaged(steps[0], f"{MARKER} is cut or damaged") from None
         if name != self.recipe["name"]:
@@ -241,10 +242,10 @@ class Checkpoints:
                 f"{self.location} holds checkpoints of an adapter (LoRA) of another base: {self.recipe['base']} has "
                 "changed since; give the base as it was, or another folder"
             )
-        if not same:
+        if different:
             raise ValueError(
-                f"{self.location} holds checkpoints of a run with other settings, see {MARKER} in {_name(steps[0])} "
-                "there; give those, or another folder"
+                f"{self.location} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
+                f"{different}; give those, or another folder"
             )
         return record
 
@@ -275,6 +276,20 @@ class Checkpoints:
         return ValueError(
             f"the checkpoint {self._folder(step)} cannot be read: {damage}; remove that folder to go on from {before}"
         )
+
+
+class _Writer(FsspecWriter):
+    """Says why a file cannot be written: torch raises an error of its file's end over the storage's, as a full disk's,
+    and between workers goes the last error alone."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # each storage raises types of its own
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise OSError(error_sentence(cause or error)) from error
 
 
 @contextmanager

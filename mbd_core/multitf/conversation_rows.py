@@ -4,7 +4,6 @@ Files are read one after another and row by row, here or at any URL that fsspec 
 (`messages`, or ShareGPT's `conversations`) or a prompt and its response.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mbd_core.json_text import parse_json
 from mbd_core.multitf.error_sentence import error_sentence
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
@@ -135,7 +135,7 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
 
 def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[str]:
     if system.exists(f"{root}/dataset_dict.json"):
-        splits = json.loads(system.cat_file(f"{root}/dataset_dict.json"))["splits"]
+        splits = parse_json(system.cat_file(f"{root}/dataset_dict.json"), f"{path}/dataset_dict.json")["splits"]
         if split is None and len(splits) > 1:
             raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")
         chosen = split or splits[0]
@@ -145,7 +145,7 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
     elif split is not None:
         raise ValueError(f"{path} has no splits; leave --split out")
     if system.exists(f"{root}/state.json"):
-        state = json.loads(system.cat_file(f"{root}/state.json"))
+        state = parse_json(system.cat_file(f"{root}/state.json"), f"{path}/state.json")
         return [f"{root}/{file['filename']}" for file in state["_data_files"]]
     names = sorted(name for name in system.find(root) if name.endswith(SUFFIXES))
     return [name for name in names if name.rpartition("/")[2] not in ("dataset_info.json", "state.json")]
@@ -168,29 +168,26 @@ def read_rows(files: Sequence[str]) -> Iterator[Row]:
 
 
 def _json_lines(path: str, name: str) -> Iterator[Row]:
-    with fsspec.open(path, "rt", compression="infer", encoding="utf-8") as file:
+    with fsspec.open(path, "rb", compression="infer") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield f"{name} line {number}", _object(line, f"{path} line {number}")
 
 
 def _json_list(path: str, name: str) -> Iterator[Row]:
-    with fsspec.open(path, "rt", encoding="utf-8") as file:
-        text = file.read()
+    with fsspec.open(path, "rb") as file:
+        content = file.read()
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}; rows one a line are a .jsonl file") from None
+        rows = parse_json(content, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; rows one a line are a .jsonl file") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} must be a list of objects")
     yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _object(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+def _object(line: bytes, where: str) -> Mapping[str, Any]:
+    row = parse_json(line, where)
     if not isinstance(row, dict):
         raise ValueError(f"{where} must be a JSON object")
     return row

@@ -3,7 +3,6 @@
 It is checked with pydantic, which drawing from a schedule does not need: a training step runs without it.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mbd_core.files import write_json
+from mbd_core.json_text import parse_json
 from mbd_core.multitf.fitted_noise import FittedNoise
 
 KIND = "fitted noise"
@@ -43,8 +43,7 @@ def write_noise(path: Path, noise: FittedNoise) -> None:
 def read_noise(path: Path) -> FittedNoise:
     """What `write_noise` wrote; `ValueError`, one sentence, names the file and the field that is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
-        read = _File.model_validate(json.loads(text))
+        read = _File.model_validate(parse_json(path.read_bytes(), "it"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
@@ -53,7 +52,7 @@ def read_noise(path: Path) -> FittedNoise:
         message = f"{first['msg'][0].lower()}{first['msg'][1:]}"
         raise ValueError(f"{path} is no fitted noise-schedule: {field}: {message}") from None
     except ValueError as error:  # no text, or no JSON
-        raise ValueError(f"{path} is no fitted noise-schedule: it is not JSON ({error})") from None
+        raise ValueError(f"{path} is no fitted noise-schedule: {error}") from None
     try:
         return FittedNoise(states=tuple((tuple(s.ratios), s.count) for s in read.states), source=read.source)
     except ValueError as error:

@@ -73,14 +73,28 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a data folder says of itself; `ValueError` for a folder that is none or lacks a file."""
+    """What a data folder says of itself; `ValueError` for a folder that is none, or whose files are not whole."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = None
     if not isinstance(record, dict) or not record.keys() >= FIELDS or not (folder / SAMPLES).is_file():
         raise ValueError(f"{folder} holds no prepared training data; make it with jobs/prepare_data.py")
+    _read_samples(folder, record)
     return record
+
+
+def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
+    """The samples, mapped into memory; `ValueError` for a file that is cut or another's."""
+    file = folder / SAMPLES
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} is cut or damaged ({reason}); copy it again, or prepare it again") from None
+    if table.schema != SCHEMA or len(table) != record["samples"]:
+        raise ValueError(f"{file} does not hold the samples that {RECORD} names; prepare it again")
+    return table
 
 
 class PreparedExamples(Sequence[Example]):
@@ -97,9 +111,7 @@ class PreparedExamples(Sequence[Example]):
             "max_length": max_length,
             "trailing_fill": trailing_fill,
         }
-        self._table = pa.ipc.open_file(pa.memory_map(str(folder / SAMPLES))).read_all()
-        if self._table.schema != SCHEMA or len(self._table) != record["samples"]:
-            raise ValueError(f"{folder / SAMPLES} does not hold the samples that {RECORD} names; prepare it again")
+        self._table = _read_samples(folder, record)
         sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
         room = max_length // block_size * block_size
         filled = sizes + np.clip(room - sizes, 0, trailing_fill)

@@ -157,9 +157,10 @@ def run(
     target = checked_target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every, log_to=log_to)
     check_fit(chosen)
     with torchrun_workers() as workers:
+        asked = chosen.train.precision
         chosen = with_precision(chosen, workers.precision(chosen.train.precision))
         lies = check_device(chosen, sharding, workers)
-        train_here(chosen, workers, lies, target)
+        train_here(chosen, workers, lies, target, asked=asked)
 
 
 def starting_from(recipe: TrainingRecipe, base: str | None, data: Path | None) -> TrainingRecipe:
@@ -194,6 +195,8 @@ def checked_target(
 
 def check_local(folder: Path, checkpoints: str | None) -> None:
     """Raise `ValueError` for a model folder at a URL, and for checkpoints that cannot be written here."""
+    if checkpoints is not None and not checkpoints.strip():
+        raise ValueError("--checkpoints is empty; name a folder or a URL, or leave it out")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(folder)):
         raise ValueError(f"{folder} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
     if checkpoints is not None and "://" in checkpoints:
@@ -226,12 +229,22 @@ def check_device(recipe: TrainingRecipe, choice: ShardingChoice, workers: Worker
     return sharding
 
 
-def train_here(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, target: Target) -> None:
-    """Train to the recipe's last step, and write the model."""
+def train_here(
+    recipe: TrainingRecipe, workers: Workers, sharding: Sharding, target: Target, *, asked: Precision
+) -> None:
+    """Train to the recipe's last step, and write the model.
+
+    A run keeps the precision that it began in; `ValueError` where another was `asked` for.
+    """
     checkpoints = None
     if target.checkpoints is not None:
         checkpoints = Checkpoints(target.checkpoints, workers, recipe=recipe)
         record = checkpoints.newest()
+        if record is not None and asked not in ("auto", record.precision):
+            raise ValueError(
+                f"--precision {asked}: the run in {target.checkpoints} began in {record.precision}, and a run keeps "
+                "its precision; leave --precision out, or give another folder for --checkpoints"
+            )
         if record is not None and recipe.train.precision != record.precision:
             recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")
     base = base_files(recipe) if workers.is_first else None

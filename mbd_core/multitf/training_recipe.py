@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from mbd_core.json_text import differing_fields
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
 from mbd_core.multitf.noise_file import read_noise
@@ -120,9 +121,10 @@ def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
     return recorded
 
 
-def same_run(recorded: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether two recipes, as they were recorded, are of one run: alike in all but `WITHOUT_EFFECT`."""
-    return _with_effect(recorded) == _with_effect(wanted)
+def other_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Which fields of two recipes, as they were recorded, are of different runs, in words; "" if they are alike in all
+    but `WITHOUT_EFFECT`."""
+    return differing_fields(_with_effect(recorded), _with_effect(wanted))
 
 
 def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:

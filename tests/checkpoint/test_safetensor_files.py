@@ -65,7 +65,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole numbers": (lambda f: cast(f, torch.int8), "00001-of-.*: tensor 'model.embed_.*' has dtype I8; known: "),
     "config is a folder": (lambda f: be_a_folder(f / "config.json"), "config.json cannot be read: Is a directory"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
-    "config is no text": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is not valid JSON"),
+    "config is no text": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is not UTF-8"),
     "generation is no JSON": (lambda f: (f / "generation_config.json").write_text("{"), "^[^:]*/generation_config.j"),
 }  # fmt: skip
 

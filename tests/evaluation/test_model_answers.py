@@ -197,10 +197,11 @@ def test_answers_of_other_settings_or_rows_are_not_taken(
     prepare: Callable[..., int], loads: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare("--limit", "4", "--keep-unfinished") == 0
+    other = f"decoded with other settings ({SETTINGS}): "
     assert prepare("--limit", "4", "--seed", "1", "--overwrite") == 2
-    assert f"decoded with other settings, see {SETTINGS} there" in capsys.readouterr().err
+    assert f"{other}sampling.seed is 0 there, not 1; give" in capsys.readouterr().err
     assert prepare("--limit", "4", "--max-rows", "3", "--overwrite") == 2
-    assert f"decoded with other settings, see {SETTINGS} there" in capsys.readouterr().err
+    assert f"{other}max_rows is 16 there, not 3; give" in capsys.readouterr().err
     said = json.loads(Path("data.answers", SETTINGS).read_text())
     assert said["max_rows"] == 16 and said["versions"]["torch"] == version("torch")
     write_rows(Path("rows.jsonl"), [chat(0)])

@@ -58,6 +58,9 @@ def test_code_mini_rows_in_a_file_are_a_humaneval_file(tmp_path: Path) -> None:
     ("task", "bad", "reason"),
     [
         ("gsm8k", b"{not json", "not valid JSON"),
+        ("gsm8k", b'{"question": "\\ud800"}', "half of a surrogate pair"),
+        ("gsm8k", b'{"question": ' + b"7" * 6000 + b"}", "an integer of more than 4,300 digits"),
+        ("gsm8k", b"[" * 100_000, "nested too deeply"),
         ("gsm8k", b"[1]", "a list, not a JSON object"),
         ("gsm8k", b'{"question": "q"}', "no column 'answer'"),
         ("gsm8k", b'{"question": 1, "answer": "#### 2"}', "column 'question' must be text, not int"),

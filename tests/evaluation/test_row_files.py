@@ -4,8 +4,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import fsspec
 import pytest
 
+from mbd_core.evaluation.examples import load_examples
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.tasks import find_task
 
@@ -24,6 +26,24 @@ def hub_package(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> 
     package.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", package)
     return asked
+
+
+class Closed(fsspec.AbstractFileSystem):
+    """A storage that lets nobody in, and says so by a type of its own, as S3's library does without credentials."""
+
+    protocol = "closed"
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> None:
+        raise RuntimeError("Unable to locate credentials")
+
+
+def test_a_storage_that_refuses_is_one_sentence() -> None:
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    sentence = "^closed://rows.jsonl cannot be read: RuntimeError: Unable to locate credentials$"
+    with pytest.raises(ValueError, match=sentence):
+        load_problems(find_task("gsm8k"), data="closed://rows.jsonl")
+    with pytest.raises(ValueError, match=sentence):
+        load_examples(find_task("gsm8k"), "closed://rows.jsonl")
 
 
 def test_a_data_set_of_the_hub_gives_the_same_problems_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

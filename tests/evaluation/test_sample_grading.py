@@ -121,6 +121,9 @@ def test_math_samples_and_one_that_breaks_a_grader(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ("{", "not valid JSON"),
+        ('{"doc_id": 0, "text": "\\ud800"}', "half of a surrogate pair"),
+        ('{"doc_id": 0, "text": ' + "7" * 6000 + "}", "an integer of more than 4,300 digits"),
+        ("[" * 100_000, "nested too deeply"),
         ("[1]", "a list, not a JSON object"),
         ('{"doc_id": 0}', "no column 'text'"),
         ('{"doc_id": 0, "text": 5}', "column 'text' must be text, not int"),

@@ -13,7 +13,7 @@ from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf import run as training
-from mbd_core.multitf.prepared_data import RECORD, SAMPLES, PreparedExamples
+from mbd_core.multitf.prepared_data import RECORD, SAMPLES, PreparedExamples, named_data
 
 PROBLEM = "A farmer has three red barns, two blue tractors and one very old green truck."
 
@@ -133,3 +133,17 @@ def test_a_cluster_that_fails_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("prepare_data: it failed on the cluster: ") and len(error.splitlines()) == 1
     assert [path.name for path in Path().iterdir()] == ["rows.jsonl"]
+
+
+def test_samples_that_are_cut_are_refused_before_anything_is_trained(prepare: Callable[..., int]) -> None:
+    write_rows(Path("chats.jsonl"), [chat(i) for i in range(20)])
+    assert prepare("chats.jsonl") == 0
+    assert named_data(Path("data")).digest
+    whole = Path("data", SAMPLES).read_bytes()
+    for kept in (len(whole) - 1, len(whole) // 2, 7, 0):
+        Path("data", SAMPLES).write_bytes(whole[:kept])
+        with pytest.raises(
+            ValueError, match=r"^data/samples\.arrow is cut or damaged \(.*\); copy it again"
+        ) as refused:
+            named_data(Path("data"))
+        assert "\n" not in str(refused.value)

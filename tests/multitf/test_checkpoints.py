@@ -39,6 +39,13 @@ def test_a_checkpoint_that_cannot_be_written_is_an_os_error_with_its_cause(
         run(recipe, f"failing://{tmp_path}/run", writes=pattern)
 
 
+def test_a_disk_that_fills_while_a_file_is_written_is_named(recipe: TrainingRecipe, tmp_path: Path) -> None:
+    """torch's own error is of the file's end (inline_container.cc)."""
+    with pytest.raises(OSError, match=r"step_000001 cannot be written: .*No space left on device") as failure:
+        run(recipe, f"failing://{tmp_path}/run", writes="*.distcp", room=100_000)
+    assert "inline_container" not in str(failure.value)
+
+
 def test_an_adapter_goes_on_with_its_own_base_alone(tiny_recipe: TrainingRecipe, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(Path(str(tiny_recipe.base)), base)

@@ -78,8 +78,18 @@ def test_a_dataset_of_several_splits_has_one_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"a": 1}\n{broken\n', r"a\.jsonl line 2 is not JSON"),
+        ("a.jsonl", '{"a": 1}\n{broken\n', r"a\.jsonl line 2 is not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 must be a JSON object"),
+        ("a.jsonl", '{"a": 1}\n{"a": "\\ud800"}\n', r"a\.jsonl line 2 holds .ud800, half of a surrogate pair"),
+        (
+            "a.jsonl",
+            '{"a": 1}\n{"a": ' + "7" * 6000 + "}",
+            r"a\.jsonl line 2 holds an integer of more than",
+        ),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 100_000, r"a\.jsonl line 2 is nested too deeply"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}', r"a\.jsonl line 2 is not UTF-8: invalid start byte at byte 7"),
+        ("a.json", '[{"a": "\\uDC00"}]', r"a\.json holds .udc00, half of a surrogate pair"),
+        ("a.json", "[" * 100_000, r"a\.json is nested too deeply"),
         ("a.json", '{"a": 1}\n{"a": 2}\n', r"rows one a line are a \.jsonl file"),
         ("a.json", '{"a": 1}', "must be a list of objects"),
         ("a.parquet", "nothing", "cannot be read"),
@@ -88,11 +98,20 @@ def test_a_dataset_of_several_splits_has_one_named(tmp_path: Path) -> None:
         ("a.txt", "nothing", "holds no rows that can be read; supported: .jsonl"),
     ],
 )
-def test_a_file_that_holds_no_rows_is_one_sentence(tmp_path: Path, name: str, content: str, sentence: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_a_file_that_holds_no_rows_is_one_sentence(
+    tmp_path: Path, name: str, content: str | bytes, sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=sentence) as refusal:
         list(read_rows(find_files(str(tmp_path / name))))
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", '{"a": "\\ud83d\\ude00"}'), ("a.json", '[{"a": "😀"}]')])
+def test_a_byte_order_mark_is_taken(tmp_path: Path, name: str, content: str) -> None:
+    """And a whole surrogate pair is a character."""
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert [row for _, row in read_rows([str(tmp_path / name)])] == [{"a": "😀"}]
 
 
 def test_a_place_without_files_is_one_sentence(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path, tiny_recipe: TrainingR
         ({"states": [{"ratios": ["half"], "count": 1}]}, "states.0.ratios.0: input should be a valid number"),
         ({"states": [{"ratios": [0.0], "count": 1}]}, "states.0: [0.0] counted 1 times must be mask ratios"),
         ({"gamma": 2}, "gamma: extra inputs are not permitted"),
-        (None, "it is not JSON"),
+        (None, "it is not valid JSON"),
     ],
 )
 def test_a_bad_file_is_one_sentence_that_names_the_field(

@@ -105,7 +105,12 @@ def test_a_run_goes_on_from_its_checkpoint(recipe: str, capsys: pytest.CaptureFi
     assert f"holds checkpoints of a run of {recipe}, not of tiny-bd" in capsys.readouterr().err
     for other in (["--steps", "9"], ["--lora", "2"]):
         assert run.main([*options, *other, "--out", "other"]) == 2
-        assert f"holds checkpoints of a run with other settings, see {MARKER}" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"holds checkpoints of a run with other settings ({MARKER} in step_000012): train." in error
+        assert ("train.steps is 12 there, not 9" in error) == ("--steps" in other)
+        assert ("train.lora is null there, not {" in error) == ("--lora" in other)
+    assert run.main([*options, "--precision", "bfloat16", "--out", "other"]) == 2
+    assert "--precision bfloat16: the run in run began in float32" in capsys.readouterr().err
     assert run.main([*options, "--micro-batch", "1", "--attention", "dense", "--pack", "300", "--out", "other"]) == 0
 
 
@@ -202,6 +207,7 @@ LONG = "x" * 300
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),
         (["--out", "/proc/model"], "cannot be written"),
         (["--checkpoints", "file/run"], "file/run cannot be written: "),
+        (["--checkpoints", ""], "--checkpoints is empty; name a folder or a URL"),
         (["--checkpoints", "file"], "file is a file; give a folder for checkpoints"),
         (["--checkpoints", "nowhere://bucket/run"], "nowhere://bucket/run cannot be written: ValueError: Proto"),
         (["--checkpoints", "local://file/run"], "local://file/run cannot be written: "),

@@ -14,13 +14,14 @@ class ServerSilentError(Exception):
 
 
 class FailingStorage(LocalFileSystem):
-    """Files that match `writes` cannot be written, for want of room; those that match `reads` cannot be read."""
+    """Files that match `writes` cannot be written, for want of room, or beyond `room` bytes; those that match `reads`
+    cannot be read."""
 
     protocol = "failing"
 
-    def __init__(self, *, writes: str = "", reads: str = "", **options: Any) -> None:
+    def __init__(self, *, writes: str = "", reads: str = "", room: int = 0, **options: Any) -> None:
         super().__init__(**options)
-        self.writes, self.reads = writes, reads
+        self.writes, self.reads, self.room = writes, reads, room
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -31,10 +32,25 @@ class FailingStorage(LocalFileSystem):
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         name = Path(path).name
         if "w" in mode and fnmatch(name, self.writes):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
+            return self._open_on_full_disk(path, mode, **options)
         if "r" in mode and fnmatch(name, self.reads):
             raise ServerSilentError("the server does not answer")
         return super()._open(path, mode, **options)
+
+    def _open_on_full_disk(self, path: str, mode: str, **options: Any) -> Any:
+        full = OSError(errno.ENOSPC, "No space left on device", path)
+        if not self.room:
+            raise full
+        file = super()._open(path, mode, **options)
+        write = file.write
+
+        def write_while_there_is_room(content: Any) -> int:
+            if file.tell() + len(content) > self.room:
+                raise full
+            return int(write(content))
+
+        file.write = write_while_there_is_room
+        return file
 
 
 fsspec.register_implementation("failing", FailingStorage, clobber=True)

@@ -87,7 +87,7 @@ def test_a_report_is_replaced_on_request_alone_and_a_users_folder_never(
         (["--model", "tiny-mbd", "--request", "r1"], "--request has no meaning with --model"),
         (["x=a.parquet", "x=b.parquet"], "two traces have the same name"),
         (["--model", "tiny-mbd", "--buffer-size", "1"], "is SingleBD itself"),
-        (["--model", "tiny-mbd", "--decoding", "{"], "is not JSON"),
+        (["--model", "tiny-mbd", "--decoding", "{"], "is not valid JSON"),
         (["--model", "tiny-mbd", "--decoding", '{"buffer_size": 2}'], "that is --buffer-size"),
     ],
 )

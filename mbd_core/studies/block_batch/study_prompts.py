@@ -1,14 +1,13 @@
 """The prompts of the study, from a JSON-lines file of texts or token ids; all are checked before a model is loaded."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import question_prompt
+from mbd_core.json_text import parse_json
 from mbd_core.models.model_config import ModelConfig
 
 
@@ -48,10 +47,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[PromptLine]:
 
 
 def _prompt_line(line: str, number: int, path: Path) -> PromptLine:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+    row = parse_json(line, f"{path}, line {number}: it")
     if not isinstance(row, dict) or ("prompt" in row) == ("prompt_ids" in row):
         raise ValueError(f"{path}, line {number}: must be an object with either prompt or prompt_ids")
     name, text, ids = f"line {number}", row.get("prompt"), row.get("prompt_ids")

@@ -1,0 +1,61 @@
+"""JSON that others wrote: read with one sentence for whatever it is not, and compared field by field."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MOST_SHOWN = 5  # of the fields that differ
+LONGEST_VALUE = 80  # characters of a value that is shown
+ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+HALF = re.compile("[\ud800-\udfff]")
+MISSING = object()
+
+
+def parse_json(content: str | bytes, where: str) -> Any:
+    """The value of a JSON text, which may begin with a byte-order mark.
+
+    Raises `ValueError`, a sentence that begins with `where`: for what is not UTF-8 or not JSON, has an integer or a
+    depth that Python refuses, or half of a surrogate pair, which no tokenizer and no UTF-8 file takes.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        value = json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read: lists or objects in about 1,000 others") from None
+    except ValueError:  # Python's own bound on digits
+        raise ValueError(f"{where} holds an integer of more than 4,300 digits, which is not read") from None
+    if ESCAPED_HALF.search(text):
+        half = HALF.search(json.dumps(value, ensure_ascii=False))
+        if half is not None:
+            raise ValueError(f"{where} holds \\u{ord(half[0]):04x}, half of a surrogate pair, which is no character")
+    return value
+
+
+def differing_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which fields of two JSON objects differ, with both values: `train.steps is 12 there, not 9`; "" if none does.
+
+    Objects are compared field by field, lists as a whole.
+    """
+    said = [f"{name} is {_shown(old)} there, not {_shown(new)}" for name, old, new in _differing(there, here, "")]
+    more = len(said) - MOST_SHOWN
+    return "; ".join(said[:MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys((*here, *there)):
+        old, new = there.get(name, MISSING), here.get(name, MISSING)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differing(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is MISSING else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
