@@ -7,12 +7,14 @@ Each rule takes one answer: further guesses in the text do not count.
 """
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal
 
 Mark = Literal["####", "The answer is"]
 
-_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{")
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(-?\d[\d.,]*)")
+_BRACE = re.compile(r"\\(?:f|frame)?box(?:ed)?\s*\{|\\[\\{}]|[{}]")
 _STRICT = re.compile(r" *(-?\$?[0-9.,]*[0-9][0-9.,]*)")
 _FLEXIBLE = re.compile(r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 LONGEST_NUMBER = 1000  # characters; Python itself refuses to convert more than 4,300 digits
@@ -50,11 +52,32 @@ def same_number(answer: str | None, reference: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` (or `\\fbox`), braces matched; `None` without one that is closed."""
-    for start in reversed([match.end() for match in _BOXED.finditer(text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0) if text[position - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:position]
-    return None
+    """The content of the last box, `\\boxed{...}`, `\\fbox{...}` or `\\boxed 9`; `None` without one that is closed."""
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    closed = list(_closed_boxes(text))
+    if not closed:
+        return None
+    _, begin, end = max(closed)
+    return text[begin:end]
+
+
+def outermost_boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where closed boxes that lie in no other begin, and where their contents begin and end, in their order."""
+    found: list[tuple[int, int, int]] = []
+    for box in sorted(_closed_boxes(text)):
+        if not found or box[0] > found[-1][2]:
+            found.append(box)
+    return found
+
+
+def _closed_boxes(text: str) -> Iterator[tuple[int, int, int]]:
+    """Every box whose brace is closed, as `outermost_boxes` gives them, the innermost first. Each character is read
+    once, whatever stands open."""
+    opened: list[tuple[int, int] | None] = []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(None)
+        elif "box" in match[0]:
+            opened.append(match.span())
+        elif match[0] == "}" and opened and (box := opened.pop()) is not None:
+            yield *box, match.start()

@@ -81,7 +81,7 @@ def grade_program(task: Task, problem: Problem, program: str, *, limits: Limits 
 
 def _from_mark(text: str, mark: Mark) -> str:
     """A text from its last mark on, unless it boxes its answer: what comes before is no answer."""
-    return text if "\\boxed" in text or mark not in text else text[text.rindex(mark) :]
+    return text if boxed(text) is not None or mark not in text else text[text.rindex(mark) :]
 
 
 def _is_utf8(text: str) -> bool:

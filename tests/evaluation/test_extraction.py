@@ -56,6 +56,8 @@ def test_what_is_no_number_equals_nothing(written: str | None) -> None:
         (r"so \boxed{7}.", "7"),
         (r"\boxed{1} or \boxed{\frac{1}{2}} at last", r"\frac{1}{2}"),
         (r"\fbox{3}", "3"),
+        (r"\boxed 9.", "9."),
+        (r"{ \boxed {\boxed{1}2}", "1"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{1} and \boxed{cut", "1"),
         (r"\boxed{cut", None),

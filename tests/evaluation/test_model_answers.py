@@ -11,7 +11,6 @@ from chat_rows import chat, write_rows
 
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import chat_prompt, decode_text
-from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.decoding.request import Request
 from mbd_core.engine.engine_config import EngineConfig
@@ -246,12 +245,15 @@ def test_kept_answers_serve_more_rows_fewer_rows_and_other_benchmarks(
 def test_an_answer_that_cannot_be_encoded_is_none(
     prepare: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mask = read_folder(prepare_data.model_folder("tiny-bd")).tokenizer.mask_token
-    stand_in(monkeypatch, lambda number, place: f"It is {mask}." if (number, place) == (1, 2) else "It is 7.")
-    assert prepare() == 0
+    shutil.copytree(prepare_data.model_folder("tiny-bd"), "model")
+    template = Path("model/chat_template.jinja")
+    refusal = "{% if messages[-1].content == 'STOP' %}{{ raise_exception('no STOP') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    stand_in(monkeypatch, lambda number, place: "STOP" if (number, place) == (1, 2) else "It is 7.")
+    assert prepare("--model", "model") == 0
     out = capsys.readouterr().out
     assert (
-        "10 rows: 9 kept" in out and "1 without an answer; an answer cannot be encoded: rows.jsonl line 7: its" in out
+        "10 rows: 9 kept" in out and "1 without an answer; an answer cannot be encoded: rows.jsonl line 7: the" in out
     )
     assert json.loads(Path("data", RECORD).read_text())["rows"]["unanswered"] == 1
 

@@ -93,7 +93,7 @@ def test_a_report_is_replaced_on_request_alone_and_never_with_its_traces_in_use(
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        ("{", "is not valid JSON"),
+        ("{", "is not JSON"),
         ("{}", "is no record of traces: 'models' is missing"),
         (
             '{"asked": {}, "models": [{"name": "x", "prompt_lengths": [], "decoding": {}, "block_size": 4}]}',

@@ -1,14 +1,12 @@
 """A report of 100,000 rows stays within its memory; `pytest -s` prints its seconds."""
 
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import written_sweeps
+from measured_command import measure
 from written_sweeps import graded_table, planned_rows, sweep_record
 
 from mbd_core.evaluation.sweep_folder import SweepFolder
@@ -31,11 +29,18 @@ def test_a_report_of_100_000_rows_takes_less_than_two_gigabytes(
     with SweepFolder.claim(tmp_path / "sweep", sweep_record(rows, parts)) as folder:
         for part in parts:
             folder.write_part(part.number, graded_table(part))
-    begun = time.monotonic()
-    command = [sys.executable, str(ROOT / "jobs" / "report_sweep.py"), str(tmp_path / "sweep")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    print(f"a report of {NUM_ROWS:,} rows: {time.monotonic() - begun:.1f} s, {usage.ru_maxrss * 1024 / 1e9:.2f} GB")
-    assert status == 0
+    measured = measure([sys.executable, str(ROOT / "jobs" / "report_sweep.py"), str(tmp_path / "sweep")])
+    print(f"a report of {NUM_ROWS:,} rows: {measured.seconds:.1f} s, {measured.most_bytes / 1e9:.2f} GB")
+    assert measured.status == 0
     assert len(json.loads((tmp_path / "sweep" / "report.json").read_text())["rows"]) == 2 * len(settings)
-    assert usage.ru_maxrss * 1024 < MOST_BYTES
+    assert measured.most_bytes < MOST_BYTES
+
+
+def test_the_memory_of_a_command_is_its_own() -> None:
+    """Not that of this process, which is larger; and what the command takes counts."""
+    held = b"x" * 400_000_000
+    small = measure([sys.executable, "-c", "pass"])
+    large = measure([sys.executable, "-c", f"len(b'x' * {len(held)})"])
+    assert small.status == large.status == 0
+    assert small.most_bytes < 100_000_000 < len(held) < large.most_bytes
+    assert measure([sys.executable, "-c", "raise SystemExit(3)"]).status != 0
