@@ -1,6 +1,7 @@
 """`X-Request-ID` as Serve's HTTP proxy logs, returns and hands on: a short name, whatever the client sent.
 
-Serve calls `middlewares` in the proxy's process where `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it.
+The proxy gets the bounds of `actors/http_heads.py` here too. Serve calls `middlewares` in the proxy's process
+where `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it.
 """
 
 import re
@@ -8,6 +9,8 @@ import re
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from actors.http_heads import bound_heads
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "actors.request_ids.middlewares"
@@ -31,5 +34,6 @@ class ShortRequestId:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its HTTP proxy."""
+    """What Serve puts around its HTTP proxy, which it starts after this call."""
+    bound_heads()
     return [Middleware(ShortRequestId)]

@@ -33,6 +33,7 @@ os.environ.update(
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.request_ids.middlewares",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Attack = Callable[[str, int], tuple[str, dict[str, Any]]]
-"""A prompt and fields beside it. The first argument, letters, differs from request to request, so that no cache holds
-it; the second is how many characters a long text has."""
+Prompt = str | list[str] | list[list[int]]
+Attack = Callable[[str, int], tuple[Prompt, dict[str, Any]]]
+"""A prompt, or several, and fields beside it. The first argument, letters, differs from request to request, so that no
+cache holds it; the second is how many characters a long text has."""
 
+HEADERS = "headers"  # the attack that has no body: headers without an end, from a client without a key
 CROWD = "crowd"  # the client that all of its senders are
 TEXT = "the pens of Tom are 12 and "
 MAX_STOPS, MAX_STOP_LENGTH, MAX_TOOLS = 16, 1024, 128  # as many as OpenAI's routes take
@@ -42,6 +44,26 @@ def _many_choices(name: str, characters: int) -> tuple[str, dict[str, Any]]:
     return f"{name} {TEXT}", {"max_tokens": 32, "n": 16, "temperature": 1.0}
 
 
+def _most_choices(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    return f"{name} {TEXT}", {"max_tokens": 32, "n": 128, "temperature": 1.0}
+
+
+def _most_prompts(name: str, characters: int) -> tuple[list[str], dict[str, Any]]:
+    return [f"{name} {number} {TEXT}" for number in range(128)], {"max_tokens": 32, "n": 2, "temperature": 1.0}
+
+
+def _most_ids(name: str, characters: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """As many as a body may hold, in prompts of which none fits."""
+    first = sum(map(ord, name))
+    return [[(first + i) % 500 for i in range(number)] for number in (250_000, 250_000, 90_000)], {"max_tokens": 1}
+
+
+def _regex_bomb(name: str, characters: int) -> tuple[str, dict[str, Any]]:
+    """A short pattern with many states, of its own for each request."""
+    pattern = f"((a|b|ab)*{name}|([ab]*a[ab]{{12}})+c|(.{{0,99}}x){{1,40}}){{1,100}}end"
+    return f"{name} {TEXT}", {"max_tokens": 200, "temperature": 1.0, "guided_regex": pattern}
+
+
 def _scores(name: str, characters: int) -> tuple[str, dict[str, Any]]:
     """A forward for each of the prompt's tokens."""
     text = (TEXT * (characters // len(TEXT) + 1))[:characters]
@@ -64,15 +86,21 @@ ATTACKS: Mapping[str, Attack] = {
     "longer-stops": _longer_stops,
     "grammars": _grammar,
     "choices": _many_choices,
+    "most-choices": _most_choices,
+    "most-prompts": _most_prompts,
+    "ids": _most_ids,
+    "bombs": _regex_bomb,
     "scores": _scores,
     "tools": _many_tools,
 }
 
 
-def attack_body(attack: str, model: str, name: str, characters: int) -> tuple[str, dict[str, Any]]:
-    """The route behind /v1 and the body of one of its requests."""
+def attack_body(
+    attack: str, model: str, name: str, characters: int, *, user: str = CROWD
+) -> tuple[str, dict[str, Any]]:
+    """The route behind /v1 and the body of one of its requests, which `user` sends."""
     prompt, fields = ATTACKS[attack](name, characters)
-    asked = {"model": model, "stream": True, "user": CROWD, **fields}
+    asked = {"model": model, "stream": True, "user": user, **fields}
     if attack == "tools":
         return "chat/completions", asked | {"messages": [{"role": "user", "content": prompt}]}
     return "completions", asked | {"prompt": prompt}

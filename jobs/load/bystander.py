@@ -2,15 +2,18 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
 
-from jobs.load.attacks import attack_body
+from jobs.load.attacks import CROWD, HEADERS, attack_body
 from jobs.load.stream_client import Target, failure_kind, record_stream
 
 TURNS = 4
+NUM_HEADERS, HEADER_BYTES = 100, 2**20  # of a request whose headers are the attack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class Bystander:
         """The crowded percentile over the quiet one."""
         return float(np.percentile(self.crowded, percentile) / np.percentile(self.quiet, percentile))
 
+    @property
+    def slowest(self) -> float:
+        """The slowest crowded request over the median of the quiet ones."""
+        return float(max(self.crowded) / np.median(self.quiet))
+
 
 async def measure_bystander(
     session: aiohttp.ClientSession,
@@ -41,9 +49,10 @@ async def measure_bystander(
     characters: int,
     requests: int,
     crowd: int,
+    user: str = CROWD,
 ) -> Bystander:
     """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns. The crowd's
-    session has its own key.
+    session has its own key, and its bodies name `user`.
 
     Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
     """
@@ -54,7 +63,11 @@ async def measure_bystander(
         count = requests // TURNS + (turn < requests % TURNS)
         quiet += await _short(session, target, prompt, count)
         senders = [
-            asyncio.create_task(_send(crowd_session, target, attack, characters, f"{turn}x{i}", ended))
+            asyncio.create_task(
+                _send_headers(target.url, ended)
+                if attack == HEADERS
+                else _send(crowd_session, target, attack, characters, f"{turn}x{i}", user, ended)
+            )
             for i in range(crowd)
         ]
         try:
@@ -81,12 +94,18 @@ async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, co
 
 
 async def _send(
-    session: aiohttp.ClientSession, target: Target, attack: str, characters: int, name: str, ended: list[str | None]
+    session: aiohttp.ClientSession,
+    target: Target,
+    attack: str,
+    characters: int,
+    name: str,
+    user: str,
+    ended: list[str | None],
 ) -> None:
     """An attack's requests one after the other; adds each one's failure, or `None`, to `ended`."""
     number = 0
     while True:
-        route, body = attack_body(attack, target.model, f"{name}x{number}", characters)
+        route, body = attack_body(attack, target.model, f"{name}x{number}", characters, user=user)
         try:
             async with session.post(f"{target.url}/v1/{route}", json=body) as response:
                 await response.read()
@@ -94,3 +113,25 @@ async def _send(
         except (aiohttp.ClientError, TimeoutError) as failure:
             ended.append(failure_kind(failure))
         number += 1
+
+
+async def _send_headers(url: str, ended: list[str | None]) -> None:
+    """Requests of `NUM_HEADERS` headers of `HEADER_BYTES`, one after the other, each to its answer or its end."""
+    parts = urlsplit(url)
+    value = b"a" * HEADER_BYTES
+    while True:
+        answer = b""
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            try:
+                with suppress(OSError):  # it may have answered before all is sent
+                    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
+                    for number in range(NUM_HEADERS):
+                        writer.write(b"X-%d: %s\r\n" % (number, value))
+                        await writer.drain()
+                    writer.write(b"\r\n")
+                answer = await reader.read(4096)
+            finally:
+                writer.transport.abort()
+        status = answer[len("HTTP/1.1 ") :][:3].decode()
+        ended.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")

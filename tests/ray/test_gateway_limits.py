@@ -1,8 +1,12 @@
 """What a gateway lets in: API keys, bodies within bounds, and nobody's browser; and conversations that go on."""
 
 import os
+import statistics
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +15,8 @@ import httpx
 import openai
 import pytest
 from raw_http import RawHttp, post, statuses
+
+from jobs.load.memory import served_memory
 
 MODEL, APP = "guarded", "guarded"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -126,6 +132,51 @@ def test_a_large_body_is_refused_before_it_is_read(url: str) -> None:
     claimed = post(f"/{APP}/v1/completions", b"{", f"Authorization: Bearer {ANN}", length=10**12)
     assert statuses(RawHttp(parts.hostname, parts.port, LIMIT).exchange(claimed))[0] == 413
     assert ask(url, ANN, prompt="a " * 100).status_code == 200
+
+
+def test_fifty_clients_without_a_key_and_with_endless_headers_cost_nobody_anything(url: str) -> None:
+    parts = urlsplit(url)
+    assert parts.hostname and parts.port
+    raw = RawHttp(parts.hostname, parts.port, LIMIT)
+    head, header = f"GET /{APP}/v1/models HTTP/1.1\r\nHost: test\r\n".encode(), b"X-A: " + b"a" * 2**20 + b"\r\n"
+    answer = raw.exchange(head, *[header] * 100, b"\r\n")
+    assert statuses(answer) == [431] and b'"code":"headers_too_large"' in answer
+
+    def proxy() -> int:
+        (held,) = (n for name, n in served_memory(url).items() if name.startswith("proxy"))
+        return held
+
+    def bystander() -> list[float]:
+        seconds = []
+        for _ in range(20):
+            begun = time.perf_counter()
+            assert ask(url, ANN).status_code == 200
+            seconds.append(time.perf_counter() - begun)
+        return seconds
+
+    over = threading.Event()
+
+    def attack() -> int:
+        number = 0
+        while not over.is_set():
+            with suppress(ConnectionError):
+                assert statuses(raw.exchange(head, *[header] * 100)) in ([431], [])
+                number += 1
+        return number
+
+    quiet, before = bystander(), proxy()
+    with ThreadPoolExecutor(50) as crowd:
+        attacks = [crowd.submit(attack) for _ in range(50)]
+        try:
+            crowded, during = bystander(), proxy()
+        finally:
+            over.set()
+        refused = sum(one.result() for one in attacks)
+    grown = (during - before) / 2**20
+    ratio = max(crowded) / statistics.median(quiet)
+    print(f"\n{refused} attacks; the proxy grew by {grown:.0f} MiB; slowest bystander / quiet median {ratio:.1f}")
+    assert refused >= 50
+    assert grown < 64, "50 heads of 32 KiB are less than 2 MiB"
 
 
 def test_a_page_of_another_origin_gets_no_permission(url: str) -> None:
