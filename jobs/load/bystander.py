@@ -14,6 +14,7 @@ from jobs.load.stream_client import Target, failure_kind, record_stream
 
 TURNS = 4
 NUM_HEADERS, HEADER_BYTES = 100, 2**20  # of a request whose headers are the attack
+HEADER_PIECE = 2**16  # bytes of a header that are sent at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +119,31 @@ async def _send(
 async def _send_headers(url: str, ended: list[str | None]) -> None:
     """Requests of `NUM_HEADERS` headers of `HEADER_BYTES`, one after the other, each to its answer or its end."""
     parts = urlsplit(url)
-    value = b"a" * HEADER_BYTES
     while True:
         answer = b""
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            reading = asyncio.ensure_future(reader.read(4096))  # it may answer before all is sent
             try:
-                with suppress(OSError):  # it may have answered before all is sent
-                    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
-                    for number in range(NUM_HEADERS):
-                        writer.write(b"X-%d: %s\r\n" % (number, value))
-                        await writer.drain()
-                    writer.write(b"\r\n")
-                answer = await reader.read(4096)
+                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
+                sending = asyncio.ensure_future(_write_headers(writer))
+                await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+                answer = await reading
             finally:
+                reading.cancel()
                 writer.transport.abort()
         status = answer[len("HTTP/1.1 ") :][:3].decode()
         ended.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")
+
+
+async def _write_headers(writer: asyncio.StreamWriter) -> None:
+    piece = b"a" * HEADER_PIECE
+    for number in range(NUM_HEADERS):
+        writer.write(b"X-%d: " % number)
+        for _ in range(HEADER_BYTES // HEADER_PIECE):
+            writer.write(piece)
+            await writer.drain()
+        writer.write(b"\r\n")
+    writer.write(b"\r\n")

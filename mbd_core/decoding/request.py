@@ -52,6 +52,11 @@ class Request:
     scored: bool = False
 
     @property
+    def group(self) -> str:
+        """What it is one of several choices of: its id without the number behind the last hyphen."""
+        return self.request_id.rpartition("-")[0] or self.request_id
+
+    @property
     def has_rollout(self) -> bool:
         """Whether its output has a `Rollout`."""
         return self.rollout or self.replay

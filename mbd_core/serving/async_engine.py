@@ -1,6 +1,8 @@
 """The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
 
 import asyncio
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,11 +12,14 @@ from mbd_core.decoding.request import Counts, Output, Request, StepOutput, abort
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.engine.admission import Admitted, RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.serving.fair_queue import FairQueue
+from mbd_core.serving.fair_queue import FairQueue, has_room
 from mbd_core.serving.grammar_compiling import GrammarCompiler
 from mbd_core.serving.token_stream import Asleep, EngineFailed, TooManyRequests
 
 T = TypeVar("T")
+
+KEPT_ROWS = 4  # one batch row of so many is kept for clients that have less than their share
+RECENT_SECONDS = 10.0  # since a client's last request, in which rows are kept for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +33,8 @@ class Load:
 class EngineStream:
     """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
 
-    def __init__(self, admitted: Admitted, key: str, withdraw: Callable[["EngineStream"], None]) -> None:
-        self.admitted, self.key = admitted, key
+    def __init__(self, admitted: Admitted, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
+        self.admitted, self.client = admitted, client
         self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
         self.waits = True  # the engine does not know the request yet
         self._withdraw, self._ended = withdraw, False
@@ -37,6 +42,11 @@ class EngineStream:
     @property
     def request_id(self) -> str:
         return self.admitted.request.request_id
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Who waits with it: its client, and the choices that were asked for together."""
+        return self.client, self.admitted.request.group
 
     def __aiter__(self) -> Self:
         return self
@@ -89,8 +99,11 @@ class _Turn:
 class AsyncEngine:
     """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
 
-    At most `max_waiting` requests wait beside the engine's batch rows. The clients of requests that wait take turns
-    (`FairQueue`): the engine itself holds one waiting request more than it has rows.
+    At most `max_waiting` requests wait beside the engine's batch rows, and more only of clients that have less than
+    their share (`has_room`). The clients of requests that wait take turns, and the groups of each client
+    (`FairQueue`): the engine itself holds one waiting request more than it has rows. Where several clients have asked
+    lately, a part of the rows is free for those that hold less than an equal share, so that a client's many long
+    answers do not make another one wait for their end.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
@@ -103,6 +116,7 @@ class AsyncEngine:
         self._failure: EngineFailed | None = None
         self._running = self._known = 0
         self._waiting: FairQueue[EngineStream] = FairQueue()
+        self._seen: OrderedDict[str, float] = OrderedDict()  # when each client last asked, the latest at the end
         self._withdrawn: list[str] = []
         self._calls: list[_Call] = []
         self._streams: dict[str, EngineStream] = {}
@@ -148,10 +162,12 @@ class AsyncEngine:
         stream = EngineStream(admitted, key, self._withdraw)
         if stream.request_id in self._streams:
             raise ValueError(f"request_id '{stream.request_id}' is used twice")
-        if len(self._streams) >= self._capacity:
+        if not self._has_room(key):
             raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
         self._streams[stream.request_id] = stream
-        self._waiting.push(key, stream)
+        self._waiting.push(stream.key, stream)
+        self._seen[key] = time.monotonic()
+        self._seen.move_to_end(key)
         self._start()
         return stream
 
@@ -172,6 +188,12 @@ class AsyncEngine:
         steps = await self.call(Engine.abort_all)
         self._deliver_steps(steps)
         return len(waiting) + sum(s.output is not None and s.output.finish_reason == "abort" for s in steps)
+
+    def _has_room(self, client: str) -> bool:
+        if len(self._streams) < self._capacity:
+            return True
+        taken = Counter(stream.client for stream in self._streams.values())
+        return has_room(taken, client, 1, capacity=self._capacity)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -220,10 +242,23 @@ class AsyncEngine:
 
     def _next_visit(self) -> _Visit:
         """All calls and withdrawals, and as many waiting requests as the engine shall know."""
-        room = self._engine.config.max_rows + 1 - self._known + len(self._withdrawn)
-        submitted = [self._waiting.pop() for _ in range(min(room, len(self._waiting)))]
-        for stream in submitted:
+        max_rows, known = self._engine.config.max_rows, self._known - len(self._withdrawn)
+        held = Counter(stream.client for stream in self._streams.values() if not stream.waits)
+        while self._seen and next(iter(self._seen.values())) < time.monotonic() - RECENT_SECONDS:
+            self._seen.popitem(last=False)
+        clients = held.keys() | self._seen.keys()
+        submitted: list[EngineStream] = []
+
+        def may_enter(client: str) -> bool:
+            several = clients | {client}
+            if len(several) == 1 or known + len(submitted) < max_rows - max_rows // KEPT_ROWS:
+                return True
+            return held[client] < max(1, max_rows // len(several))
+
+        while known + len(submitted) <= max_rows and (stream := self._waiting.pop_of(may_enter)) is not None:
             stream.waits = False
+            submitted.append(stream)
+            held[stream.client] += 1
         visit = _Visit(self._calls, self._withdrawn, [stream.admitted for stream in submitted])
         self._calls, self._withdrawn = [], []
         return visit

@@ -26,7 +26,7 @@ def engine_requests(
     template: TemplateTokens | None = None,
     added_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Request]:
-    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice.
+    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice; one `group`.
 
     `prompt_field` is the field that the prompts came in, `added_tokens` what the tokenizer has as tokens beside its
     own pieces. Raises `ApiError` (400) naming the field that cannot be honoured.
@@ -37,10 +37,11 @@ def engine_requests(
         budget = len(template.tokens)
     if template is not None or grammar is not None:
         decoding = _without_revision(decoding, asked)
-    requests = []
+    requests: list[Request] = []
+    group = uuid.uuid4().hex
     for prompt in prompts:
         request = Request(
-            request_id=uuid.uuid4().hex,
+            request_id=f"{group}-{len(requests)}",
             prompt=tuple(prompt),
             max_tokens=MAX_TOKENS_DEFAULT if budget is None else budget,
             decoding=decoding,
@@ -61,8 +62,8 @@ def engine_requests(
             raise _api_error(
                 error, asked, len(prompt), admission, prompt_field=prompt_field, templated=template is not None
             ) from None
-        others = [replace(request, request_id=uuid.uuid4().hex, sampling=s) for s in samplings[1:]]
-        requests += [request, *others]
+        first = len(requests)
+        requests += [replace(request, request_id=f"{group}-{first + i}", sampling=s) for i, s in enumerate(samplings)]
     return requests
 
 

@@ -1,40 +1,129 @@
-"""Waiting items of several clients: the clients take turns, each one's oldest item first."""
+"""Who is next where several clients wait: they take turns, and so do the requests of each one."""
 
+import asyncio
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by key. A key whose turn is over goes behind all others that wait; an empty one loses its place."""
+    """Items by key, which is a path: a client, one of its requests, and so on. At each level those that wait take
+    turns: one whose turn is over goes behind the others there, and an empty one loses its place."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._items: deque[T] = deque()  # those of the empty path
+        self._branches: OrderedDict[str, FairQueue[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(len(items) for items in self._waiting.values())
+        return len(self._items) + sum(map(len, self._branches.values()))
 
-    def push(self, key: str, item: T) -> None:
+    def push(self, key: Sequence[str], item: T) -> None:
         """Add an item behind those of its key."""
-        self._waiting.setdefault(key, deque()).append(item)
+        if key:
+            self._branches.setdefault(key[0], FairQueue()).push(key[1:], item)
+        else:
+            self._items.append(item)
 
     def pop(self) -> T:
         """The oldest item of the key whose turn it is; `IndexError` if none waits."""
-        if not self._waiting:
+        if self._items:
+            return self._items.popleft()
+        if not self._branches:
             raise IndexError("pop from an empty queue")
-        key, items = self._waiting.popitem(last=False)
-        item = items.popleft()
-        if items:
-            self._waiting[key] = items
+        name, branch = self._branches.popitem(last=False)
+        item = branch.pop()
+        if branch:
+            self._branches[name] = branch
         return item
 
-    def remove(self, key: str, item: T) -> None:
+    def pop_of(self, may: Callable[[str], bool]) -> T | None:
+        """As `pop`, among those whose key begins with a name that `may` have its turn; `None` if none of them waits.
+
+        The others keep their places.
+        """
+        name = next((name for name in self._branches if may(name)), None)
+        if name is None:
+            return None
+        self._branches.move_to_end(name, last=False)
+        return self.pop()
+
+    def remove(self, key: Sequence[str], item: T) -> None:
         """Take a waiting item out of the middle."""
-        items = self._waiting[key]
-        items.remove(item)
-        if not items:
-            del self._waiting[key]
+        if not key:
+            self._items.remove(item)
+            return
+        branch = self._branches[key[0]]
+        branch.remove(key[1:], item)
+        if not branch:
+            del self._branches[key[0]]
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self._items.clear()
+        self._branches.clear()
+
+
+class FairTurns:
+    """At most `number` coroutines have a turn at once, each for `seconds` at most; the others wait in a `FairQueue`.
+
+    After its seconds a coroutine goes on, and the next one has its turn: work that waits for something else holds
+    nobody up. All methods belong to one event loop.
+    """
+
+    def __init__(self, number: int, *, seconds: float) -> None:
+        self._free, self._seconds = number, seconds
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def turn(self, key: Sequence[str]) -> AsyncIterator[None]:
+        """Wait for a turn, and have it for as long as the block lasts."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(key)
+        ended = False
+
+        def end() -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._pass_on()
+
+        limit = asyncio.get_running_loop().call_later(self._seconds, end)
+        try:
+            yield
+        finally:
+            limit.cancel()
+            end()
+
+    async def _wait(self, key: Sequence[str]) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(key, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given at the same time
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():  # whoever waited for it was not cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+def has_room(taken: Mapping[str, int], client: str, number: int, *, capacity: int) -> bool:
+    """Whether a client gets `number` places more of `capacity`, of which each client has taken some.
+
+    Where there are too few it gets them up to an equal share, beyond `capacity`: one that has taken all of them keeps
+    nobody out. So clients together may take a multiple of it that grows with the logarithm of their number.
+    """
+    if sum(taken.values()) + number <= capacity:
+        return True
+    num_others = sum(count > 0 for other, count in taken.items() if other != client)
+    return taken.get(client, 0) + number <= capacity // (num_others + 1)

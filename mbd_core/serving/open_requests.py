@@ -1,8 +1,13 @@
 """The API requests of a server that have not been answered, and its drain: it takes no more and finishes these."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from mbd_core.serving.fair_queue import has_room
 from mbd_core.serving.openai_errors import ApiError
+from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.token_stream import TooManyRequests
 
 DRAIN_SECONDS = 30.0  # that a drain may take, unless somebody says otherwise
@@ -105,3 +110,41 @@ class OpenRequests:
     def _note_the_end(self) -> None:
         if self._draining and not self._open:
             self._drained.set()
+
+
+class OpenChoices:
+    """The choices of a model that a server has opened at its engines and that have not ended, by client.
+
+    What the engines would refuse is refused here, before any of a body's choices is sent to them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: how many all engines together take."""
+        self._capacity = capacity
+        self._opening: Counter[str] = Counter()
+        self._opened: dict[TextStream, str] = {}
+
+    def check(self, client: str, number: int) -> None:
+        """Raise `TooManyRequests` where a client gets no `number` choices more."""
+        self._opened = {stream: owner for stream, owner in self._opened.items() if stream.unfinished}
+        taken = self._opening.copy()
+        for stream, owner in self._opened.items():
+            taken[owner] += len(stream.unfinished)
+        if not has_room(taken, client, number, capacity=self._capacity):
+            raise TooManyRequests(f"{taken.total()} choices are running or waiting; try again later")
+
+    @contextmanager
+    def opening(self, client: str, number: int) -> Iterator[None]:
+        """Count `number` choices as long as the block lasts, which opens them; raises as `check`."""
+        self.check(client, number)
+        self._opening[client] += number
+        try:
+            yield
+        finally:
+            self._opening[client] -= number
+            if not self._opening[client]:
+                del self._opening[client]
+
+    def add(self, client: str, stream: TextStream) -> None:
+        """Count a stream until it has ended."""
+        self._opened[stream] = client

@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,10 +18,11 @@ from mbd_core.decoding.speed_front import SpeedPoint
 from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.answer import Answer
 from mbd_core.serving.engine_requests import check_number, engine_requests
+from mbd_core.serving.fair_queue import FairTurns, has_room
 from mbd_core.serving.grammar_compiling import GrammarCompiler
 from mbd_core.serving.infilling import Template, TemplateTokens, template_tokens
 from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
-from mbd_core.serving.open_requests import OpenRequest, OpenRequests
+from mbd_core.serving.open_requests import OpenChoices, OpenRequest, OpenRequests
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.openai_replies import Reply
 from mbd_core.serving.openai_requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, parse
@@ -31,6 +33,7 @@ from mbd_core.serving.served_model import ServedModel
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_details import token_details
+from mbd_core.serving.token_stream import TooManyRequests
 from mbd_core.serving.tokenizer_requests import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -41,6 +44,12 @@ from mbd_core.serving.tokenizer_requests import (
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 Asked = CompletionRequest | ChatRequest
+Kind = type[CompletionRequest] | type[ChatRequest]
+
+LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
+MOST_LARGE = 16  # large bodies that may wait to be parsed
+REST = 5.0  # seconds of the event loop that a large body leaves to others for each one that its parsing takes
+NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices on their way to the engines, and how long each counts as that
 
 
 class OpenAIServer:
@@ -69,6 +78,7 @@ class OpenAIServer:
         self._open_requests = OpenRequests(most_each=client_requests)
         self._created = int(time.time())
         self._tokenizing = TokenizerThreads()
+        self._bodies = _LargeBodies()
 
     def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
         """Serve these models from now on; requests under way go on."""
@@ -154,9 +164,7 @@ class OpenAIServer:
         """The answer to a chat request; as `complete`."""
         return await self._answer(ChatRequest, body, key=key, limited=limited)
 
-    async def _answer(
-        self, kind: type[CompletionRequest] | type[ChatRequest], body: Body, *, key: str, limited: bool
-    ) -> Answer:
+    async def _answer(self, kind: Kind, body: Body, *, key: str, limited: bool) -> Answer:
         """The answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
@@ -164,7 +172,7 @@ class OpenAIServer:
             try:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
-                asked = parse(kind, whole)
+                asked = await self._bodies.parse(kind, whole, client=key)
                 characters = asked.num_characters(len(whole))
                 return await self._submit(asked, characters, key=key, watch=watch, request=request)
             except BaseException:
@@ -182,25 +190,30 @@ class OpenAIServer:
     async def _submit(
         self, asked: Asked, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
     ) -> Answer:
-        limit = TimeLimit(self._request_seconds)
+        limit, client = TimeLimit(self._request_seconds), key or asked.user or ""
         self.model(asked.model)
         watch.on_model(asked.model)
         self._count(asked, request)
         seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
         async with limit.watch():
             route = await self._route(asked.model)
+            check_number(asked.num_prompts, asked.num_choices, route.model.capacity, prompt_field=asked.prompt_field)
+            route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
             call = partial(route.requests, asked, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
             await route.check_grammar(asked, requests)
         rule = asked.call_rule if isinstance(asked, ChatRequest) else None
-        stream = await TextStream.open(
-            route.model.source,
-            requests,
-            decode=route.decode if rule is None else route.decode_all,
-            stop=asked.stop_strings,
-            key=key or asked.user or "",
-            limit=limit,
-        )
+        with route.choices.opening(client, len(requests)):
+            stream = await TextStream.open(
+                route.model.source,
+                requests,
+                decode=route.decode if rule is None else route.decode_all,
+                stop=asked.stop_strings,
+                key=client,
+                turns=route.turns,
+                limit=limit,
+            )
+            route.choices.add(client, stream)
         chat = isinstance(asked, ChatRequest)
         reply = Reply(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -246,12 +259,44 @@ class OpenAIServer:
         return self._routes[name]
 
 
+class _LargeBodies:
+    """Parses bodies on the event loop: large ones one at a time, and with rests, in which the others go on."""
+
+    def __init__(self) -> None:
+        self._turns = FairTurns(1, seconds=60.0)
+        self._waiting: Counter[str] = Counter()
+        self._rested = 0.0  # when the next may be parsed, on the clock of the loop
+
+    async def parse(self, kind: Kind, body: bytes, *, client: str) -> Asked:
+        """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
+        if len(body) <= LARGE_BODY:
+            return parse(kind, body)
+        if not has_room(self._waiting, client, 1, capacity=MOST_LARGE):
+            raise TooManyRequests(f"{self._waiting.total()} large bodies wait to be read; try again later")
+        self._waiting[client] += 1
+        try:
+            async with self._turns.turn((client,)):
+                clock = asyncio.get_running_loop().time
+                await asyncio.sleep(max(0.0, self._rested - clock()))
+                begun = clock()
+                try:
+                    return parse(kind, body)
+                finally:
+                    self._rested = clock() + REST * (clock() - begun)
+        finally:
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client]
+
+
 class _Route:
     """From a parsed request to the requests of one model's engine, and back from tokens to text."""
 
     def __init__(self, model: ServedModel, log: logging.Logger) -> None:
         """Called in the tokenizer's thread."""
         self.model, self._log = model, log
+        self.choices = OpenChoices(model.capacity)
+        self.turns = FairTurns(NUM_OPENING, seconds=OPENING_SECONDS)
         model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
         self.decode = partial(decode_text, model.tokenizer)
         self.decode_all = partial(decode_text, model.tokenizer, special=True)
@@ -264,7 +309,6 @@ class _Route:
         """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
         text before each."""
         read = self._read(asked)
-        check_number(asked.num_prompts, asked.num_choices, self.model.capacity, prompt_field=asked.prompt_field)
         if isinstance(asked, CompletionRequest) and asked.scores_prompt:
             requests = score_requests(asked, read(), self.model, seed=seed)
             return requests, None, asked.echoes(self.decode)

@@ -26,7 +26,8 @@ def score_requests(
 
     Raises `ApiError` (400) naming the field that cannot be honoured.
     """
-    requests, limits = [], model.limits.admission
+    requests: list[Request] = []
+    group, limits = uuid.uuid4().hex, model.limits.admission
     slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the one before it
     decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
     for prompt in prompts:
@@ -40,7 +41,7 @@ def score_requests(
             message = f"prompt: token {unknown} lies outside the vocabulary of {limits.model.vocab_size} tokens"
             raise ApiError(400, message, param="prompt", code="invalid_value")
         request = Request(
-            request_id=uuid.uuid4().hex,
+            request_id=f"{group}-{len(requests)}",
             prompt=tuple(prompt[:1]),
             template=(*prompt[1:], None),
             max_tokens=max(1, len(prompt)),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -10,6 +10,7 @@ from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.rollout import Rollout
 from mbd_core.serving.committed_text import CommittedText, Decode
+from mbd_core.serving.fair_queue import FairTurns
 from mbd_core.serving.stop_strings import StopStrings
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_stream import TokenSource, TokenStream
@@ -75,11 +76,18 @@ class TextStream:
         decode: Decode,
         stop: Sequence[str] = (),
         key: str = "",
+        turns: FairTurns | None = None,
         limit: TimeLimit | None = None,
     ) -> Self:
-        """Submit `requests`, all or none; raises as `TokenSource.open` does, and `RequestTimedOut`."""
+        """Submit `requests`, all or none, each in one of `turns`; raises as `TokenSource.open` does, and
+        `RequestTimedOut`."""
         limit = limit or TimeLimit(None)
-        opening = [asyncio.ensure_future(source.open(r, key=key)) for r in requests]
+
+        async def opened(request: Request) -> TokenStream:
+            async with turns.turn((key, request.group)) if turns else nullcontext():
+                return await source.open(request, key=key)
+
+        opening = [asyncio.ensure_future(opened(request)) for request in requests]
         try:
             async with limit.watch():
                 streams = await asyncio.gather(*opening)

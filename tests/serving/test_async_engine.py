@@ -301,6 +301,79 @@ def test_clients_take_turns_where_requests_wait(loaded: LoadedModel) -> None:
     assert ended.index("single") < 10, ended
 
 
+def test_the_groups_of_one_client_take_turns_too(loaded: LoadedModel) -> None:
+    """Where all are one client, a request of one choice does not wait for all choices of those before it."""
+    ended: list[str] = []
+
+    async def ask(engine: AsyncEngine, name: str) -> None:
+        async for _ in await submit(loaded, engine, request(loaded, name, max_tokens=8)):
+            pass
+        ended.append(name)
+
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            names = [f"{body}-{choice}" for body in ("many", "more") for choice in range(12)]
+            crowd = [asyncio.create_task(ask(engine, name)) for name in names]
+            await asyncio.sleep(0)
+            await asyncio.gather(*crowd, ask(engine, "single-0"))
+
+    run(scenario())
+    assert len(ended) == 25
+    assert ended.index("single-0") < 12, ended
+
+
+def test_a_client_that_fills_the_queue_keeps_no_other_out(loaded: LoadedModel) -> None:
+    async def scenario() -> None:
+        async with running(loaded, max_waiting=5) as engine:  # beside three rows
+            long = [request(loaded, f"long-{i}", max_tokens=300, tau_m2t=1.0) for i in range(8)]
+            full = await submit(loaded, engine, *long, key="one")
+            with pytest.raises(TooManyRequests):
+                await submit(loaded, engine, request(loaded, "more-0"), key="one")
+            share = [request(loaded, f"other-{i}", max_tokens=300, tau_m2t=1.0) for i in range(4)]
+            others = await submit(loaded, engine, *share, key="other")
+            with pytest.raises(TooManyRequests):
+                await submit(loaded, engine, request(loaded, "more-1"), key="other")
+            full.close()
+            others.close()
+            await idle(loaded, engine)
+
+    run(scenario())
+
+
+def test_rows_are_kept_for_a_client_that_asked_lately(tiny_model_dir: Path) -> None:
+    """Alone a client has all rows; beside another one, a quarter of them waits for whoever has less."""
+    loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=8, num_pages=600))
+
+    def long(name: str, number: int) -> list[Request]:
+        return [request(loaded, f"{name}-{i}", max_tokens=400, tau_m2t=1.0, buffer_size=1) for i in range(number)]
+
+    async def running_rows(engine: AsyncEngine, number: int) -> None:
+        while engine.load.running < number:
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            crowd = await submit(loaded, engine, *long("alone", 20), key="crowd")
+            await running_rows(engine, 8)
+            crowd.close()
+            await collect_of(engine, "first")
+            crowd = await submit(loaded, engine, *long("beside", 20), key="crowd")
+            await running_rows(engine, 6)
+            for _ in range(5):
+                await engine.call(lambda _: None)  # a step each
+                assert engine.load.running == 6
+            await collect_of(engine, "second")
+            assert len(crowd.unfinished) == 20, "nobody's end was waited for"
+            crowd.close()
+            await idle(loaded, engine)
+
+    async def collect_of(engine: AsyncEngine, name: str) -> None:
+        async for _ in await submit(loaded, engine, request(loaded, name, max_tokens=8), key="bystander"):
+            pass
+
+    run(scenario())
+
+
 def test_a_call_runs_between_steps_in_the_engine_s_thread(loaded: LoadedModel) -> None:
     async def scenario() -> None:
         async with running(loaded) as engine:

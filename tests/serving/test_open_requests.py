@@ -1,10 +1,11 @@
 """What a client has under way is counted in choices, however they come."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from mbd_core.serving.open_requests import OpenRequest, OpenRequests
+from mbd_core.serving.open_requests import OpenChoices, OpenRequest, OpenRequests
 from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.token_stream import TooManyRequests
 
@@ -73,3 +74,27 @@ def test_a_drain_waits_for_every_request_and_takes_no_more() -> None:
         assert await requests.drained(60.0) == 0
 
     asyncio.run(scenario())
+
+
+def test_choices_that_the_engines_would_refuse_are_refused_before() -> None:
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.unfinished = set(range(number))
+
+    choices = OpenChoices(8)
+    six: Any = Stream(6)
+    with choices.opening("ann", 6):
+        with pytest.raises(TooManyRequests, match="6 choices are running or waiting"):
+            choices.check("ann", 3)
+        choices.add("ann", six)
+    choices.check("ann", 2)
+    choices.check("ben", 4)  # ben's share, though two places are left
+    with pytest.raises(TooManyRequests):
+        choices.check("ben", 5)
+    six.unfinished.pop()
+    choices.check("ann", 3)
+    six.unfinished.clear()
+    choices.check("ann", 8)
+    with pytest.raises(ValueError, match="opening failed"), choices.opening("ann", 8):
+        raise ValueError("opening failed")
+    choices.check("ann", 8)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from chat_templates import REFUSAL, with_strict_template
 from local_server import server_of
 
+from mbd_core.serving import openai_server
 from mbd_core.serving.openai_errors import ApiError, api_error
 from mbd_core.serving.openai_server import OpenAIServer
 from mbd_core.serving.served_model import ServedModel
@@ -498,3 +500,34 @@ def test_the_tokenizer_s_routes_agree_with_the_prompts(tiny_model_dir: Path) -> 
         assert (await refusal(server.tokenizer_info("other"))).status == 404
 
     run(server, scenario)
+
+
+def test_large_bodies_leave_the_event_loop_to_others(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them at once are parsed one by one, and between them a small one of another client."""
+    server, parsed = server_of(tiny_model_dir), []
+    parse = openai_server.parse
+
+    def noted(kind: Any, given: bytes) -> Any:
+        time.sleep(0.05)
+        parsed.append("large" if len(given) > openai_server.LARGE_BODY else "small")
+        return parse(kind, given)
+
+    monkeypatch.setattr(openai_server, "parse", noted)
+
+    async def scenario() -> None:
+        large = body(prompt=[[7] * 200_000])
+        crowd = [asyncio.create_task(server.complete(large, key="crowd")) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        answer = await server.complete(body(prompt="Tom"), key="bystander")
+        await answer.whole()
+        answer.close()
+        for refused in await asyncio.gather(*crowd, return_exceptions=True):
+            assert isinstance(refused, ApiError) and refused.code == "context_length_exceeded"
+        waiting = [
+            asyncio.create_task(server.complete(large, key="crowd")) for _ in range(openai_server.MOST_LARGE + 1)
+        ]
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(end, TooManyRequests) for end in ends) == 1
+
+    run(server, scenario)
+    assert parsed[:3].count("small") == 1
