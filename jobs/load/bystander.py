@@ -123,17 +123,16 @@ async def _send_headers(url: str, ended: list[str | None]) -> None:
         answer = b""
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            reading = asyncio.ensure_future(reader.read(4096))  # it may answer before all is sent
-            try:
-                writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
-                sending = asyncio.ensure_future(_write_headers(writer))
+            reading = asyncio.ensure_future(reader.read(4096))
+            sending = asyncio.ensure_future(_write_headers(writer))
+            try:  # it may answer before all is sent
                 await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
                 answer = await reading
             finally:
+                sending.cancel()
                 reading.cancel()
                 writer.transport.abort()
+                await asyncio.gather(sending, reading, return_exceptions=True)
         status = answer[len("HTTP/1.1 ") :][:3].decode()
         ended.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")
 

@@ -18,7 +18,7 @@ from mbd_core.serving.token_stream import Asleep, EngineFailed, TooManyRequests
 
 T = TypeVar("T")
 
-KEPT_ROWS = 4  # one batch row of so many is kept for clients that have less than their share
+KEPT_ROWS = 2  # one batch row of so many is kept for clients that have less than their share
 RECENT_SECONDS = 10.0  # since a client's last request, in which rows are kept for it
 
 
@@ -102,7 +102,7 @@ class AsyncEngine:
     At most `max_waiting` requests wait beside the engine's batch rows, and more only of clients that have less than
     their share (`has_room`). The clients of requests that wait take turns, and the groups of each client
     (`FairQueue`): the engine itself holds one waiting request more than it has rows. Where several clients have asked
-    lately, a part of the rows is free for those that hold less than an equal share, so that a client's many long
+    lately, half of the rows is free for those that hold less than an equal share, so that a client's many long
     answers do not make another one wait for their end.
     """
 

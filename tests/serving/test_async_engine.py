@@ -341,7 +341,7 @@ def test_a_client_that_fills_the_queue_keeps_no_other_out(loaded: LoadedModel) -
 
 
 def test_rows_are_kept_for_a_client_that_asked_lately(tiny_model_dir: Path) -> None:
-    """Alone a client has all rows; beside another one, a quarter of them waits for whoever has less."""
+    """Alone a client has all rows; beside another one, half of them waits for whoever has less."""
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=8, num_pages=600))
 
     def long(name: str, number: int) -> list[Request]:
@@ -358,10 +358,10 @@ def test_rows_are_kept_for_a_client_that_asked_lately(tiny_model_dir: Path) -> N
             crowd.close()
             await collect_of(engine, "first")
             crowd = await submit(loaded, engine, *long("beside", 20), key="crowd")
-            await running_rows(engine, 6)
+            await running_rows(engine, 4)
             for _ in range(5):
                 await engine.call(lambda _: None)  # a step each
-                assert engine.load.running == 6
+                assert engine.load.running == 4
             await collect_of(engine, "second")
             assert len(crowd.unfinished) == 20, "nobody's end was waited for"
             crowd.close()
