@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private.worker import get_dashboard_url
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -110,8 +111,10 @@ def _check_no_serve() -> None:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
         return
+    dashboard = f"http://{get_dashboard_url()}"
     raise RuntimeError(
-        "Serve already runs on this cluster, and its address cannot be changed; end it with `serve shutdown -y`"
+        "Serve already runs on this cluster, and its address cannot be changed; end it with "
+        f"`serve shutdown -y --address {dashboard}`"
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
     enable_token_auth_by_default,
@@ -72,9 +72,11 @@ def connect(
     """Join the cluster at `RAY_ADDRESS` (set inside a submitted job); without it, start one that ends with us.
 
     `worker_logs` shows what workers print. Returns whether there is now a connection to end with `ray.shutdown()`,
-    which is not so for a caller who was connected before. A cluster that was started here ends when this process does.
+    which is not so for a caller who was connected before. A cluster that was started here ends when this process does;
+    one that is joined is named on stderr.
     Raises `RuntimeError`, one sentence, if the cluster at `RAY_ADDRESS` does not answer within `answer_seconds`, or if
-    none starts within `start_seconds`; no process is left behind then.
+    none starts within `start_seconds`; no process is left behind then. Raises `ValueError` for a `RAY_ADDRESS` that
+    names no one cluster.
     """
     if ray.is_initialized():
         return False
@@ -83,6 +85,7 @@ def connect(
     if not address or address == "local":
         _connect_to_own(num_cpus=num_cpus, start_seconds=start_seconds, **log_settings)
         return True
+    address = _one_cluster(address)
     if "://" not in address:
         _check_answer(address, seconds=answer_seconds)
     try:
@@ -90,7 +93,32 @@ def connect(
     except Exception as error:  # Ray has no narrower type for it
         ray.shutdown()
         raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
+    print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
     return True
+
+
+def _one_cluster(address: str) -> str:
+    """The address of the one cluster that `RAY_ADDRESS` names.
+
+    Ray takes "auto" for the cluster that was started last, or for any; other users' clusters are among them.
+    """
+    if address.startswith(("http://", "https://")):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is a dashboard, which takes jobs: submit this one there (ray job submit --address "
+            f"{address} --working-dir . -- python jobs/...), or give the cluster's own address, host:port"
+        )
+    if address != "auto":
+        return address
+    services.find_gcs_addresses.cache_clear()
+    found = sorted(services.find_gcs_addresses())
+    if not found:
+        raise ValueError("RAY_ADDRESS=auto finds no Ray cluster on this machine; give its address, host:port")
+    if len(found) > 1:
+        raise ValueError(
+            f"RAY_ADDRESS=auto could mean any of {len(found)} Ray clusters on this machine: {', '.join(found)}; "
+            "set it to one of them"
+        )
+    return found[0]
 
 
 def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:

@@ -81,7 +81,8 @@ def print_step(text: str) -> None:
 
 def submit(cluster: LocalCluster, *arguments: str) -> None:
     """Run a job on the cluster and show its log as it comes; raises `RuntimeError` if it fails."""
-    print(f"$ ray job submit --working-dir . -- {shlex.join(arguments)}", flush=True)
+    at = f"--address {cluster.dashboard_url}"
+    print(f"$ ray job submit {at} --working-dir . -- {shlex.join(arguments)}", flush=True)
     job = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", *arguments]
     code = subprocess.run(job, cwd=ROOT, env=cluster.environment, check=False).returncode
     if code:

@@ -202,3 +202,43 @@ def test_an_address_without_a_cluster_is_named(unconnected: pytest.MonkeyPatch) 
         RuntimeError, match=r"RAY_ADDRESS=10\.0\.0\.1:6379 does not answer: Could not find any running"
     ):
         local.connect()
+
+
+def test_auto_beside_a_second_cluster_is_refused_and_names_both(
+    unconnected: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes that look like two clusters' raylets, by which Ray finds the clusters of a machine."""
+    script = "import sys, time; print(flush=True); time.sleep(600)"
+    addresses = ["127.0.0.1:1041", "127.0.0.1:1042"]
+    joined: list[str] = []
+    unconnected.setattr(ray, "init", lambda address, **_: joined.append(address))
+    unconnected.setattr(local, "_check_answer", lambda *_, **__: None)
+    unconnected.setenv("RAY_ADDRESS", "auto")
+    raylets = []
+    try:
+        for address in addresses:
+            command = ["/tmp/raylet", "-c", script, f"--gcs-address={address}"]
+            child = subprocess.Popen(command, executable=sys.executable, stdout=subprocess.PIPE)
+            raylets.append(child)
+            assert child.stdout is not None
+            child.stdout.readline()
+        with pytest.raises(ValueError, match=r"^RAY_ADDRESS=auto could mean any of \d+ Ray clusters") as refused:
+            local.connect()
+        assert all(address in str(refused.value) for address in addresses)
+        assert "\n" not in str(refused.value)
+        assert joined == []
+    finally:
+        for child in raylets:
+            child.kill()
+            child.wait()
+    unconnected.setenv("RAY_ADDRESS", addresses[1])
+    assert local.connect()
+    assert joined == [addresses[1]]
+    assert capsys.readouterr().err == f"on the Ray cluster at {addresses[1]}\n"
+
+
+def test_a_dashboard_as_the_address_is_told_what_it_is_for(unconnected: pytest.MonkeyPatch) -> None:
+    unconnected.setattr(ray, "init", lambda *_, **__: pytest.fail("there is nothing to join"))
+    unconnected.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=http://127\.0\.0\.1:8265 is a dashboard, which takes jobs"):
+        local.connect()

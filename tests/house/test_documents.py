@@ -67,3 +67,20 @@ def test_the_options_in_documents_are_the_commands(job: str, help_texts: dict[st
     assert "Usage" in help_texts[job]
     for option in commands()[job]:
         assert option in help_texts[job], f"{job}.py has no {option}"
+
+
+# Commands that find a cluster by themselves: on a machine with two of them it may be the other one.
+TO_A_CLUSTER = re.compile(
+    r"(?:^|[`\s])((?:serve (?:deploy|status|shutdown|config)|ray (?:status|job (?:submit|stop|status|logs|list))) [^`\n|]+)"
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_a_command_for_a_cluster_names_it(document: Path) -> None:
+    """By `--address`; on a page that sets RAY_ADDRESS, `ray job` has it from there. `serve` does not read that."""
+    text = document.read_text().replace("\\\n", " ")
+    is_set = re.search(r"^export RAY_ADDRESS=", text, re.MULTILINE)
+    blocks = re.findall(r"^(?: {4}|```).*?(?:\n```|$)", text, re.MULTILINE | re.DOTALL)
+    for written in [*blocks, *re.findall(r"`[^`\n]+`", text)]:
+        for command in TO_A_CLUSTER.findall(written):
+            assert "--address" in command or (is_set and command.startswith("ray job")), f"{document.name}: {command}"
