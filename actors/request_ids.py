@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.http_heads import bound_heads
+from actors.proxy_answers import ProxyAnswers
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "actors.request_ids.middlewares"
@@ -36,4 +37,4 @@ class ShortRequestId:
 def middlewares() -> list[Middleware]:
     """What Serve puts around its HTTP proxy, which it starts after this call."""
     bound_heads()
-    return [Middleware(ShortRequestId)]
+    return [Middleware(ProxyAnswers), Middleware(ShortRequestId)]

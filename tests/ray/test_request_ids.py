@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 
-from actors.request_ids import CALLBACK, MAX_LENGTH, middlewares
+from actors.request_ids import CALLBACK, MAX_LENGTH, ShortRequestId, middlewares
 
 
 def received(headers: list[tuple[bytes, bytes]], kind: str = "http") -> list[tuple[bytes, bytes]]:
-    """The headers that the application behind the middlewares gets."""
+    """The headers that the application behind the middleware gets."""
     scopes: list[dict[str, Any]] = []
 
     async def app(scope: Any, *_: Any) -> None:
         scopes.append(dict(scope))
 
-    for middleware in middlewares():
-        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
-    asyncio.run(app({"type": kind, "headers": headers}, None, None))
+    asyncio.run(ShortRequestId(app)({"type": kind, "headers": headers}, None, None))  # type: ignore[arg-type]
     (scope,) = scopes
     return list(scope["headers"])
 
@@ -44,3 +42,4 @@ def test_serve_finds_the_callback() -> None:
     from ray._common.utils import import_attr
 
     assert import_attr(CALLBACK) is middlewares
+    assert ShortRequestId in [middleware.cls for middleware in middlewares()]
