@@ -1,6 +1,6 @@
 """What clients get where Serve's HTTP proxy answers by itself, or where the gateway behind it dies: OpenAI's errors.
 
-    nothing was answered yet     the request goes to another gateway, `REPEATS` times at most, then 503 `gateway_lost`
+    nothing was answered yet     the request goes to another gateway, `REPEATS` times at most, then 503 `no_gateway`
     a stream is cut              its last event is an error, as where it fails otherwise; no `[DONE]` follows
     a refusal in plain text      an `Error` with the same status
 
@@ -115,20 +115,22 @@ class _Answer:
         if self._refusal is not None:
             await self._refuse()
         elif not self.started:
-            await self._respond(503, LOST, "gateway_lost", [(b"retry-after", b"1"), *headers])
+            await self._respond(503, LOST, code="no_gateway", headers=[(b"retry-after", b"1"), *headers])
         elif self._is_stream:
-            event = f"data: {json.dumps(_error(500, CUT, 'stream_cut'))}\n\n"
-            await self._send({"type": "http.response.body", "body": event.encode()})
+            event = json.dumps(_error(500, CUT, code="stream_cut"))
+            await self._send({"type": "http.response.body", "body": f"data: {event}\n\n".encode()})
 
     async def _refuse(self) -> None:
         assert self._refusal is not None
         status, text = self._refusal["status"], self._text.decode(errors="replace").strip()
         dropped = (b"content-type", b"content-length")
         headers = [(name, value) for name, value in self._refusal["headers"] if name.lower() not in dropped]
-        await self._respond(status, text or f"HTTP status {status}", CODES.get(status), headers)
+        await self._respond(status, text or f"HTTP status {status}", code=CODES.get(status), headers=headers)
 
-    async def _respond(self, status: int, message: str, code: str | None, headers: list[tuple[bytes, bytes]]) -> None:
-        body = json.dumps(_error(status, message, code)).encode()
+    async def _respond(
+        self, status: int, message: str, *, code: str | None, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        body = json.dumps(_error(status, message, code=code)).encode()
         whole = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": whole})
         await self._send({"type": "http.response.body", "body": body})
@@ -138,7 +140,7 @@ def _header(message: Message, name: bytes) -> bytes:
     return next((bytes(value) for key, value in message.get("headers", ()) if key.lower() == name), b"")
 
 
-def _error(status: int, message: str, code: str | None) -> dict[str, Any]:
+def _error(status: int, message: str, *, code: str | None) -> dict[str, Any]:
     """The shape of `ApiError.body`."""
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message[:MESSAGE_LENGTH], "type": kind, "param": None, "code": code}}

@@ -4,8 +4,8 @@
     ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/train_multitf.py --recipe tiny-mbd
 
 Where the cluster's nodes have this folder, `jobs/train_multitf.py` alone as the command trains the default recipe.
-Without a cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 done, 1 the training failed or no cluster could
-be reached, 2 bad input; each failure is one sentence on stderr.
+Without a cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 done, 1 the training failed or no
+cluster could be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
 import os

@@ -12,6 +12,7 @@ from mbd_core.serving.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_replies import Reply, ReplyChoice
 from mbd_core.serving.request_measures import MeasuredStream
+from mbd_core.serving.stream_places import place
 from mbd_core.serving.text_stream import TextStep, TextStream
 from mbd_core.serving.token_details import TokenDetails
 from mbd_core.serving.tool_text import CallReader, Said
@@ -60,6 +61,7 @@ class Answer:
     calls          whether the answers were held to a `CallRule`, and have calls
     echoes         the text before each choice's own, if any
     texts          the text of each token, for frames
+    resumable      whether each commit of a stream ends with its place (`mbd_core/serving/stream_places.py`)
     include_usage  whether the events end with one that carries the usage
     on_close       called by `close()`, each time
     """
@@ -75,12 +77,13 @@ class Answer:
         calls: bool = False,
         echoes: Sequence[str] = (),
         texts: TokenTexts | None = None,
+        resumable: bool = False,
         include_usage: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.streamed, self._on_close = streamed, on_close
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
-        self._details, self._texts = details or TokenDetails(), texts
+        self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
         self._calls = [CallReader() if calls else None for _ in stream.requests]
         self._echoes = list(echoes) or [""] * len(stream.requests)
 
@@ -154,6 +157,7 @@ class Answer:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
+        num_tokens = [len(request.committed) for request in self._stream.requests]
         weights: list[tuple[int, int]] = []
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
@@ -163,6 +167,12 @@ class Answer:
         async for step in self._stream:
             i = index[step.request_id]
             chunks = [chunk | no_usage for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
+            num_tokens[i] += len(step.new_tokens)
+            if self._resumable and step.new_tokens and step.output is None:
+                request, after = self._stream.requests[i], num_tokens[i]
+                chunks[-1]["choices"][0]["resume"] = place(
+                    request, reply.id, num_tokens=after, num_forwards=step.num_forwards
+                )
             if step.frame is not None and self._texts is not None:
                 chunks.insert(0, reply.frame(frame_fields(step.frame, i, self._texts)))
             if step.output is not None:

@@ -12,6 +12,7 @@ from mbd_core.engine.admission import Admission, RequestRefused
 from mbd_core.serving.infilling import TemplateTokens
 from mbd_core.serving.openai_errors import ApiError
 from mbd_core.serving.openai_requests import MAX_TOKENS_DEFAULT, ChatRequest, GenerationRequest
+from mbd_core.serving.stream_places import taken_up
 
 
 def engine_requests(
@@ -37,6 +38,9 @@ def engine_requests(
         budget = len(template.tokens)
     if template is not None or grammar is not None:
         decoding = _without_revision(decoding, asked)
+    if asked.resumable and decoding.canvas is not None:
+        message = "resumable: a canvas is not filled from left to right, its answer can only begin anew; leave it out"
+        raise ApiError(400, message, param="resumable", code="invalid_value")
     requests: list[Request] = []
     group = uuid.uuid4().hex
     for prompt in prompts:
@@ -56,6 +60,8 @@ def engine_requests(
         )
         if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
+        if asked.resume is not None:
+            request = taken_up(request, asked.resume)
         try:
             admission.check(request)  # the choices differ in what no check looks at
         except RequestRefused as error:
@@ -109,6 +115,7 @@ def _api_error(
     """The engine's refusal in the words of the API: the field as the client named it."""
     fields = {
         "prompt": prompt_field,
+        "committed": "resume",
         "max_tokens": asked.budget_field,
         "decoding": "decoding" if asked.speed is None else "speed",
         "rollout": "return_step_map",

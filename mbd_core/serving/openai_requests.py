@@ -22,6 +22,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from mbd_core.decoding.sampling import LEAST, Sampling
 from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
+from mbd_core.serving.stream_places import SEEDS, ResumableFields, Seed, check_fields
 from mbd_core.serving.strict_model import Strict, items
 from mbd_core.serving.structured_fields import StructuredFields
 from mbd_core.serving.tool_fields import AssistantCall, ToolFields, ordered_results
@@ -37,7 +38,6 @@ MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are
 MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
 MAX_COMMAS = 600_000  # the same; token ids have one each
 MAX_ERRORS = 1000  # that are looked at
-SEEDS = 2**64  # a seed has 64 bits, with sign
 
 
 class Only:
@@ -75,7 +75,6 @@ Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Speed = Annotated[float, Field(ge=0, le=1)]
 TopP = Annotated[float, Field(ge=LEAST, le=1)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS // 2)]
 NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 
@@ -84,7 +83,7 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-class GenerationRequest(StructuredFields):
+class GenerationRequest(StructuredFields, ResumableFields):
     """What the two generating routes have in common.
 
     decoding          `DecodingConfig` fields of this request, parts as objects
@@ -145,6 +144,8 @@ class GenerationRequest(StructuredFields):
             raise ValueError("stream_options: only allowed when stream is true")
         if self.frames and not self.stream:
             raise ValueError("frames: only allowed when stream is true; a whole answer has nothing provisional")
+        calls = self.grammar_field == "tools"
+        check_fields(self, stream=bool(self.stream), num_choices=self.num_prompts * self.num_choices, calls=calls)
         if self.temperature is not None and 0 < self.temperature < LEAST:
             raise ValueError(f"temperature: {self.temperature} is too little to draw with; give 0, which is greedy")
         for name, neutral in (("top_p", 1), ("top_k", 0)):

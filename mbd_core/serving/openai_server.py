@@ -30,6 +30,7 @@ from mbd_core.serving.prompt_scores import ScoredAnswer, score_requests
 from mbd_core.serving.prompt_text import TokenizerThreads, chat_ids, check_calls, text_ids
 from mbd_core.serving.request_measures import RequestWatch, ServerMeasures
 from mbd_core.serving.served_model import ServedModel
+from mbd_core.serving.stream_places import begun_texts
 from mbd_core.serving.text_stream import TextStream
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_details import token_details
@@ -194,7 +195,7 @@ class OpenAIServer:
         self.model(asked.model)
         watch.on_model(asked.model)
         self._count(asked, request)
-        seed = 0 if not asked.draws else secrets.randbits(32) if asked.seed is None else asked.seed
+        seed = _seed(asked)
         async with limit.watch():
             route = await self._route(asked.model)
             check_number(asked.num_prompts, asked.num_choices, route.model.capacity, prompt_field=asked.prompt_field)
@@ -202,21 +203,19 @@ class OpenAIServer:
             call = partial(route.requests, asked, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
             await route.check_grammar(asked, requests)
-        rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+            rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+            decode = route.decode if rule is None else route.decode_all
+            begun = partial(begun_texts, requests, decode, asked.stop_strings)
+            texts = begun() if asked.resume is None else await self._tokenizing.run(begun, characters=characters)
         with route.choices.opening(client, len(requests)):
             stream = await TextStream.open(
-                route.model.source,
-                requests,
-                decode=route.decode if rule is None else route.decode_all,
-                stop=asked.stop_strings,
-                key=client,
-                turns=route.turns,
-                limit=limit,
+                route.model.source, requests, texts=texts, key=client, turns=route.turns, limit=limit
             )
             route.choices.add(client, stream)
         chat = isinstance(asked, ChatRequest)
+        new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         reply = Reply(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=new_id if asked.resume is None else asked.resume.id,
             created=int(time.time()),
             model=asked.model,
             chat=chat,
@@ -238,6 +237,8 @@ class OpenAIServer:
             )
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
+            for one, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
+                one.add(begun_request.committed, (0.0,) * len(begun_request.committed))
         return Answer(
             reply,
             measured,
@@ -245,8 +246,9 @@ class OpenAIServer:
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
             calls=rule is not None,
-            echoes=echoes,
+            echoes=() if asked.resume else echoes,
             texts=route.token_texts if asked.frames else None,
+            resumable=bool(asked.resumable),
             include_usage=asked.usage_in_stream,
             on_close=request.end,
         )
@@ -257,6 +259,15 @@ class OpenAIServer:
             served = await self._models[name]()
             self._routes[name] = await self._tokenizing.run(partial(_Route, served, self._log), characters=0)
         return self._routes[name]
+
+
+def _seed(asked: Asked) -> int:
+    """Of the first choice; where tokens are drawn without one, any."""
+    if asked.resume is not None and asked.resume.seed is not None:
+        return asked.resume.seed
+    if not asked.draws:
+        return 0
+    return secrets.randbits(32) if asked.seed is None else asked.seed
 
 
 class _LargeBodies:

@@ -107,9 +107,10 @@ ANSWERS: dict[str, Shape] = {
     ),
     "ChunkChoice": _object(
         {"index": INTEGER, "finish_reason": {"enum": [*ENDS, None]}, "logprobs": _LOGPROBS},
-        {"delta": _refer("Delta"), "text": STRING, **_OF_TOKENS},
-        "`delta` in a chat, `text` in a completion.",
+        {"delta": _refer("Delta"), "text": STRING, **_OF_TOKENS, "resume": _refer("Place")},
+        "`delta` in a chat, `text` in a completion; `resume` at the end of a commit, where `resumable` was asked for.",
     ),
+    "Place": _object({"id": STRING, "num_tokens": INTEGER, "forwards": INTEGER}, {"seed": INTEGER}),
     "Delta": _object({}, {"role": {"const": "assistant"}, "content": STRING, "tool_calls": {"type": "array"}}),
 }
 

@@ -9,9 +9,8 @@ from typing import Self
 from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.rollout import Rollout
-from mbd_core.serving.committed_text import CommittedText, Decode
+from mbd_core.serving.committed_text import CommittedText
 from mbd_core.serving.fair_queue import FairTurns
-from mbd_core.serving.stop_strings import StopStrings
 from mbd_core.serving.time_limit import TimeLimit
 from mbd_core.serving.token_stream import TokenSource, TokenStream
 
@@ -25,7 +24,8 @@ class TextStep:
 
     A request that met a stop string ends with finish_reason "stop"; its tokens, log-probabilities and counts then
     include the token that completed the stop string and none after it. `logprobs` and `rollout` go with `new_tokens`,
-    where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in `StepOutput`.
+    where the request asked for them, as does `frame`, which the step's forward left. `weights` are as in `StepOutput`,
+    `num_forwards` those of its request so far.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class TextStep:
     frame: Frame | None = None
     weights: tuple[int, int] = (0, 0)
     pieces: tuple[str, ...] = ()
+    num_forwards: int = 0
 
 
 class TextStream:
@@ -51,20 +52,18 @@ class TextStream:
         requests: Sequence[Request],
         streams: Sequence[TokenStream],
         *,
-        decode: Decode,
-        stop: Sequence[str] = (),
+        texts: Sequence[CommittedText],
         limit: TimeLimit | None = None,
     ) -> None:
-        """`streams` are those of `requests`; `decode` turns token ids into text (special tokens left out)."""
+        """`streams` are those of `requests`, `texts` the text of each so far."""
         self.requests = tuple(requests)
         self.unfinished = {r.request_id for r in requests}
         self._streams, self._limit = tuple(streams), limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._unread_frames = 0
-        stops = StopStrings(stop)
         self._tasks = [
-            asyncio.create_task(self._read(_AnswerText(request, decode, stops), stream))
-            for request, stream in zip(self.requests, self._streams, strict=True)
+            asyncio.create_task(self._read(_AnswerText(request, text), stream))
+            for request, text, stream in zip(self.requests, texts, self._streams, strict=True)
         ]
 
     @classmethod
@@ -73,8 +72,7 @@ class TextStream:
         source: TokenSource,
         requests: Sequence[Request],
         *,
-        decode: Decode,
-        stop: Sequence[str] = (),
+        texts: Sequence[CommittedText],
         key: str = "",
         turns: FairTurns | None = None,
         limit: TimeLimit | None = None,
@@ -94,7 +92,7 @@ class TextStream:
         except BaseException:
             await _close_opened(opening)
             raise
-        return cls(requests, streams, decode=decode, stop=stop, limit=limit)
+        return cls(requests, streams, texts=texts, limit=limit)
 
     def __aiter__(self) -> AsyncIterator[TextStep]:
         return self
@@ -145,9 +143,9 @@ class TextStream:
 class _AnswerText:
     """One request's answer so far, as tokens and as text."""
 
-    def __init__(self, request: Request, decode: Decode, stops: StopStrings) -> None:
-        self._request, self._text = request, CommittedText(decode, stops)
-        self._tokens: list[int] = []
+    def __init__(self, request: Request, text: CommittedText) -> None:
+        self._request, self._text = request, text
+        self._tokens = list(request.committed)
         self._logprobs: list[float] = []
         self._rollout = Rollout() if request.rollout else None
 
@@ -190,6 +188,7 @@ class _AnswerText:
             frame=step.frame,
             weights=step.weights,
             pieces=tuple(pieces),
+            num_forwards=step.counts.num_forwards,
         )
 
 

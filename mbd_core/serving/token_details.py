@@ -52,7 +52,7 @@ class TokenDetails:
 
 def token_details(asked: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
     return TokenDetails(
-        ids=bool(asked.return_token_ids),
+        ids=bool(asked.return_token_ids or asked.resumable),
         steps=bool(asked.return_step_map),
         holes=None if template is None else partial(template.texts, decode=decode),
     )

@@ -98,7 +98,7 @@ def test_without_a_gateway_it_is_a_503_that_says_when_to_ask_again() -> None:
     proxy = Proxy()
     sent = answered(proxy)
     status, error = error_of(sent)
-    assert (status, error["code"], error["type"]) == (503, "gateway_lost", "server_error")
+    assert (status, error["code"], error["type"]) == (503, "no_gateway", "server_error")
     assert (b"retry-after", b"1") in sent[0]["headers"]
     assert len(proxy.bodies) == 1 + proxy_answers.REPEATS
 
@@ -113,7 +113,7 @@ def test_an_order_is_not_given_twice(path: str) -> None:
 def test_a_large_body_is_not_kept_to_be_repeated() -> None:
     proxy = Proxy([], OK)
     half = b"x" * (proxy_answers.KEPT_BYTES // 2 + 1)
-    assert error_of(answered(proxy, body=[half, half]))[1]["code"] == "gateway_lost"
+    assert error_of(answered(proxy, body=[half, half]))[1]["code"] == "no_gateway"
     assert len(proxy.bodies) == 1
 
 

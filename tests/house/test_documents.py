@@ -71,7 +71,8 @@ def test_the_options_in_documents_are_the_commands(job: str, help_texts: dict[st
 
 # Commands that find a cluster by themselves: on a machine with two of them it may be the other one.
 TO_A_CLUSTER = re.compile(
-    r"(?:^|[`\s])((?:serve (?:deploy|status|shutdown|config)|ray (?:status|job (?:submit|stop|status|logs|list))) [^`\n|]+)"
+    r"(?:^|[`\s])((?:serve (?:deploy|status|shutdown|config)|"
+    r"ray (?:status|job (?:submit|stop|status|logs|list))) [^`\n|]+)"
 )
 
 

@@ -31,6 +31,7 @@ from resource_schemas import POD_MONITOR, core_errors, errors, ray_schemas
 
 from actors.gateway import STOP_SECONDS
 from actors.request_ids import CALLBACK, CALLBACK_VARIABLE
+from actors.serving import PROXY_CHECKS
 
 DOCUMENT = ROOT / "docs" / "deployment.md"
 CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")
@@ -177,9 +178,11 @@ def test_a_pod_that_stops_lives_as_long_as_its_requests(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", SERVING)
-def test_every_proxy_shortens_request_ids(overlay: str) -> None:
+def test_every_proxy_has_our_middleware_and_health_checks(overlay: str) -> None:
     for group in node_groups(ray_object(overlay)):
-        assert environment(group.container)[CALLBACK_VARIABLE] == CALLBACK
+        given = environment(group.container)
+        assert given[CALLBACK_VARIABLE] == CALLBACK
+        assert PROXY_CHECKS.items() <= given.items(), "a Ray of jobs/serve.py has the same"
 
 
 @pytest.mark.parametrize("overlay", SERVING)

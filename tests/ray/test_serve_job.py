@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ray.serve.exceptions import RayServeException
@@ -18,9 +19,10 @@ from jobs import serve as job
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
+def own_signals_and_environment() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
+    with patch.dict(os.environ):
+        yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -66,7 +68,10 @@ def test_a_signal_while_it_starts_is_an_end_in_good_order(
     serve = SimpleNamespace(start=start, shutdown=lambda: stopped.append("serve"))
     for name, stand_in in (("connect", connect), ("ray", ray), ("serve", serve)):
         monkeypatch.setattr(serving, name, stand_in)
+    for name in serving.PROXY_CHECKS:
+        os.environ.pop(name, None)
     assert job.main(["--model", str(tiny_model_dir)]) == 0
+    assert {name: os.environ.get(name) for name in serving.PROXY_CHECKS} == serving.PROXY_CHECKS
     assert capsys.readouterr().out == "stopping\n"
     up = {"after it": ["ray"], "while Serve starts": ["serve", "ray"]}
     assert stopped == up.get(when, [])

@@ -23,7 +23,12 @@ sys.exit(command(run)([]))
 
 def joined(environment: dict[str, str], **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", JOIN], env=environment | variables, capture_output=True, text=True, cwd=ROOT, timeout=300
+        [sys.executable, "-c", JOIN],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
     )
 
 

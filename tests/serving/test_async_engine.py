@@ -21,6 +21,7 @@ from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine
 from mbd_core.serving.committed_text import BROKEN
 from mbd_core.serving.load import LoadedModel, load_engine
+from mbd_core.serving.stream_places import begun_texts
 from mbd_core.serving.text_stream import TextStep, TextStream
 from mbd_core.serving.time_limit import RequestTimedOut, TimeLimit
 from mbd_core.serving.token_stream import EngineFailed, TooManyRequests
@@ -69,7 +70,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def submit(
     loaded: LoadedModel, engine: AsyncEngine, *requests: Request, stop: tuple[str, ...] = (), **options: Any
 ) -> TextStream:
-    return await TextStream.open(engine, requests, decode=decode(loaded), stop=stop, **options)
+    texts = begun_texts(requests, decode(loaded), stop)
+    return await TextStream.open(engine, requests, texts=texts, **options)
 
 
 async def generate(

@@ -24,6 +24,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("complete", {"stream": True, "template": [{"hole": 2}, " pens"], "max_tokens": None, **DETAILS}),
     ("chat", {"stream": True, "logprobs": True, **DETAILS}),
     ("chat", {**USAGE, **CALLS}),
+    ("complete", {"stream": True, "resumable": True, "temperature": 1.0}),
 ]
 
 
