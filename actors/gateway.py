@@ -9,6 +9,7 @@ ones, so `from __future__ import annotations` must not be added.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,11 +48,12 @@ log = logging.getLogger("ray.serve")
 
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
+RECENT_SECONDS = 1.0  # for which their answers hold: whoever asks meanwhile gets the same
 STOP_SECONDS = 10.0
 Order = TypeVar("Order", bound=ModelOrder)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelRoute:
     """A served model behind its Serve handle."""
 
@@ -59,6 +61,8 @@ class ModelRoute:
     handle: DeploymentHandle
     standing: Standing = field(default_factory=Standing)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
+    _asked: asyncio.Future[list[dict[str, Any]]] | None = None
+    _asked_until: float = 0.0
 
     async def served_model(
         self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
@@ -90,13 +94,24 @@ class ModelRoute:
                 await asyncio.sleep(LIMITS_PAUSE)
 
     async def states(self) -> list[dict[str, Any]]:
-        """`EngineReplica.state` of each replica; of one that does not answer, why."""
+        """`EngineReplica.state` of each replica; of one that does not answer, why. At most `RECENT_SECONDS` old."""
+        if self._asked is None or (self._asked.done() and time.monotonic() > self._asked_until):
+            self._asked = asyncio.ensure_future(self._ask_states())
+        return await asyncio.shield(self._asked)
+
+    def forget_states(self) -> None:
+        """An order has changed them: the next who asks gets new ones."""
+        self._asked = None
+
+    async def _ask_states(self) -> list[dict[str, Any]]:
         try:
             replies = await self.handle.broadcast("state").results_async(
                 timeout_s=STATE_SECONDS, return_exceptions=True
             )
         except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
             return [] if self.model.least_replicas == 0 else [_unreachable(error)]
+        finally:
+            self._asked_until = time.monotonic() + RECENT_SECONDS
         return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
 
 
@@ -142,7 +157,8 @@ class Gateway:
         )
         self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
-        self._exports = ExportTimer(RequestExporter(self.server.measures))
+        least = {name: route.model.least_replicas for name, route in self._routes.items()}
+        self._exports = ExportTimer(RequestExporter(self.server.measures, least_replicas=least))
 
     def reconfigure(self, content: dict[str, Any]) -> None:
         """Serve the models and their adapters by name; called by Serve with `GatewayContent`.
@@ -198,7 +214,16 @@ class Gateway:
 
     @api.head("/health")
     @api.get("/health")
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
+        """The whole state for whoever may ask the models, for others whether it serves."""
+        body = await self._health()
+        if self._keys is not None and not self._keys.has(_authorization(request)):
+            shown = {name: body[name] for name in ("ready", "asleep", "draining")}
+        else:
+            shown = body
+        return _state_response(shown, ready=body["ready"], asleep=body["asleep"])
+
+    async def _health(self) -> dict[str, Any]:
         states = await asyncio.gather(*(route.states() for route in self._routes.values()))
         models: list[dict[str, Any]] = []
         for (name, route), replicas in zip(self._routes.items(), states, strict=True):
@@ -206,7 +231,7 @@ class Gateway:
             models.append({"name": name, "ready": ready, "replicas": replicas})
         everybody = [replica for model in models for replica in model["replicas"]]
         asleep = any(route.standing.asleep for route in self._routes.values())
-        body = {
+        return {
             "ready": not (self.server.draining or asleep) and all(model["ready"] for model in models),
             "draining": self.server.draining,
             "asleep": asleep,
@@ -215,13 +240,12 @@ class Gateway:
             "waiting": sum(r["waiting"] for r in everybody),
             "models": models,
         }
-        return _state_response(body, ready=body["ready"], asleep=asleep)
 
     @api.head("/ready")
     @api.get("/ready")
     async def ready(self) -> Response:
-        ready = (await self.health()).status_code == 200
-        asleep = any(route.standing.asleep for route in self._routes.values())
+        body = await self._health()
+        ready, asleep = body["ready"], body["asleep"]
         return _state_response({"ready": ready, "asleep": asleep}, ready=ready, asleep=asleep)
 
     @api.get("/version")
@@ -230,7 +254,7 @@ class Gateway:
 
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
-        return JSONResponse(openapi_document(body_prompts=self._args.body_prompts))
+        return JSONResponse(openapi_document(body_prompts=self._args.body_prompts, keys=self._keys is not None))
 
     @api.get("/")
     async def playground(self) -> Response:
@@ -312,6 +336,13 @@ class Gateway:
             may_be_empty=route.model.least_replicas == 0,
         )
 
+    async def _carried_out(self, order: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return await order
+        finally:
+            for route in self._routes.values():
+                route.forget_states()
+
     def _administrator(self, request: Request) -> None:
         if self._keys is None:
             message = "this needs an administrator's key, and the server was started without api_keys"
@@ -328,19 +359,19 @@ class Gateway:
     @api.post("/update_weights")
     async def update_weights(self, request: Request) -> Response:
         order, administration = await self._administration(request, WeightsUpdate)
-        return await reply(administration.update_weights(order))
+        return await reply(self._carried_out(administration.update_weights(order)))
 
     @api.post("/sleep")
     async def sleep(self, request: Request) -> Response:
         order, administration = await self._administration(request, SleepOrder)
-        return await reply(administration.sleep(order))
+        return await reply(self._carried_out(administration.sleep(order)))
 
     @api.post("/wakeup")
     async def wakeup(self, request: Request) -> Response:
         _, administration = await self._administration(request, ModelOrder)
-        return await reply(administration.wake_up())
+        return await reply(self._carried_out(administration.wake_up()))
 
     @api.post("/abort_requests")
     async def abort_requests(self, request: Request) -> Response:
         _, administration = await self._administration(request, ModelOrder)
-        return await reply(administration.abort())
+        return await reply(self._carried_out(administration.abort()))

@@ -8,7 +8,8 @@ A counter is exported from its first moment on, at 0: `rate()` does not see a ri
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from ray.serve import metrics
 
@@ -148,8 +149,12 @@ class EngineExporter:
 class RequestExporter:
     """The measures of one gateway's requests, by model; the model is "" where a request named none that is served."""
 
-    def __init__(self, measures: ServerMeasures) -> None:
-        self._measures = measures
+    def __init__(self, measures: ServerMeasures, *, least_replicas: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`least_replicas` of each model that has engines of its own; adapters have their model's."""
+        self._measures, self._least = measures, least_replicas
+        self._least_replicas = Level(
+            "least_replicas", "engine replicas that a model has at least, 0 where it may rest"
+        )
         self._prompt_tokens = Total("prompt_tokens", "prompt tokens of the requests that were accepted")
         self._generation_tokens = Total("generation_tokens", "tokens that came for clients")
         self._finished = Total("request_success", "choices that ended by themselves, by reason", ("finished_reason",))
@@ -175,6 +180,8 @@ class RequestExporter:
         }
 
     def export(self) -> None:
+        for model, number in self._least.items():
+            self._least_replicas.export(number, model=model)
         for model, measures in self._measures.by_model.items():
             self._export(measures, {"model": model})
 

@@ -4,13 +4,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private import worker
 from ray._private.worker import get_dashboard_url
+from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -27,9 +29,14 @@ APPLICATION = "mbd"
 POLL_SECONDS = 0.5  # between two looks at a drain
 REPLY_SECONDS = 10.0  # for a gateway to answer, beyond the time that it was given
 PASS_ON_SECONDS = 1.0  # for the HTTP proxy, which Serve kills, to send what the replicas have handed to it
-# A proxy that has died is replaced after 3 failed checks, sooner than with Serve's 10 s each; as in the manifests. The
-# controller reads them when it starts, so they hold for a Ray that is started here.
-PROXY_CHECKS = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2"}
+# As in the manifests: a proxy that has died is replaced after 3 failed checks, sooner than with Serve's 10 s each. One
+# that starts has as long as Serve waits for it: after 5 s, Serve's own, a busy machine would kill it again and again.
+# The controller reads them when it starts, so they hold for a Ray that is started here.
+PROXY_CHECKS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
 QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
 
 
@@ -60,7 +67,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
     What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
     be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
     """
-    with ExitStack() as started:
+    with _messages() as silence, ExitStack() as started:
         try:
             for name, value in {CALLBACK_VARIABLE: CALLBACK, **PROXY_CHECKS}.items():
                 os.environ.setdefault(name, value)  # for the proxy and the controller of a Ray that is started here
@@ -74,7 +81,8 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
             args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
             name = model.checked().name
             started.callback(serve.shutdown)
-            serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
+            started.callback(silence)
+            _start_proxy(host, port)
             handle = _deploy(args)
             try:
                 for line in handle.describe.remote().result():
@@ -89,6 +97,8 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
                     _drain(handle, seconds=args.drain_seconds)
         except KeyboardInterrupt:
             pass
+        except (RayError, RayServeException) as error:  # a process of Serve has died meanwhile
+            raise RuntimeError(f"Serve could not serve {model.model}: {_last_line(str(error))}") from error
         print("stopping", flush=True)
 
 
@@ -108,6 +118,40 @@ def _ray_signals() -> Iterator[None]:
     except SystemExit as error:
         raise KeyboardInterrupt from error
     interrupt_on(signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _messages() -> Iterator[Callable[[], None]]:
+    """What silences, to the end of the block, Ray's messages of tasks that fail on the cluster.
+
+    Serve's end fails two of its controller's tasks, since the controller kills itself; Ray prints each, and that it
+    will be tried again for ever.
+    """
+    original = worker.print_to_stdstream
+
+    def silence() -> None:
+        worker.print_to_stdstream = lambda *_, **__: None
+
+    try:
+        yield silence
+    finally:
+        worker.print_to_stdstream = original
+
+
+def _start_proxy(host: str, port: int) -> None:
+    """Start Serve with its HTTP proxy; `RuntimeError`, one sentence, for a proxy that does not come up."""
+    try:
+        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
+    except RayActorError:  # Serve's controller has killed it
+        raise RuntimeError(
+            f"Serve's HTTP proxy did not start on {host}:{port}; the machine may be too busy, or the port is taken on "
+            "the cluster's head node; try again"
+        ) from None
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"Serve's HTTP proxy was not ready on {host}:{port} in time ({error}); the machine may be too busy; "
+            "try again"
+        ) from None
 
 
 def _check_no_serve() -> None:
@@ -167,10 +211,14 @@ def start_failure(message: str) -> Exception:
 
     A `ValueError` there is bad input that only a replica can find out: its GPU, its copy of the model.
     """
-    reason = message.strip().splitlines()[-1]
+    reason = _last_line(message)
     if reason.startswith("ValueError: "):
         return ValueError(reason.removeprefix("ValueError: "))
     return RuntimeError(reason)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1].strip() if text.strip() else "it gave no reason"
 
 
 def _status_message(name: str) -> str:

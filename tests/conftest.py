@@ -33,7 +33,11 @@ os.environ.update(
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
+        # As in the manifests, and where jobs/serve.py starts Ray.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.request_ids.middlewares",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

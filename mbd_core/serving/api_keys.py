@@ -81,6 +81,14 @@ class ApiKeys:
             )
         return names[0]
 
+    def has(self, authorization: str) -> bool:
+        """Whether an `Authorization` header holds a key."""
+        try:
+            self.client(authorization)
+        except ApiError:
+            return False
+        return True
+
     def administrator(self, authorization: str) -> str:
         """The client, if its key is an administrator's; `ApiError` (401, 403) otherwise."""
         name = self.client(authorization)

@@ -40,16 +40,20 @@ ORDERS: dict[str, type[ModelOrder]] = {  # for administrators
     "/wakeup": ModelOrder,
     "/abort_requests": ModelOrder,
 }
+FOR_ADMINISTRATORS = {*ORDERS, "/metrics"}  # not offered by a server without keys
+WITHOUT_KEY = {"/ready", "/version"}
+KEY = "key"
+BEARER = {"type": "http", "scheme": "bearer", "description": "A key of the file of --api-keys."}
 MAY_BE_EMPTY = {kind.__name__ for kind in (SleepOrder, ModelOrder)}  # all of their fields may be left out
 _TEXT = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-def openapi_document(*, body_prompts: int = MAX_PROMPTS) -> dict[str, Any]:
+def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> dict[str, Any]:
     """OpenAPI 3.1: the routes, the requests' fields with their bounds, the shapes of answers and errors.
 
-    `body_prompts` is how many prompts this server takes in one body. A rule over several fields (`top_p` needs
-    `temperature`) or of the model (its names, its length) is in no schema; a request that breaks one is answered with
-    400 or 404.
+    `body_prompts` is how many prompts this server takes in one body, `keys` whether it asks for API keys. A rule over
+    several fields (`top_p` needs `temperature`) or of the model (its names, its length) is in no schema; a request
+    that breaks one is answered with 400 or 404.
     """
     _, requests = models_json_schema(
         [(kind, "validation") for kind in REQUESTS] + [(FrameEvent, "serialization")],
@@ -58,7 +62,7 @@ def openapi_document(*, body_prompts: int = MAX_PROMPTS) -> dict[str, Any]:
     for form in requests["$defs"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
         if form["type"] == "array" and form["items"]["type"] != "integer":  # several prompts, not one of token ids
             form["maxItems"] = body_prompts
-    return {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": VERSION},
         "paths": {
@@ -90,8 +94,19 @@ def openapi_document(*, body_prompts: int = MAX_PROMPTS) -> dict[str, Any]:
                 for path, kind in ORDERS.items()
             },
         },
-        "components": {"schemas": {**SHAPES, **requests["$defs"]}},
+        "components": {"schemas": {**SHAPES, **requests["$defs"]}, "securitySchemes": {KEY: BEARER}},
     }
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["security"] = _security(path, keys=keys)
+    return document
+
+
+def _security(path: str, *, keys: bool) -> list[dict[str, list[str]]]:
+    """What a route asks for: a key, none, or (`/health`) one that it says more to."""
+    if path in WITHOUT_KEY or not (keys or path in FOR_ADMINISTRATORS):
+        return []
+    return [{KEY: []}, {}] if path == "/health" else [{KEY: []}]
 
 
 def _generating(operation: str, request: str) -> dict[str, Any]:

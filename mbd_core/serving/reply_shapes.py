@@ -123,13 +123,9 @@ STATES: dict[str, Shape] = {
     "Model": _object({"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING}),
     "Models": _object({"object": {"const": "list"}, "data": _array("Model")}),
     "Health": _object(
-        {
-            **_STATE,
-            "draining": BOOLEAN,
-            "refused_content": STRING_OR_NULL,
-            **_LOAD,
-            "models": _array("ModelState"),
-        }
+        {**_STATE, "draining": BOOLEAN},
+        {"refused_content": STRING_OR_NULL, **_LOAD, "models": _array("ModelState")},
+        "The first three for everybody, the rest for whoever has a key, where the server asks for keys.",
     ),
     "ModelState": _object({"name": STRING, "ready": BOOLEAN, "replicas": _array("ReplicaState")}),
     "ReplicaState": _object(

@@ -130,7 +130,8 @@ def test_what_is_wrong_in_an_order_is_named(url: str, tmp_path: Path) -> None:
     assert error(post(url, "/wakeup", model="other"), 404)["code"] == "model_not_found"
     found = error(post(url, "/update_weights", folder=str(tmp_path / "nowhere")), 409)
     assert found["code"] == "refused" and "nowhere" in found["message"]
-    states = httpx.get(f"{url}/health", timeout=LIMIT).json()["models"][0]["replicas"]
+    key = {"Authorization": f"Bearer {BEN}"}
+    states = httpx.get(f"{url}/health", headers=key, timeout=LIMIT).json()["models"][0]["replicas"]
     assert [state["weights"]["version"] for state in states] == [0, 0]
 
 

@@ -17,8 +17,14 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 # alert: its series, a minute a value, while all is well and when it is not; the minute at which it fires
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
     "MbdNoReplica": (
-        {f"ray_mbd_request_lost_replicas_total{MODEL}": "0x30", f"ray_mbd_num_requests_running{MODEL}": "0x30"},
-        {f"ray_mbd_request_lost_replicas_total{MODEL}": "0x30", f"ray_mbd_num_requests_running{MODEL}": "0x4 stale"},
+        {
+            f"ray_mbd_least_replicas{MODEL}": "1x30",
+            f"ray_mbd_num_requests_running{MODEL}": "0x30",
+            'ray_mbd_least_replicas{model="rests"}': "0x30",  # `min: 0`, and nothing is asked of it
+            'ray_mbd_request_lost_replicas_total{model="rests"}': "0x30",
+            'ray_mbd_request_lost_replicas_total{model="adapter"}': "0x30",  # its engine is its model's
+        },
+        {f"ray_mbd_least_replicas{MODEL}": "1x30", f"ray_mbd_num_requests_running{MODEL}": "0x4 stale"},
         12,
     ),
     "MbdDown": (

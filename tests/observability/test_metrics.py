@@ -66,8 +66,9 @@ def test_an_engine_is_exported(told: Series) -> None:
 
 def test_requests_are_exported_by_model(told: Series) -> None:
     served = ServerMeasures(["tiny", "large"])
-    exporter = RequestExporter(served)
+    exporter = RequestExporter(served, least_replicas={"tiny": 2, "large": 0})
     exporter.export()
+    assert told["mbd_least_replicas", "tiny"] == [2] and told["mbd_least_replicas", "large"] == [0]
     served.by_model["tiny"].errors[418] += 1
     served.by_model["large"].finished["stop"] += 2
     served.by_model["large"].time_to_first_token.add(0.25)

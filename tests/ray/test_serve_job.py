@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 
 from actors import serving
@@ -299,3 +300,73 @@ def test_the_failure_of_a_replica_is_told_in_its_last_line(
     printed = capsys.readouterr().err
     assert printed.startswith(f"serve: {sentence}")
     assert len(printed.splitlines()) == 1
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> list[str]:
+    """Ray and Serve whose `functions` are scripted; what was stopped, with what Ray printed meanwhile."""
+    stopped: list[str] = []
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+
+    def message(text: str) -> None:  # as Ray's thread does that listens to the cluster
+        serving.worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+
+    def end(name: str) -> Callable[[], None]:
+        def stop() -> None:
+            stopped.append(name)
+            message(f"Task ServeController.{name} failed. There are infinite retries remaining")
+
+        return stop
+
+    ray = SimpleNamespace(is_initialized=lambda: True, get_actor=no_actor, nodes=lambda: nodes, shutdown=end("ray"))
+    handle = ScriptedGateways([0])
+    serve: dict[str, Any] = {"start": lambda **_: None, "run": lambda *_, **__: handle, "shutdown": end("serve")}
+    for name, stand_in in (
+        ("connect", lambda **_: True),
+        ("ray", ray),
+        ("serve", SimpleNamespace(**(serve | functions))),
+    ):
+        monkeypatch.setattr(serving, name, stand_in)
+    monkeypatch.setattr(signal, "pause", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return stopped
+
+
+def test_an_end_says_nothing_of_the_tasks_that_it_ends(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prints = serving.worker.print_to_stdstream
+    stopped = started_with(monkeypatch)
+    assert job.main(["--model", str(tiny_model_dir)]) == 0
+    assert stopped == ["serve", "ray"]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[3:] == ["stopping"]
+    assert printed.err == ""
+    assert serving.worker.print_to_stdstream is prints, "the next cluster's messages are printed"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "sentence"),
+    [
+        ("start", ActorDiedError(), "Serve's HTTP proxy did not start on 127.0.0.1:8000; the machine may be too busy"),
+        ("start", TimeoutError("HTTP proxies not available after 60s."), "Serve's HTTP proxy was not ready on 127"),
+        ("run", ActorDiedError(), "Serve could not serve"),
+        ("run", RayServeException("There is no Serve instance."), "Serve could not serve"),
+    ],
+)
+def test_a_start_that_serve_does_not_survive_is_one_sentence(
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: Exception,
+    sentence: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    stopped = started_with(monkeypatch, **{where: fail})
+    assert job.main(["--model", str(tiny_model_dir)]) == 1
+    assert stopped == ["serve", "ray"]
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"serve: {sentence}")
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""

@@ -232,6 +232,7 @@ async function runBoth(event) {
   stop?.abort();
   stop = new AbortController();
   const { signal } = stop;
+  if (!served.length) await begin();
   const sides = makeSides();
   $("stop").disabled = false;
   $("status").textContent = "Decoding…";
@@ -276,8 +277,9 @@ function chooseModel() {
 
 async function begin() {
   try {
-    const state = await (await fetch("health")).json();
-    served = state.models.map(({ name, replicas }) => {
+    const state = await (await fetch("health", { headers: headers() })).json();
+    if (!state.models) $("status").textContent = "This server says what it serves to whoever has one of its API keys; give one.";
+    served = (state.models ?? []).map(({ name, replicas }) => {
       const one = replicas.find((r) => r.engine);
       return { name, most: one?.engine.buffer_size, defaults: one?.defaults };
     });
@@ -291,5 +293,6 @@ async function begin() {
 $("form").addEventListener("submit", runBoth);
 $("form").addEventListener("input", showValues);
 $("model").addEventListener("change", chooseModel);
+$("key").addEventListener("change", begin);
 $("stop").addEventListener("click", () => stop?.abort());
 begin();
