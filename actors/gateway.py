@@ -48,7 +48,7 @@ log = logging.getLogger("ray.serve")
 
 LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
-RECENT_SECONDS = 1.0  # for which their answers hold: whoever asks meanwhile gets the same
+RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
 STOP_SECONDS = 10.0
 Order = TypeVar("Order", bound=ModelOrder)
 
@@ -93,9 +93,12 @@ class ModelRoute:
             except RayActorError:
                 await asyncio.sleep(LIMITS_PAUSE)
 
-    async def states(self) -> list[dict[str, Any]]:
-        """`EngineReplica.state` of each replica; of one that does not answer, why. At most `RECENT_SECONDS` old."""
-        if self._asked is None or (self._asked.done() and time.monotonic() > self._asked_until):
+    async def states(self, *, recent: bool) -> list[dict[str, Any]]:
+        """`EngineReplica.state` of each replica; of one that does not answer, why.
+
+        Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
+        """
+        if self._asked is None or (self._asked.done() and not (recent and time.monotonic() < self._asked_until)):
             self._asked = asyncio.ensure_future(self._ask_states())
         return await asyncio.shield(self._asked)
 
@@ -216,15 +219,13 @@ class Gateway:
     @api.get("/health")
     async def health(self, request: Request) -> Response:
         """The whole state for whoever may ask the models, for others whether it serves."""
-        body = await self._health()
-        if self._keys is not None and not self._keys.has(_authorization(request)):
-            shown = {name: body[name] for name in ("ready", "asleep", "draining")}
-        else:
-            shown = body
+        whole = self._keys is None or self._keys.has(_authorization(request))
+        body = await self._health(recent=not whole)
+        shown = body if whole else {name: body[name] for name in ("ready", "asleep", "draining")}
         return _state_response(shown, ready=body["ready"], asleep=body["asleep"])
 
-    async def _health(self) -> dict[str, Any]:
-        states = await asyncio.gather(*(route.states() for route in self._routes.values()))
+    async def _health(self, *, recent: bool) -> dict[str, Any]:
+        states = await asyncio.gather(*(route.states(recent=recent) for route in self._routes.values()))
         models: list[dict[str, Any]] = []
         for (name, route), replicas in zip(self._routes.items(), states, strict=True):
             ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
@@ -244,7 +245,7 @@ class Gateway:
     @api.head("/ready")
     @api.get("/ready")
     async def ready(self) -> Response:
-        body = await self._health()
+        body = await self._health(recent=True)
         ready, asleep = body["ready"], body["asleep"]
         return _state_response({"ready": ready, "asleep": asleep}, ready=ready, asleep=asleep)
 

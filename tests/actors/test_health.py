@@ -1,9 +1,10 @@
 """`/health`: who is told what, how often the replicas are asked, and what the OpenAPI document says of keys."""
 
-import time
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -64,7 +65,7 @@ def test_a_server_without_keys_says_everything_to_everybody(tiny_model_dir: Path
         assert document["paths"]["/sleep"]["post"]["security"] == [{"key": []}], "not offered without keys"
 
 
-def test_many_who_ask_at_once_ask_each_replica_once(
+def test_who_asks_again_and_again_without_a_key_asks_each_replica_once_a_second(
     guarded: tuple[str, list[Handle]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, (handle,) = guarded
@@ -77,12 +78,44 @@ def test_many_who_ask_at_once_ask_each_replica_once(
 
     monkeypatch.setattr(handle, "broadcast", counted)
     monkeypatch.setattr(gateway, "RECENT_SECONDS", 60.0)
-    time.sleep(1.1)  # what was asked before holds no longer
-    with ThreadPoolExecutor(8) as clients:
-        states = list(clients.map(lambda i: health(url, KEY if i % 2 else None), range(40)))
+    health(url, KEY)
     assert asked == ["state"]
-    assert all(state["ready"] for state in states)
-    monkeypatch.setattr(gateway, "RECENT_SECONDS", 0.0)
+    with ThreadPoolExecutor(8) as clients:
+        states = list(clients.map(lambda _: health(url), range(40)))
+    assert httpx.get(f"{url}/ready", timeout=LIMIT).json()["ready"]
+    assert asked == ["state"]
+    assert all(state == SHORT for state in states)
+    for number in (2, 3):
+        health(url, KEY)
+        assert asked == ["state"] * number, "with a key it is what is so now"
+
+
+def test_those_who_ask_at_once_share_one_question(
+    guarded: tuple[str, list[Handle]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, (handle,) = guarded
+    under_way, most = 0, 0
+    broadcast = handle.broadcast
+
+    def counted(method: str, *arguments: Any) -> Any:
+        asked = broadcast(method, *arguments).results_async
+
+        async def results(**options: Any) -> Any:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.1)
+            try:
+                return await asked(**options)
+            finally:
+                under_way -= 1
+
+        return SimpleNamespace(results_async=results)
+
+    monkeypatch.setattr(handle, "broadcast", counted)
+    with ThreadPoolExecutor(8) as clients:
+        assert all(state["models"] for state in clients.map(lambda _: health(url, KEY), range(16)))
+    assert most == 1
 
 
 def test_the_document_declares_the_keys(guarded: tuple[str, list[Handle]]) -> None:

@@ -22,7 +22,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Steps that change the machine: the packages of the operating system, the user.
 MACHINE = re.compile(r"apt-get |useradd ")
 # For docker these are `--build-arg`s: here packages come from pip's own sources, and fast.
-BUILD_ARGUMENTS = {"UV_TORCH_BACKEND": None, "UV_NO_CACHE": "0", "UV_COMPILE_BYTECODE": "0"}
+DIGEST = "python@sha256:" + "0" * 64
+BUILD_ARGUMENTS = {"PYTHON_IMAGE": DIGEST, "UV_TORCH_BACKEND": None, "UV_NO_CACHE": "0", "UV_COMPILE_BYTECODE": "0"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def stages() -> dict[str, Stage]:
         if not line.strip() or line.startswith("#"):
             continue
         instruction, _, text = line.partition(" ")
+        if instruction == "ARG" and not found:  # it is for FROM
+            continue
         if instruction == "FROM":
             parent, _, name = text.partition(" AS ")
             found[name] = Stage(parent)
@@ -77,6 +80,30 @@ def copy(text: str, folder: Path) -> None:
             to = folder / target / (path if source == "." else path.name)
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, to)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        (DIGEST, 0),
+        ("registry.example.com/python@sha256:" + "a1" * 32, 0),
+        ("python:3.11-slim-bookworm", 1),
+        ("python@sha256:abc", 1),
+        ("", 1),
+    ],
+)
+def test_a_base_image_is_named_by_its_digest_or_refused(name: str, code: int) -> None:
+    base = stages()["base"]
+    assert base.parent == "${PYTHON_IMAGE}"
+    assert [parent for parent in (s.parent for s in stages().values()) if parent not in stages()] == [base.parent]
+    assert "ARG PYTHON_IMAGE=" not in DOCKERFILE.read_text(), "no tag by default"
+    (declared, checked), *_ = [base.steps[:2]]
+    assert declared == ("ARG", "PYTHON_IMAGE") and checked[0] == "RUN"
+    done = subprocess.run(
+        ["sh", "-ec", checked[1]], env={"PYTHON_IMAGE": name, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert len(done.stderr.splitlines()) == code
 
 
 @dataclass
@@ -120,9 +147,10 @@ def run_steps(target: str, root: Path) -> Image:
         elif instruction == "COPY":
             copy(text, folder)
         elif instruction in ("ENV", "ARG"):
-            given = dict(word.split("=", 1) for word in text.split())
-            if instruction == "ARG":
-                given = {name: BUILD_ARGUMENTS.get(name, value) for name, value in given.items()}
+            given: dict[str, str | None] = {}
+            for word in text.split():
+                name, _, value = word.partition("=")
+                given[name] = BUILD_ARGUMENTS.get(name, value) if instruction == "ARG" else value
             environment |= {name: value for name, value in given.items() if value is not None}
         elif instruction == "RUN" and not MACHINE.search(text):
             image.run("sh", "-ec", text)
@@ -192,7 +220,8 @@ def test_the_targets_differ_in_the_device_alone() -> None:
 
 def test_the_image_begins_with_the_python_of_the_lock_and_ends_as_a_user() -> None:
     python = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
-    assert stages()["base"].parent.startswith(f"python:{python}-slim")
+    for text in (DOCKERFILE.read_text(), (ROOT / "docs" / "deployment.md").read_text()):
+        assert f"docker pull python:{python}-slim" in text, "what a build is told to take the digest of"
     assert steps_of("cpu")[-1] == steps_of("gpu")[-1] == ("USER", "1000:1000")
 
 
