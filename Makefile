@@ -1,4 +1,5 @@
 # demo   train, sweep, serve and ask a small MBD-LM on a local Ray cluster
+# install  .venv, with all that the project needs in it
 # test   the test suite, without what is marked slow
 # test-slow  the rest: hosts that are killed, faults, soaks, the image's steps
 # check  formatting, lint, types and import contracts
@@ -11,10 +12,12 @@ PYTHON ?= python3
 OLDEST_TRITON := $(VENV)/triton-3.6.0# what torch 2.11 brings; the kernels are compiled by it, too
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-slow check serve
+.PHONY: demo install test test-slow check serve
 
 demo: $(VENV)/.installed
 	$(BIN)/python jobs/demo.py
+
+install: $(VENV)/.installed
 
 test: $(VENV)/.installed $(OLDEST_TRITON)
 	$(BIN)/python -m pytest -m "not slow" -n 2 -o faulthandler_timeout=900

@@ -24,7 +24,7 @@ from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import precision as precisions
-from mbd_core.multitf.fit import check_fit, planned_lines
+from mbd_core.multitf.fit import block_size_note, check_fit, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.sharding import ShardingChoice
@@ -256,7 +256,10 @@ def run(
         log_targets=chosen_targets(log_to),
     )
     check_run(training, resume=resume)
-    check_fit(fetched(chosen))
+    here = fetched(chosen)
+    check_fit(here)
+    if note := block_size_note(here):
+        print(f"note: {note}")
     print(f"model: {train_on_cluster(training, resume=resume)}")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
@@ -43,6 +44,18 @@ def check_fit(recipe: TrainingRecipe) -> None:
     check_model(recipe, folder.config, recipe.base)
     if isinstance(recipe.data, PreparedData):
         check_data(recipe, Path(recipe.data.path), folder.config, folder.tokenizer)
+
+
+def block_size_note(recipe: TrainingRecipe) -> str | None:
+    """A sentence where the recipe trains other blocks than those that its base decodes with; the base lies here."""
+    if recipe.base is None:
+        return None
+    config, trained = load_config(model_folder(recipe.base)), recipe.states.block_size
+    if config.attention == "full" or config.block_size == trained:
+        return None
+    return (
+        f"{recipe.base} has blocks of {config.block_size}; recipe {recipe.name} makes a model with blocks of {trained}"
+    )
 
 
 def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:

@@ -26,7 +26,7 @@ from mbd_core.files import check_writable, probe_folder
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.export import base_files, check_export, export, join_export
-from mbd_core.multitf.fit import check_fit, check_room, planned_lines
+from mbd_core.multitf.fit import block_size_note, check_fit, check_room, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import named_data
@@ -158,6 +158,8 @@ def run(
     check_fit(chosen)
     with torchrun_workers() as workers:
         asked = chosen.train.precision
+        if workers.is_first and (note := block_size_note(chosen)):
+            print(f"note: {note}")
         chosen = with_precision(chosen, workers.precision(chosen.train.precision))
         lies = check_device(chosen, sharding, workers)
         train_here(chosen, workers, lies, target, asked=asked)

@@ -27,6 +27,19 @@ def test_files_modules_and_links_exist(document: Path) -> None:
         assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
 
+ACTIVATE = "source .venv/bin/activate"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_commands_are_for_a_shell_in_which_the_environment_is_active(document: Path) -> None:
+    """One form: `python jobs/x.py`, `python -m ...`, `ray ...`; README.md and the tutorial say how to activate it."""
+    text = document.read_text()
+    assert not re.findall(r"\S*(?:\.venv/bin|\bbin/python|\bpython3\b).*", text.replace(ACTIVATE, ""))
+    if document.name in ("README.md", "tutorial.md"):
+        first = re.search(r"^(?:ray|python|serve) .*", text, re.MULTILINE)
+        assert first is not None and ACTIVATE in text[: first.start()], document.name
+
+
 def commands() -> dict[str, set[str]]:
     """Every job that a document runs, and the options it is given there."""
     options: dict[str, set[str]] = {}

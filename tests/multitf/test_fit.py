@@ -12,7 +12,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.multitf.chat_encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data import TinyData
-from mbd_core.multitf.fit import check_fit, check_model, check_room, memory_setting, planned_lines
+from mbd_core.multitf.fit import block_size_note, check_fit, check_model, check_room, memory_setting, planned_lines
 from mbd_core.multitf.memory_plan import RESERVE, plan_memory
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.prepared_data import named_data, write_record, write_samples
@@ -28,6 +28,18 @@ MULTITF, D2F = RECIPES["tiny-mbd"], replace(RECIPES["D2F-LLaDA"], architectures=
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(tiny_model_dir, load_model(tiny_model_dir).config)
+
+
+def test_a_recipe_with_other_blocks_than_its_base_says_so() -> None:
+    wider = replace(RECIPES["SDAR-8B-b32"], base="tiny-bd")
+    assert block_size_note(wider) == ("tiny-bd has blocks of 16; recipe SDAR-8B-b32 makes a model with blocks of 32")
+    assert block_size_note(MULTITF) is None
+    assert block_size_note(RECIPES["tiny-bd-b8"]) is None  # it has no base
+
+
+def test_a_base_without_blocks_has_none_that_change(tmp_path: Path) -> None:
+    folder = make_folder("llada", tmp_path)
+    assert block_size_note(replace(D2F, base=str(folder))) is None
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
