@@ -24,8 +24,8 @@ from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.curve_file import LOSSES
 from mbd_core.multitf.export import base_files, export, join_export
 from mbd_core.multitf.fit import check_room
-from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.run_log import RunLog
+from mbd_core.multitf.train_config import Precision
 from mbd_core.multitf.training_flops import device_peak
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import TrainingRecipe, start_line, with_precision

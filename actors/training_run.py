@@ -10,10 +10,8 @@ from cluster.topology import Device
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import model_folder, named_model
-from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData, named_data
-from mbd_core.multitf.sharding import ShardingChoice
-from mbd_core.multitf.trainer import check_workers
+from mbd_core.multitf.train_config import Precision, ShardingChoice, check_workers
 from mbd_core.multitf.training_recipe import TrainingRecipe, as_recorded, other_settings
 
 RECORD = "run.json"

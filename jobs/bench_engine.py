@@ -22,10 +22,9 @@ from mbd_core.bench.step_rows import (
 from mbd_core.bench.step_timing import WARM_UP, StepCase
 from mbd_core.bench.tables import markdown
 from mbd_core.files import check_new_file, write_json
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.models.shapes import SHAPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -116,7 +115,7 @@ def run(
         model=model,
         config=shape_or_folder(model),
         device=place,
-        dtype=DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")],
+        dtype=getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32")),
         cases=[
             StepCase(**size, steps=steps, static=static, attention=attention, trace=trace, graphs=graphs)
             for size in _sizes(rows, prefix, buffer)

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from cluster.signals import interrupt_on
 from jobs.command_line import MODEL, OUTPUT, Overwrite, command
-from mbd_core.checkpoint.conversion import Format, convert
+from mbd_core.checkpoint.conversion import convert
 from mbd_core.checkpoint.saving import save_random
-from mbd_core.checkpoint.tensor_names import ExpertLayout
+from mbd_core.checkpoint.tensor_names import ExpertLayout, Format
 from mbd_core.models.shapes import SHAPES
 
 if TYPE_CHECKING:

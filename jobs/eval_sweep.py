@@ -135,8 +135,6 @@ Concurrency = Annotated[
 ]
 Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
-WRITTEN = f"report.md, report.html, {REPORT}, plot.png, samples/"
-
 
 def run(
     tasks: Tasks,
@@ -235,7 +233,7 @@ def run_work(
                 work, mirror, stage=stage, urls=subjects.urls, num_actors=num_actors, overwrite=overwrite
             )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
-    print(f"{text}\nThe report is in {out}: {WRITTEN}")
+    print(f"{text}\nThe report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/")
     for point in best:
         folder = targets[point.model]
         assert folder is not None, "check_choice refused it"

@@ -11,7 +11,7 @@ from mbd_core.bench.fp8_logits import COLUMNS, fp8_rows
 from mbd_core.bench.tables import markdown
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_new_file, write_json
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import Parts
 
 
 def run(

@@ -26,7 +26,7 @@ from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.decoding.methods import METHODS, MULTI, merge_fields
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.decode_stage import DecodingModel
 from mbd_core.evaluation.model_answers import ANSWERS_KIND, PART, Answering, DecodeParts, ModelAnswers, PartDecoder
@@ -132,7 +132,7 @@ KeepUnfinished = Annotated[
 ]
 MaxRows = Annotated[
     int | None,
-    typer.Option(min=1, max=PART, help="Answers decoded at once.", show_default="16", rich_help_panel=DECODING),
+    typer.Option(min=1, help="Answers decoded at once.", show_default="16", rich_help_panel=DECODING),
 ]
 Actors = Annotated[
     int | None,
@@ -335,6 +335,8 @@ def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) ->
         keep_unfinished=bool(options["keep_unfinished"]),
         max_rows=options["max_rows"] or Answering.max_rows,
     )
+    if answering.max_rows > PART:
+        raise ValueError(f"--max-rows {answering.max_rows} must be at most {PART}")
     engine = EngineConfig(max_rows=answering.max_rows, buffer_size=answering.decoding.buffer_size)
     return Answerer(model=model, tokenizer=found.tokenizer, answering=answering, engine=engine, folder=folder)
 

@@ -21,8 +21,7 @@ from jobs.command_line import (
     command,
 )
 from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
-from mbd_core.models.quantize import Parts
-from mbd_core.ops.attention import KERNELS
+from mbd_core.models.model_config import Parts
 from mbd_core.serving.api_keys import read_keys
 from mbd_core.serving.open_requests import DRAIN_SECONDS
 from mbd_core.serving.openai_requests import MAX_PROMPTS, MOST_PROMPTS
@@ -138,7 +137,7 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"The attention kernel: {', '.join(KERNELS)} or reference (default: the best there is).",
+        help="The attention kernel (default: the best there is); an unknown name is refused with those that are known.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -23,13 +23,11 @@ from actors.training_run import TrainingRun, begin, check_run, checked_base, che
 from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
-from mbd_core.multitf import precision as precisions
+from mbd_core.multitf import train_config
 from mbd_core.multitf.fit import block_size_note, check_fit, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
 from mbd_core.multitf.recipes import RECIPES, recipe_named
-from mbd_core.multitf.sharding import ShardingChoice
-from mbd_core.multitf.tensor_parallel import ExpertsCut
-from mbd_core.multitf.training_attention import AttentionChoice
+from mbd_core.multitf.train_config import AttentionChoice, ExpertsCut, ShardingChoice
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_options, with_precision
 
 RUNS = "~/mbd-runs"
@@ -65,7 +63,7 @@ Steps = Annotated[
     typer.Option(min=1, help="Updates, if not the recipe's; the schedule shrinks with them.", rich_help_panel=MODEL),
 ]
 Precision = Annotated[
-    precisions.Precision,
+    train_config.Precision,
     typer.Option(help="auto: bfloat16 where all workers compute it, else float32.", rich_help_panel=MODEL),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]

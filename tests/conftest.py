@@ -137,7 +137,7 @@ def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
     """A training run of seconds from `tiny_model_dir`: 12 updates of 8 samples, in float32."""
     from mbd_core.multitf.data import TinyData
     from mbd_core.multitf.states import StateConfig
-    from mbd_core.multitf.trainer import TrainConfig
+    from mbd_core.multitf.train_config import TrainConfig
     from mbd_core.multitf.training_recipe import TrainingRecipe
 
     return TrainingRecipe(

@@ -21,8 +21,8 @@ from mbd_core.checkpoint.config_files import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer_files import TOKENIZER_FILES, load_tokenizer
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantize_weights, weight_bytes
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantize_weights, weight_bytes
 from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.logit_error import logit_error
 from mbd_core.tasks import code_mini, gsm_mini

@@ -25,14 +25,14 @@ from mbd_core.bench.step_rows import StepBenchmark, device_name
 from mbd_core.bench.step_timing import StepCase, filled_engine
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.graphs import capture
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import MoEConfig
+from mbd_core.models.model_config import MoEConfig, Parts
 from mbd_core.models.moe import MoE
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops import experts_triton
 from mbd_core.ops.attention import resolve

@@ -16,8 +16,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shapes import SHAPES, random_model
 from mbd_core.ops.attention import resolve
 from mbd_core.ops.host_memory import free_host_memory

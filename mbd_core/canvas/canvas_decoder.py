@@ -5,7 +5,8 @@ from mbd_core.canvas.limits import check_canvas
 from mbd_core.canvas.plan import CanvasDecoder, CanvasTask
 from mbd_core.canvas.single_lane import SingleCanvas
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 
 
 def canvas_decoder(

@@ -13,7 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mbd_core.decoding.canvas_config import Canvas, Leap
-from mbd_core.decoding.sampling import Draw, Sampling, Vocab, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.sampling import Draw, Vocab, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.sampling_config import Sampling
 
 # Noise of a position, rather than of a token, is drawn with one of these ids, which no token has.
 RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3

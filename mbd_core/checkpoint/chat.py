@@ -1,13 +1,17 @@
 """Chats to prompt ids, and generated ids to text: the one way in which all rooms use a tokenizer."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.literal_text import MaskedText, Masking, literal, masking_of, token_ids
 from mbd_core.checkpoint.tool_turns import plain_turns, takes_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def chat_text(

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
 from mbd_core.checkpoint.tensor_matching import decoder_shapes, match_tensors
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, StoredTensor, stored_tensors
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, Format, StoredTensor, stored_tensors
 from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
-
-Format = Literal["hf", "dcp"]
 
 
 def convert(

@@ -29,8 +29,8 @@ from mbd_core.checkpoint.safetensor_files import (
 from mbd_core.checkpoint.tensor_matching import match_tensors
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
 from mbd_core.models.decoder import Decoder, Reduce
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard, served_dim
 
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")

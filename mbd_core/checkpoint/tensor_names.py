@@ -8,6 +8,9 @@ from typing import Literal
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.models.model_config import ModelConfig
 
+# A checkpoint as Hugging Face writes it, or as torch.distributed.checkpoint does.
+Format = Literal["hf", "dcp"]
+
 ExpertLayout = Literal["per_expert", "fused", "decoder"]
 FLOAT32_ALWAYS = ("expert_bias",)  # tensors with these name endings are float32, whatever the checkpoint's dtype
 TensorShape = tuple[int, ...]

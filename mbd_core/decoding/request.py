@@ -7,7 +7,7 @@ from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.rollout import Rollout
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
 

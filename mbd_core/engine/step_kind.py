@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 
 
 @dataclass(frozen=True)

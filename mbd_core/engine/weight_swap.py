@@ -16,7 +16,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts, quantized_parts
+from mbd_core.models.model_config import Parts
+from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import served_dim
 from mbd_core.ops.fp8 import FP8, Block, Fp8Module, quantize
 

@@ -10,17 +10,21 @@
 Accuracies, TPF and TPS are means over the tasks.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mbd_core.decoding.speed_front import SpeedPoint, pareto_points
 from mbd_core.evaluation.rates import GradedSample, Summary, summarize
-from mbd_core.evaluation.speed import Speed
 from mbd_core.evaluation.statistics import mean
 from mbd_core.evaluation.sweep_report import ReportKey
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.speed import Speed
 
 By = Literal["accuracy", "tps", "knee"]
 FLOOR = 5.0  # points of accuracy

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import chat_prompts, decode_text
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.answer_ends import fitted

@@ -1,14 +1,17 @@
 """What a model is given: a problem in the words of a recipe's setting, after examples, as a chat or as plain text."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from mbd_core.checkpoint.chat import chat_prompts, plain_prompts, question
 from mbd_core.evaluation.tasks import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Form = Literal["turn", "turns", "plain"]
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from mbd_core.evaluation.best_point import decoding_fields, knee
 from mbd_core.evaluation.markdown_sections import table_line
-from mbd_core.evaluation.sweep_folder import read_report
 
 ChosenBy = Literal["accuracy", "knee"]
 OWN = "block_size"
@@ -54,6 +53,8 @@ def transfer_table(chosen_on: Sequence[Path], reported_on: Sequence[Path], *, by
 
 def _multi(folders: Sequence[Path]) -> Measured:
     """The rows of sweeps by subject and setting."""
+    from mbd_core.evaluation.sweep_folder import read_report
+
     found: dict[Subject, dict[Setting, Mapping[str, Any]]] = {}
     for folder in folders:
         for row in read_report(folder)["rows"]:

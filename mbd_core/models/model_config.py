@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+# Which weights are FP8: `mbd_core/models/quantize.py`.
+Parts = Literal["experts", "all", "blocks"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:

@@ -7,17 +7,16 @@ A batch-invariant forward stays batch-invariant. A tensor-parallel rank rounds i
 its rounding is never coarser than the whole model's.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import Parts
 from mbd_core.models.moe import Experts
 from mbd_core.ops import fp8
 from mbd_core.ops.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
-
-Parts = Literal["experts", "all", "blocks"]
 
 
 def quantize_weights(model: Decoder, parts: Parts) -> Decoder:

@@ -5,12 +5,17 @@ a CPU; `sdar-null` is so small that a step measures the engine's own work; the `
 hundred thousand parameters.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from mbd_core.models.decoder import Decoder
 
 SDAR_8B = ModelConfig(
     architecture="SDARForCausalLM",
@@ -180,6 +185,10 @@ def random_model(
     config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0, std: float = 0.02
 ) -> Decoder:
     """A model of this shape with random weights, allocated once: on `device`, in `dtype`."""
+    import torch
+
+    from mbd_core.models.decoder import Decoder, init_weights
+
     with torch.device("meta"):
         model = Decoder(config).to(dtype)
     model = model.to_empty(device=device)

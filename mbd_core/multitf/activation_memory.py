@@ -20,7 +20,7 @@ from mbd_core.models.decoder import DecoderLayer, rotary
 from mbd_core.models.mlp import SwiGLU
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import MoE
-from mbd_core.multitf.tensor_parallel import ExpertsCut
+from mbd_core.multitf.train_config import ExpertsCut
 
 
 @dataclass(frozen=True)

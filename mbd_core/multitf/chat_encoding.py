@@ -1,15 +1,19 @@
 """Conversations to prompt and response tokens: the template's own text, the boundary between the two checked."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.literal_text import MaskedText, masking_of, token_ids
 from mbd_core.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,21 @@
 """Training samples from the task generators, tokenised in the chat format."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from mbd_core.checkpoint.chat import question
 from mbd_core.multitf.chat_encoding import EncodedChat, encode_chats, tokenizer_fingerprint
 from mbd_core.multitf.example import filled_length
 from mbd_core.multitf.prepared_data import BATCH, write_record, write_samples
 from mbd_core.tasks.generated import GENERATED_TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_PAIRS = 8000
 """A fresh model's tokenizer learns its merges from so many conversations."""

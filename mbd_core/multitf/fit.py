@@ -11,12 +11,11 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.chat_encoding import tokenizer_fingerprint
 from mbd_core.multitf.memory_plan import Setting, check_memory, plan_lines, plan_memory
-from mbd_core.multitf.precision import Precision, computes_bfloat16
+from mbd_core.multitf.precision import computes_bfloat16
 from mbd_core.multitf.prepared_data import PreparedData, read_record
-from mbd_core.multitf.sharding import Sharding, ShardingChoice
 from mbd_core.multitf.tensor_parallel import check_divides
+from mbd_core.multitf.train_config import Precision, Sharding, ShardingChoice, TrainConfig, check_workers
 from mbd_core.multitf.trained_adapter import check_peft
-from mbd_core.multitf.trainer import TrainConfig, check_workers
 from mbd_core.multitf.training_attention import TrainingAttention
 from mbd_core.multitf.training_recipe import TrainingRecipe
 

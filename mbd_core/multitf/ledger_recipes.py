@@ -10,7 +10,7 @@ from typing import Any
 from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.noise import NoiseBounds
 from mbd_core.multitf.tiny_recipes import TEACHER_FORCING, TINY_MBD, TINY_MODEL, TINY_THRESHOLDS
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.train_config import TrainConfig
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 LEDGER_TASK = ("ledger-mini",)

@@ -8,7 +8,6 @@ Shape legend: N labels, D hidden, V vocabulary.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from mbd_core.multitf.example import IGNORE
 from mbd_core.multitf.loss_buckets import bucket_sums
 from mbd_core.multitf.sample import MultiTFBatch
 from mbd_core.multitf.states import Weighting
+from mbd_core.multitf.train_config import Distillation
 from mbd_core.multitf.training_attention import TrainingAttention
 
 DENSE = TrainingAttention("dense", torch.device("cpu"))
@@ -28,8 +28,6 @@ DENSE = TrainingAttention("dense", torch.device("cpu"))
 LOGIT_BYTES = 2**28
 """Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
 
-Distillation = Literal["student_teacher", "teacher_student"]
-"""Whose KL divergence from whom: Eq. 3's KL(student || teacher), or the released code's KL(teacher || student)."""
 
 Scored = tuple[Tensor, Tensor]
 """For each label the loss, and whether the model's likeliest token is the label (N)."""

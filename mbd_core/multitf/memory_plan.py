@@ -30,11 +30,10 @@ from mbd_core.multitf.activation_memory import kept_bytes
 from mbd_core.multitf.loss import LOGIT_BYTES
 from mbd_core.multitf.optimizers import is_muons, trained_parameters
 from mbd_core.multitf.sample import choose_layouts
-from mbd_core.multitf.sharding import Sharding
 from mbd_core.multitf.states import StateConfig
 from mbd_core.multitf.tensor_parallel import cut_dim
-from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.train_config import LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.trained_adapter import add_adapter
 
 GB = 10**9
 WIDE, NARROW = 4, 2  # bytes of a float32 and of a bfloat16 number

@@ -1,7 +1,7 @@
 """The optimizers of a run: AdamW on everything, or Muon on the layers' matrices and AdamW on the rest."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.precision import computes_bfloat16
 from mbd_core.multitf.sharding import cut_like, whole
-
-OptimizerName = Literal["muon", "adamw"]
+from mbd_core.multitf.train_config import OptimizerName
 
 
 class ShardedMuon(torch.optim.Muon):

@@ -11,8 +11,7 @@ from typing import Any
 from mbd_core.decoding.methods import D2F_TABLE_8, TABLE_4
 from mbd_core.multitf.noise import NoiseBounds
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 SEQUENCE = 2048

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-Precision = Literal["auto", "float32", "bfloat16"]
+from mbd_core.multitf.train_config import Precision
 
 
 def compute_precision(precision: Precision, device: torch.device) -> Literal["float32", "bfloat16"]:

@@ -28,13 +28,10 @@ from mbd_core.multitf.error_sentence import error_sentence
 from mbd_core.multitf.export import base_files, check_export, export, join_export
 from mbd_core.multitf.fit import block_size_note, check_fit, check_room, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
-from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import named_data
 from mbd_core.multitf.recipes import RECIPES, recipe_named
 from mbd_core.multitf.run_log import RunLog
-from mbd_core.multitf.sharding import Sharding, ShardingChoice
-from mbd_core.multitf.tensor_parallel import ExpertsCut
-from mbd_core.multitf.training_attention import AttentionChoice
+from mbd_core.multitf.train_config import AttentionChoice, ExpertsCut, Precision, Sharding, ShardingChoice
 from mbd_core.multitf.training_flops import device_peak
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import (

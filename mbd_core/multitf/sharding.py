@@ -7,8 +7,6 @@ norm, head) is gathered once a step, because the loss uses the head in pieces.
 The numbers are those of replicated weights, up to the order of sums; in bfloat16 the residual stream is bfloat16 too.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,14 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.tensor_parallel import ExpertsCut, parallelize
-
-Sharding = Literal["replicated", "sharded"]
-"""Every worker has all weights, gradients and states (DistributedDataParallel), or its part of them (FSDP2)."""
-
-
-ShardingChoice = Literal["auto", "replicated", "sharded"]
-"""`auto`: replicated where that fits the workers' memory, else sharded."""
+from mbd_core.multitf.tensor_parallel import parallelize
+from mbd_core.multitf.train_config import ExpertsCut
 
 
 def shard_model(

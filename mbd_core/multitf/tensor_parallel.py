@@ -14,7 +14,7 @@ Shape legend: T tokens, K experts a token, D hidden, E experts on this worker, F
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.moe import Experts, MoE, Router, compute_experts
 from mbd_core.models.shard import split_dim
-
-ExpertsCut = Literal["expert", "width"]
+from mbd_core.multitf.train_config import ExpertsCut
 
 
 def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.train_config import TrainConfig
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 TINY_VOCAB = 640

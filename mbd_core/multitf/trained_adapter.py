@@ -7,7 +7,6 @@ may be cut among workers (`sharding`).
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +15,7 @@ from torch import Tensor, nn
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.sample_dropout import CurrentDraws, SampleDropout
 from mbd_core.multitf.sharding import cut_like, own_part, whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """An adapter's rank, scale (alpha / rank), dropout on its input, and the projections that have one."""
-
-    rank: int = 32
-    alpha: int = 32
-    dropout: float = 0.1
-    modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not 0.0 <= self.dropout < 1.0 or not self.modules:
-            raise ValueError(
-                f"LoRA needs rank >= 1, 0 <= dropout < 1 and modules, not rank={self.rank}, dropout={self.dropout}, "
-                f"modules={self.modules}"
-            )
+from mbd_core.multitf.train_config import LoraSettings
 
 
 def check_peft() -> None:

@@ -4,13 +4,12 @@ A step's samples and the noise of each depend on (seed, step) alone: a resumed r
 any number of workers trains on the same global batch. So do the draws of an adapter's dropout.
 """
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,102 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.layer_compilation import compile_layers
-from mbd_core.multitf.loss import DENSE, Distillation, Measured, denominator, distillation_loss, multitf_loss
+from mbd_core.multitf.loss import DENSE, Measured, denominator, distillation_loss, multitf_loss
 from mbd_core.multitf.loss_buckets import BUCKETS, bucket_means
-from mbd_core.multitf.optimizers import OptimizerName, make_optimizers
+from mbd_core.multitf.optimizers import make_optimizers
 from mbd_core.multitf.packing import Together, packed_alike
-from mbd_core.multitf.precision import Precision, compute_precision
+from mbd_core.multitf.precision import compute_precision
 from mbd_core.multitf.prepared_data import sample_lengths
 from mbd_core.multitf.sample import MultiTFBatch, build_batch, samples_of
 from mbd_core.multitf.sample_dropout import SampleDraws
-from mbd_core.multitf.sharding import Sharding, shard_model, whole
+from mbd_core.multitf.sharding import shard_model, whole
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.tensor_parallel import ExpertsCut
-from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, without_adapter
-from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
+from mbd_core.multitf.train_config import Distillation, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.trained_adapter import add_adapter, without_adapter
+from mbd_core.multitf.training_attention import TrainingAttention
 from mbd_core.multitf.training_flops import update_flops
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The optimisation of a run. `batch_size` counts samples over all workers.
-
-    `optimizer`: with `muon` the two-dimensional weight matrices of the layers are updated by Muon and all else by
-    AdamW without weight decay (embeddings, head, norms, and the stacked experts, which have three dimensions); with
-    `adamw` everything by AdamW, with `weight_decay` on everything, as the papers' recipes say.
-
-    The learning rate warms up linearly over `warmup` steps. `trapezoid`: it then stays, and decays linearly to 0 over
-    the last `decay` share of the steps. `cosine` and `linear` fall to `lr_min` at the end; `constant` stays.
-
-    `micro_batch`: samples that a worker computes at once; the gradients of a step are the same. `pack`: samples of up
-    to so many tokens together share a training sequence (`packing`), and `micro_batch` counts sequences.
-    `distillation`: learn from the network without its adapter (D2F, Eq. 3) instead of from the text. `lora`: train an
-    adapter, which is merged when the model is written. `activation_checkpointing`: keep each layer's input alone, and
-    compute the layer again in the backward pass. `attention`: a block mask (`flex`) or a dense one; `auto` is flex on
-    a GPU. `compile`: `torch.compile` of the layers. `tensor_parallel`: so many workers share their samples and every
-    layer, its experts `cut_experts` by expert or by width. In bfloat16 the objective runs under autocast; weights and
-    optimizer states are float32 in either precision.
-    """
-
-    steps: int
-    batch_size: int
-    lr: float
-    warmup: int = 100
-    decay: float = 0.4
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    precision: Precision = "auto"
-    optimizer: OptimizerName = "muon"
-    betas: tuple[float, float] = (0.9, 0.95)
-    schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"
-    lr_min: float = 0.0
-    micro_batch: int | None = None
-    pack: int | None = None
-    distillation: Distillation | None = None
-    lora: LoraSettings | None = None
-    activation_checkpointing: bool = False
-    attention: AttentionChoice = "auto"
-    compile: bool = False
-    tensor_parallel: int = 1
-    cut_experts: ExpertsCut = "expert"
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise ValueError(f"steps={self.steps} and batch_size={self.batch_size} must be at least 1")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch={self.micro_batch} must be at least 1, or None for a worker's whole batch")
-        if self.pack is not None and self.pack < 1:
-            raise ValueError(f"pack={self.pack} must be at least 1 token, or None for a sequence of each sample")
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
-        if self.tensor_parallel > 1 and self.lora is not None:
-            raise ValueError(
-                "an adapter (LoRA) is not trained by tensor-parallel workers: use --sharding sharded alone"
-            )
-        if self.tensor_parallel > 1 and self.compile:
-            raise ValueError(
-                "--compile does not compile the layers of tensor-parallel workers: leave one of --compile and "
-                "--tensor-parallel out"
-            )
-        if self.tensor_parallel == 1 and self.cut_experts != "expert":
-            raise ValueError(
-                f"--cut-experts {self.cut_experts} is for tensor-parallel workers: say how many with --tensor-parallel"
-            )
-        if self.distillation is not None and self.lora is None:
-            raise ValueError("distillation needs lora: the teacher is the network without its adapter")
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of the update numbered `step`, from 0."""
-        rising = min(1.0, (step + 1) / max(1, self.warmup))
-        if self.schedule == "trapezoid":
-            tail = max(1, math.ceil(self.decay * self.steps))
-            return self.lr * min(rising, (self.steps - step) / tail)
-        if self.schedule == "constant" or rising < 1.0:
-            return self.lr * rising
-        done = (step + 1 - self.warmup) / max(1, self.steps - self.warmup)
-        left = (1.0 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1.0 - done
-        return self.lr_min + (self.lr - self.lr_min) * max(0.0, left)
 
 
 @dataclass(frozen=True)
@@ -346,19 +263,6 @@ def checkpoint_layers(model: Decoder) -> None:
 
 def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
-
-
-def check_workers(config: TrainConfig, num_workers: int) -> None:
-    """Raise `ValueError` unless the workers divide into groups that share every layer, and a batch over the groups."""
-    groups, rest = divmod(num_workers, config.tensor_parallel)
-    if rest:
-        raise ValueError(
-            f"--tensor-parallel {config.tensor_parallel} does not divide the number of training processes, "
-            f"{num_workers}"
-        )
-    if config.batch_size % groups:
-        kind = "workers" if config.tensor_parallel == 1 else f"groups of {config.tensor_parallel} workers"
-        raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
 
 
 def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:

@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from mbd_core.models.decoder import Attend
 from mbd_core.multitf.mask import dual_stream_mask, dual_stream_sees, whole_sequence_mask, whole_sequence_sees
 from mbd_core.multitf.sample import MultiTFBatch
+from mbd_core.multitf.train_config import AttentionChoice
 from mbd_core.ops.attention_dense import DenseAttention
 from mbd_core.ops.attention_flex import FlexAttention, block_mask
 
-AttentionChoice = Literal["auto", "dense", "flex"]
 KEPT_MASKS = 32
 """Block masks that are kept, of the layout shapes that were used last."""
 

@@ -9,7 +9,7 @@ from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.checkpoints import Checkpoints, Curve
 from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.sharding import Sharding
+from mbd_core.multitf.train_config import Sharding
 from mbd_core.multitf.trained_adapter import base_tensors, fill_adapter
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe

@@ -1,23 +1,21 @@
 """A training run as a value: what is trained, on what, how, and what a command changes in it."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from mbd_core.json_text import differing_fields
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.data import TOKENIZER_PAIRS, TinyData
-from mbd_core.multitf.noise_file import read_noise
-from mbd_core.multitf.precision import Precision
 from mbd_core.multitf.prepared_data import PreparedData
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.tensor_parallel import ExpertsCut
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig
-from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
+from mbd_core.multitf.train_config import AttentionChoice, ExpertsCut, LoraSettings, Precision, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,8 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
 
     Raises `ValueError` as `read_noise` does.
     """
+    from mbd_core.multitf.noise_file import read_noise
+
     bounds = replace(recipe.states.bounds, fitted=read_noise(path))
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 
@@ -141,6 +141,8 @@ def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int
 
     Raises `ValueError` for an attention that cannot be trained on `device`.
     """
+    from mbd_core.multitf.training_attention import TrainingAttention
+
     train, data = recipe.train, recipe.data
     packed = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"
     problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"

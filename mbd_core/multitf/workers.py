@@ -16,7 +16,8 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from mbd_core.multitf.precision import Precision, compute_precision
+from mbd_core.multitf.precision import compute_precision
+from mbd_core.multitf.train_config import Precision
 from mbd_core.multitf.trainer import StepMetrics
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.steering import Decided
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts, quantized_parts
+from mbd_core.models.model_config import Parts
+from mbd_core.models.quantize import quantized_parts
 from mbd_core.parallel.group import Group, Rank, init_group
 from mbd_core.parallel.kv_agreement import sized_alike
 from mbd_core.parallel.orders import (

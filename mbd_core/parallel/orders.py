@@ -12,8 +12,7 @@ from mbd_core.engine.admission import Admitted
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.weight_swap import SwapMode
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.parallel.group import Group
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.kernel_layer import Sum
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.ops.residual_norm import RankParts
 from mbd_core.parallel.group import Group
 

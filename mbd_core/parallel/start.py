@@ -11,8 +11,7 @@ from mbd_core.checkpoint.block_experts import check_blocks
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.decoding.guide import Grammars
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.parallel.follower import run_follower
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Group, Rank, RankLost, init_group, num_arrived, open_store

@@ -1,15 +1,17 @@
 """What a replica of the endpoint needs to start, checked against the model before anything is started."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mbd_core.checkpoint.block_experts import check_blocks
-from mbd_core.checkpoint.folder import ModelFolder, read_folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.models.quantize import Parts
-from mbd_core.ops.attention import KERNELS
-from mbd_core.serving.load import recommended, slots_chosen
+from mbd_core.models.model_config import Parts
+
+if TYPE_CHECKING:
+    from mbd_core.checkpoint.folder import ModelFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,10 @@ def endpoint_args(
     Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a model
     whose own defaults cannot be served.
     """
+    from mbd_core.checkpoint.block_experts import check_blocks
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.ops.attention import KERNELS
+
     folder = read_folder(model_folder(model).resolve())
     engine = _check_decoding(folder, engine)
     if engine.attention not in (None, "reference", *KERNELS):
@@ -84,6 +90,8 @@ def endpoint_args(
 
 def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> EngineConfig:
     """The engine with a buffer size; it can serve a request that asks for nothing special."""
+    from mbd_core.serving.load import recommended, slots_chosen
+
     name, block_size = folder.path.name, engine.block_size or folder.config.block_size
     if block_size != folder.config.block_size and folder.config.attention != "full":
         raise ValueError(f"block_size={block_size} cannot be honoured: {name} has {folder.config.block_size}")

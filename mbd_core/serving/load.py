@@ -14,8 +14,8 @@ from mbd_core.checkpoint.tokenizer_grammars import grammars_of
 from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.quantize import Parts, quantized_parts
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantized_parts
 from mbd_core.parallel.leader import ParallelEngine
 from mbd_core.parallel.start import start_parallel
 from mbd_core.trace.recorder import TraceRecorder

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from mbd_core.engine.admission import RequestRefused
 from mbd_core.serving.time_limit import RequestTimedOut
 from mbd_core.serving.token_stream import Asleep, EngineFailed, ReplicaLost, TooManyRequests
 
@@ -53,6 +52,8 @@ class ApiError(Exception):
 
 def api_error(error: Exception) -> ApiError:
     """The error that a client sees for an exception; an unexpected one is a 500 that reveals nothing of it."""
+    from mbd_core.engine.admission import RequestRefused
+
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TooManyRequests):

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from mbd_core.decoding.sampling import LEAST, Sampling
+from mbd_core.decoding.sampling_config import LEAST, Sampling
 from mbd_core.serving.infilling import Template, check_template
 from mbd_core.serving.openai_errors import ApiError, clipped
 from mbd_core.serving.stream_places import SEEDS, ResumableFields, Seed, check_fields

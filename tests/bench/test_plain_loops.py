@@ -13,7 +13,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder

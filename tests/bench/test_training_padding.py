@@ -12,7 +12,8 @@ from jobs import bench_train, prepare_data
 from mbd_core.bench.training_padding import padding_row
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer
 
 
 def test_a_row_by_hand() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.lane import Lane, num_lanes
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 
 LENGTHS = st.sampled_from([None, 1, 3, 4, 8, 40])
 CACHES = st.sampled_from(["none", "prefix", "dual"])

@@ -5,7 +5,7 @@ import torch
 from fake_canvas_model import PREDICTED, FakeModel, drive, make
 
 from mbd_core.decoding.canvas_config import Canvas, Refresh
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 
 
 def test_caches_differ_from_none() -> None:

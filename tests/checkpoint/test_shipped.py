@@ -18,7 +18,7 @@ from mbd_core.multitf.data import TinyData
 from mbd_core.multitf.noise import NoiseBounds
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig
+from mbd_core.multitf.train_config import TrainConfig
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 from mbd_core.serving.load import load_engine
 from mbd_core.tasks import gsm_mini, ledger_mini

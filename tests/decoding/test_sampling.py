@@ -11,7 +11,8 @@ from fake_device import FakeDevice, fake_device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mbd_core.decoding.sampling import Draw, Sampling, Vocab, choose, gumbel
+from mbd_core.decoding.sampling import Draw, Vocab, choose, gumbel
+from mbd_core.decoding.sampling_config import Sampling
 
 VOCAB = Vocab(mask_token_id=0, size=46)
 P, V = 600, 48

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.device_vocab import PartVocab
 from mbd_core.engine.engine import Engine
 from mbd_core.models.decoder import Decoder, init_weights

@@ -14,7 +14,8 @@ from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Draw, Sampling, Vocab, uniform
+from mbd_core.decoding.sampling import Draw, Vocab, uniform
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights

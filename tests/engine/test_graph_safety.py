@@ -22,7 +22,8 @@ from mbd_core.bench.shape_device import CUDA
 from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine import build as build_module
 from mbd_core.engine import device_vocab
 from mbd_core.engine.ahead import StepPlan
@@ -30,8 +31,8 @@ from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import MoEConfig
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
 from mbd_core.ops import attention, attention_triton, fp8, triton_launch
 from mbd_core.ops import attention_flash as flash

@@ -9,7 +9,7 @@ import pytest
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig

@@ -21,7 +21,7 @@ from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
 from mbd_core.decoding.guide import Closings, Guide, Search
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine

@@ -14,7 +14,7 @@ from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.frame import Frame
 from mbd_core.decoding.request import Output, Request, StepOutput
 from mbd_core.decoding.rollout import Edit, Rollout
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig

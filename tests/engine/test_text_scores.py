@@ -11,7 +11,8 @@ from test_exactness import EOS, MASK, VOCAB, B, build
 
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig

@@ -24,8 +24,8 @@ from mbd_core.engine import device_vocab
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import MoEConfig
-from mbd_core.models.quantize import Parts, quantize_weights
+from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.quantize import quantize_weights
 from mbd_core.ops import attention
 from mbd_core.ops import attention_flash as flash
 from mbd_core.parallel import start

@@ -12,7 +12,8 @@ from mbd_core.multitf.example import Example
 from mbd_core.multitf.loss import multitf_loss
 from mbd_core.multitf.sample import MultiTFBatch, build_batch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.training_attention import AttentionChoice, TrainingAttention
+from mbd_core.multitf.train_config import AttentionChoice
+from mbd_core.multitf.training_attention import TrainingAttention
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -22,9 +22,9 @@ from mbd_core.decoding.request import Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.models.model_config import ModelConfig, MoEConfig, Parts
 from mbd_core.models.moe import Experts
-from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts, weight_bytes
+from mbd_core.models.quantize import quantize_weights, quantized_parts, weight_bytes
 from mbd_core.models.shard import Shard
 from mbd_core.ops import fp8
 from mbd_core.ops.attention_dense import DenseAttention

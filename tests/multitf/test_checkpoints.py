@@ -13,7 +13,7 @@ from failing_storage import ServerSilentError
 from family_models import rewrite
 
 from mbd_core.multitf.checkpoints import Checkpoints
-from mbd_core.multitf.trained_adapter import LoraSettings
+from mbd_core.multitf.train_config import LoraSettings
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened
 from mbd_core.multitf.workers import ALONE

@@ -17,8 +17,7 @@ from mbd_core.multitf.memory_plan import RESERVE, plan_memory
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.prepared_data import named_data, write_record, write_samples
 from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.sharding import Sharding
-from mbd_core.multitf.trained_adapter import LoraSettings
+from mbd_core.multitf.train_config import LoraSettings, Sharding
 from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe, shortened
 

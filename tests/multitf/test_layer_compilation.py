@@ -25,8 +25,8 @@ from mbd_core.multitf.example import Example
 from mbd_core.multitf.mask import dual_stream_sees, whole_sequence_sees
 from mbd_core.multitf.sample import build_batch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.ops import attention_flex
 from mbd_core.ops.attention_flex import FlexAttention, block_mask
 

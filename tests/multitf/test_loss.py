@@ -19,7 +19,8 @@ from mbd_core.multitf.loss import denominator, distillation_loss, divergence, mu
 from mbd_core.multitf.mask import block_causal_mask, dual_stream_mask
 from mbd_core.multitf.sample import MultiTFBatch, NoisyStream, build_batch, collate, lay_out, self_denoised
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig, Trainer, split_batch
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer, split_batch
 from mbd_core.ops.attention_dense import DenseAttention
 
 B = 4

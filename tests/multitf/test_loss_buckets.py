@@ -15,7 +15,8 @@ from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.noise import NoiseBounds
 from mbd_core.multitf.sample import build_batch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.ops.attention_dense import DenseAttention
 
 B = 4

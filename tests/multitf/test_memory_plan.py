@@ -16,8 +16,8 @@ from mbd_core.multitf.mask import dual_stream_mask
 from mbd_core.multitf.memory_plan import RESERVE, Setting, check_memory, plan_lines, plan_memory, sequence_tokens
 from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.ops.attention_dense import DenseAttention
 
 PLAIN = TrainConfig(steps=1, batch_size=4, lr=1e-3, precision="float32", optimizer="adamw")

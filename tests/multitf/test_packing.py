@@ -17,8 +17,8 @@ from mbd_core.multitf.loss import DENSE, distillation_loss, multitf_loss
 from mbd_core.multitf.packing import packed_alike, packed_together
 from mbd_core.multitf.sample import MultiTFBatch, build_batch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import StepMetrics, TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
+from mbd_core.multitf.trainer import StepMetrics, Trainer
 from mbd_core.multitf.training_attention import TrainingAttention
 from mbd_core.multitf.training_flops import update_flops, visible_pairs
 

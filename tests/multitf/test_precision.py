@@ -9,7 +9,8 @@ from mbd_core.multitf import precision
 from mbd_core.multitf.precision import compute_precision
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
 
 

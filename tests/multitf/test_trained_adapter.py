@@ -12,8 +12,9 @@ from family_models import FAMILIES, random_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings, add_adapter, merge_adapter, without_adapter
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
+from mbd_core.multitf.trained_adapter import add_adapter, merge_adapter, without_adapter
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.ops.attention_dense import DenseAttention
 
 LORA = LoraSettings(rank=4, alpha=8, dropout=0.1)

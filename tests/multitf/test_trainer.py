@@ -12,7 +12,8 @@ from mbd_core.multitf.example import IGNORE, Example
 from mbd_core.multitf.preparation import prepare
 from mbd_core.multitf.sample import MultiTFBatch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_recipe import TrainingRecipe
 
 

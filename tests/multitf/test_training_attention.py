@@ -22,7 +22,8 @@ from mbd_core.multitf.mask import dual_stream_mask, whole_sequence_mask
 from mbd_core.multitf.packing import Together
 from mbd_core.multitf.sample import MultiTFBatch, build_batch
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_attention import TrainingAttention
 
 B = 4

@@ -17,7 +17,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.quantize import Parts, quantize_weights, quantized_parts
+from mbd_core.models.model_config import Parts
+from mbd_core.models.quantize import quantize_weights, quantized_parts
 from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.fp8 import Fp8Module, dequantize
 from mbd_core.parallel import kv_agreement, start

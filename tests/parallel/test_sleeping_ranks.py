@@ -9,7 +9,7 @@ from small_groups import LIMIT, SIZES, gist, requests
 
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.dormant_memory import DormantMemory
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.parallel import start
 from mbd_core.parallel.follower import run_follower
 from mbd_core.parallel.group import Rank

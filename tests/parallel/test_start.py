@@ -11,7 +11,7 @@ from small_groups import DENSE, LIMIT, SIZES, break_off, gone
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.models.quantize import Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.parallel import start
 from mbd_core.parallel.followers import Followers
 from mbd_core.parallel.group import Rank, init_group

@@ -12,7 +12,7 @@ from small_groups import gist
 
 from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig

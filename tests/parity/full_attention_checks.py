@@ -12,7 +12,8 @@ from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasDecoder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.canvas_config import Branches, Canvas, Leap
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 

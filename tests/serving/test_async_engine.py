@@ -15,7 +15,7 @@ from adapter_folders import write_adapter
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.config_files import load_config
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine

@@ -16,7 +16,7 @@ from mbd_core.decoding.canvas_config import Canvas
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.grammar import Grammar
 from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.serving.async_engine import AsyncEngine

@@ -12,7 +12,7 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.decoding.decoding_config import DecodingConfig
 from mbd_core.decoding.request import Counts, Output, Request
 from mbd_core.decoding.rollout import Rollout
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.serving.openai_errors import ApiError
 
 ASKED = {

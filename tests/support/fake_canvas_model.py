@@ -14,7 +14,8 @@ from torch import Tensor
 from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, Query
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 
 VOCAB, MASK, TAIL = 14, 0, 13
 PREDICTED = Vocab(MASK, TAIL)

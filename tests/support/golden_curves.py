@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from mbd_core.files import write_json
 from mbd_core.multitf.example import Example
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, TrainConfig
+from mbd_core.multitf.trainer import Trainer
 
 FILE = Path(__file__).resolve().parents[1] / "multitf" / "golden_curves.json"
 STEPS = 20

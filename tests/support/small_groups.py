@@ -9,7 +9,7 @@ from typing import Any
 
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Sampling
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.model_config import ModelConfig, MoEConfig

@@ -24,10 +24,10 @@ from mbd_core.multitf.example import IGNORE
 from mbd_core.multitf.export import base_files, export, join_export
 from mbd_core.multitf.memory_plan import Setting, plan_memory
 from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.sharding import Sharding, own_part
+from mbd_core.multitf.sharding import own_part
 from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.trained_adapter import LoraSettings
-from mbd_core.multitf.trainer import TrainConfig, Trainer
+from mbd_core.multitf.train_config import LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.trainer import Trainer
 from mbd_core.multitf.training_loop import start, train
 from mbd_core.multitf.training_recipe import TrainingRecipe
 from mbd_core.multitf.workers import Workers, torchrun_workers

@@ -1,16 +1,20 @@
 """Models' traces beside the training states of several noise-schedules and layouts (paper Section 4.4, App. A)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from mbd_core.multitf.fitted_noise import FittedNoise, fit_noise
 from mbd_core.multitf.layout import Layouts
 from mbd_core.multitf.noise import SCHEDULES, NoiseBounds
 from mbd_core.multitf.states import StateConfig
-from mbd_core.studies.alignment.distances import Distances, compare
-from mbd_core.studies.alignment.recorded_traces import ModelTraces
-from mbd_core.studies.alignment.running_states import States, decoded_examples, inference_states, training_states
+
+if TYPE_CHECKING:
+    from mbd_core.studies.alignment.distances import Distances
+    from mbd_core.studies.alignment.recorded_traces import ModelTraces
+    from mbd_core.studies.alignment.running_states import States
 
 FITTED = "fitted"
 DEFAULT_SCHEDULES = (
@@ -78,6 +82,9 @@ def scheduled(name: str, base: StateConfig, *, fitted: FittedNoise | None) -> St
 
 def compare_model(traces: ModelTraces, config: StudyConfig) -> ComparedModel:
     """One model: `fitted` is fitted to even-numbered problems, and every distance is from the odd-numbered ones."""
+    from mbd_core.studies.alignment.distances import compare
+    from mbd_core.studies.alignment.running_states import decoded_examples, inference_states, training_states
+
     requests = sorted(traces.run.requests, key=lambda r: int(r.request_id))
     even, odd = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
     if not even or not odd:

@@ -10,7 +10,8 @@ from mbd_core.canvas.branches import BranchedCanvas
 from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.canvas.plan import CanvasDecoder
 from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.models.decoder import Decoder
 from mbd_core.studies.block_batch.cache_record import record_caches
 from mbd_core.studies.block_batch.cache_watch import BranchWatch, SingleWatch, Sketch
