@@ -20,14 +20,11 @@ from jobs.command_line import (
     names,
 )
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.multitf.recipes import RECIPES, recipe_named
-from mbd_core.studies.alignment.alignment_report import write_alignment
-from mbd_core.studies.alignment.compared_schedules import DEFAULT_SCHEDULES, StudyConfig, compare_models
-from mbd_core.studies.alignment.recorded_traces import Asked, check_models, read_models, record_models
+from mbd_core.studies.alignment.compared_schedules import DEFAULT_SCHEDULES
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 KIND = "alignment report"
-SCHEDULES = ",".join(DEFAULT_SCHEDULES)
+SCHEDULES = ", ".join(DEFAULT_SCHEDULES)
 
 Models = Annotated[
     str | None,
@@ -55,7 +52,7 @@ Schedules = Annotated[
 Recipe = Annotated[
     str,
     typer.Option(
-        help=f"Where all else of the training states is from: one of {', '.join(sorted(RECIPES))}.",
+        help="Where all else of the training states is from: one of those of train_multitf.py.",
         rich_help_panel=DATA,
     ),
 ]
@@ -105,6 +102,11 @@ def run(
     4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
     fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
     """
+    from mbd_core.multitf.recipes import recipe_named
+    from mbd_core.studies.alignment.alignment_report import write_alignment
+    from mbd_core.studies.alignment.compared_schedules import StudyConfig, compare_models
+    from mbd_core.studies.alignment.recorded_traces import Asked, check_models, read_models, record_models
+
     if traces is not None:
         check_nothing_is_asked(
             models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding

@@ -4,7 +4,6 @@ import sys
 from functools import partial
 from typing import Annotated, Any
 
-import torch
 import typer
 from tqdm import tqdm
 
@@ -20,9 +19,6 @@ from jobs.command_line import (
     command_text,
     numbers,
 )
-from mbd_core.bench.buffer_load import COLUMNS, Buffer, load_model_and_requests, measure_load, predict_load
-from mbd_core.bench.roofline import Machine
-from mbd_core.bench.step_rows import device_name, usable_device
 from mbd_core.bench.tables import markdown
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.shapes import SHAPES
@@ -90,6 +86,12 @@ def run(
     A request follows as soon as another ends. --predict computes from a roofline what the measured tokens per forward
     would give with another model on another machine; its default is an H100's data sheet.
     """
+    import torch
+
+    from mbd_core.bench.buffer_load import COLUMNS, Buffer, load_model_and_requests, measure_load, predict_load
+    from mbd_core.bench.roofline import Machine
+    from mbd_core.bench.step_rows import device_name, usable_device
+
     if json is not None:
         check_new_file(json)
     if predict is not None and predict not in SHAPES:

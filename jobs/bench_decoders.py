@@ -1,12 +1,13 @@
 """Benchmark every decoder beside a plain loop of the same method: the options, and the table."""
 
+from __future__ import annotations
+
 import platform
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from tqdm import tqdm
 
@@ -22,10 +23,11 @@ from jobs.command_line import (
     command_text,
     names,
 )
-from mbd_core.bench.decoder_cases import MethodCase, ModelCase, model_cases
-from mbd_core.bench.decoders import COLUMNS, measure_method
 from mbd_core.bench.tables import markdown
 from mbd_core.files import check_new_file, write_json
+
+if TYPE_CHECKING:
+    from mbd_core.bench.decoder_cases import MethodCase, ModelCase
 
 ModelNames = Annotated[
     str | None,
@@ -72,6 +74,11 @@ def run(
     plain loop's (where they differ in float32, float64 decides). The models are the shipped ones, and one of each
     family at the size of the parity fixtures.
     """
+    import torch
+
+    from mbd_core.bench.decoder_cases import model_cases
+    from mbd_core.bench.decoders import COLUMNS, measure_method
+
     if json is not None:
         check_new_file(json)
     if threads is not None:

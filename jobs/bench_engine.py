@@ -5,21 +5,10 @@ import sys
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from tqdm import tqdm
 
 from jobs.command_line import DATA, ENGINE, MODEL, OUTPUT, JsonFile, OwnThreads, command, command_text, numbers
-from mbd_core.bench.step_rows import (
-    COLUMNS,
-    GROWTH_COLUMNS,
-    PAPER_COLUMNS,
-    RATIO_COLUMNS,
-    StepBenchmark,
-    shape_or_folder,
-    usable_device,
-)
-from mbd_core.bench.step_timing import WARM_UP, StepCase
 from mbd_core.bench.tables import markdown
 from mbd_core.files import check_new_file, write_json
 from mbd_core.models.model_config import Parts
@@ -101,6 +90,11 @@ def run(
     batches, and the roofline floor, whose bandwidth and FLOP/s are measured first. docs/benchmarks.md explains the
     columns. The shape sdar-null has a forward of nearly nothing: its step is the engine's own work.
     """
+    import torch
+
+    from mbd_core.bench.step_rows import StepBenchmark, shape_or_folder, usable_device
+    from mbd_core.bench.step_timing import WARM_UP, StepCase
+
     if json is not None:
         check_new_file(json)
     if tpf is not None and not 0 < tpf < math.inf:
@@ -144,6 +138,8 @@ def _sizes(rows: str, prefix: str, buffer: str) -> list[dict[str, int]]:
 
 
 def _print(report: dict[str, Any], *, trace: bool) -> None:
+    from mbd_core.bench.step_rows import COLUMNS, GROWTH_COLUMNS, PAPER_COLUMNS, RATIO_COLUMNS
+
     rows, settings = report["rows"], report["settings"]
     print(
         f"{rows[0]['model']}, {settings['num_parameters'] / 1e6:.1f}M parameters, {rows[0]['dtype']}, "

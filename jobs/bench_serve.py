@@ -1,12 +1,14 @@
 """Benchmark an endpoint under load: the options, the rounds, and the tables."""
 
+from __future__ import annotations
+
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,23 +32,16 @@ from jobs.command_line import (
 )
 from jobs.load.sides import ALONE, Asking, measure, own_sides, url_sides
 from jobs.load.stream_client import Route
-from mbd_core.bench.load_generator import Concurrency, Load, LoadRun, Poisson
-from mbd_core.bench.load_plot import draw_load
-from mbd_core.bench.load_rows import (
-    PERCENTILES,
-    RATIO_COLUMNS,
-    ROW_COLUMNS,
-    Objective,
-    load_row,
-    parse_objective,
-    ratio_row,
-)
 from mbd_core.bench.tables import markdown
 from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.tasks import TASKS, find_task
 from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.models.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from mbd_core.bench.load_generator import Load, LoadRun
+    from mbd_core.bench.load_rows import Objective
 
 LOAD = "Load"
 OWN_OPTIONS = ("replicas", "max_rows", "buffer_size", "num_pages", "threads")
@@ -155,6 +150,8 @@ def run(
     Without --url our own endpoint is started on a Ray of its own and measured beside its engine alone: the same
     prompts, decoding and load, in the same run, in turn. docs/benchmarks.md explains the columns.
     """
+    from mbd_core.bench.load_rows import parse_objective
+
     for path in filter(None, (json, plot)):
         check_new_file(path)
     objective = None if slo is None else parse_objective(slo)
@@ -189,6 +186,8 @@ def run(
 
 def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
     """The loads in the order of the options."""
+    from mbd_core.bench.load_generator import Concurrency, Poisson
+
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"
     loads: list[Load] = [] if concurrency is None else [Concurrency(n) for n in numbers(concurrency, "--concurrency")]
@@ -201,6 +200,8 @@ def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
 
 
 def _requests_of(load: Load) -> int:
+    from mbd_core.bench.load_generator import Concurrency
+
     return max(16, 2 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
 
 
@@ -233,6 +234,8 @@ def build_report(
     runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: Objective | None
 ) -> dict[str, Any]:
     """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
+    from mbd_core.bench.load_rows import load_row, ratio_row
+
     names = list(runs)
     pairs = [(name, names[0]) for name in names[1:]]
     if names[0] == ALONE:
@@ -249,6 +252,8 @@ def build_report(
 
 
 def _write(report: dict[str, Any], *, json: Path | None, plot: Path | None) -> None:
+    from mbd_core.bench.load_plot import draw_load
+
     if json is not None:
         write_json(json, report)
     if plot is not None:
@@ -257,6 +262,8 @@ def _write(report: dict[str, Any], *, json: Path | None, plot: Path | None) -> N
 
 
 def _print(report: dict[str, Any]) -> None:
+    from mbd_core.bench.load_rows import PERCENTILES, RATIO_COLUMNS, ROW_COLUMNS
+
     rows = report["rows"]
     goodput = report["slo"] is not None
     settings = report["settings"]

@@ -1,5 +1,7 @@
 """What a sweep on Ray costs over calling the engine: the same samples both ways, and the ratio of their wall times."""
 
+from __future__ import annotations
+
 import sys
 import tempfile
 import time
@@ -7,26 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from cluster.storage import Folder
 from jobs.command_line import CLUSTER, DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
 from jobs.eval_sweep import cut_sweep, run_on_cluster
 from mbd_core.bench.tables import markdown
-from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.answer_ends import before_stop, generate_until
-from mbd_core.evaluation.decode_stage import DecodingModel, sample_requests, sample_stops
-from mbd_core.evaluation.endpoint_stage import EndpointStage
-from mbd_core.evaluation.sweep_folder import FILES, KIND, read_samples
 from mbd_core.evaluation.sweep_parts import Shard
-from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.timed_cases import Timing
-from mbd_core.serving.load import load_engine
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.decode_stage import DecodingModel
+    from mbd_core.evaluation.sweep_plan import Sweep
 
 TRIAL = 32  # problems by which the length of the run is found
 MOST = 1.10  # what the ratio is to stay below on a run of 5 minutes
@@ -113,6 +111,12 @@ def run(
     both, the start of Ray apart. Nothing is timed by itself (--timed 0), and nothing else should run beside it.
     Programs are graded by processes of their own: where no core is left for them, they take the engine's time.
     """
+    import torch
+
+    from mbd_core.evaluation.decode_stage import DecodingModel
+    from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+    from mbd_core.serving.load import load_engine
+
     torch.set_num_threads(threads)
     options = SweepOptions(
         models=[model],
@@ -159,6 +163,10 @@ def problems_in(seconds: float, *, trial: float) -> int:
 
 def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple[float, Texts]:
     """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
+    from mbd_core.checkpoint.chat import decode_text
+    from mbd_core.evaluation.answer_ends import before_stop, generate_until
+    from mbd_core.evaluation.decode_stage import sample_requests, sample_stops
+
     model.engine.forget_prefixes()
     began = time.perf_counter()
     stops, decode = sample_stops(rows), partial(decode_text, model.tokenizer)
@@ -172,6 +180,8 @@ def run_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts
     import ray
 
     from cluster.local import connect
+    from mbd_core.evaluation.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep_folder import FILES, KIND, read_samples
 
     began = time.perf_counter()
     is_ours = connect(num_cpus=max(4, num_actors + 2), worker_logs=False)

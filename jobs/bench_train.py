@@ -1,28 +1,26 @@
 """Benchmark the shared clean stream of MultiTF against a sequence for each layout: measured here, or counted."""
 
+from __future__ import annotations
+
 import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from tqdm import tqdm
 
 from jobs.command_line import DATA, ENGINE, MODEL, OUTPUT, JsonFile, OwnThreads, command, command_text, numbers
-from mbd_core.bench.step_rows import device_name, usable_device
 from mbd_core.bench.tables import markdown
-from mbd_core.bench.training_cost import count_row
-from mbd_core.bench.training_padding import COLUMNS as PADDING
-from mbd_core.bench.training_padding import padding_row
-from mbd_core.bench.training_speed import COLUMNS, measure_row
 from mbd_core.files import check_new_file, write_json
-from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shapes import SHAPES
-from mbd_core.multitf.prepared_data import PreparedExamples
 from mbd_core.multitf.tiny_recipes import TINY_MODEL
-from mbd_core.multitf.training_attention import TrainingAttention
+
+if TYPE_CHECKING:
+    import torch
+
+    from mbd_core.models.decoder import Decoder
 
 MODELS = {"tiny": TINY_MODEL, **SHAPES}
 COUNTED = {
@@ -100,6 +98,13 @@ def run(
     operations instead, also of models that fit on no machine here: those of dense attention, and of FlexAttention's
     blocks. --data counts the padding of batches, in the shapes' blocks.
     """
+    import torch
+
+    from mbd_core.bench.step_rows import device_name, usable_device
+    from mbd_core.bench.training_cost import count_row
+    from mbd_core.bench.training_speed import COLUMNS, measure_row
+    from mbd_core.multitf.training_attention import TrainingAttention
+
     if json is not None:
         check_new_file(json)
     pairs = [_layouts(text) for text in layouts.split(",")]
@@ -143,6 +148,10 @@ def padding_rows(
     shapes: list[str], data: Path, at_once: list[int], packs: list[int], batch_size: int
 ) -> list[dict[str, Any]]:
     """The padding of prepared data in the blocks of each shape, which is printed too."""
+    from mbd_core.bench.training_padding import COLUMNS as PADDING
+    from mbd_core.bench.training_padding import padding_row
+    from mbd_core.multitf.prepared_data import PreparedExamples
+
     rows, sizes = [], list(product(at_once, packs))
     for name in shapes:
         config = MODELS[name]
@@ -156,6 +165,8 @@ def padding_rows(
 
 def random_model(name: str, device: torch.device) -> Decoder:
     """A shape with random weights, in float32, ready to train."""
+    from mbd_core.models.decoder import Decoder, init_weights
+
     model = Decoder(MODELS[name]).to(device)
     init_weights(model, seed=0)
     return model.train()

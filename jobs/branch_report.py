@@ -1,14 +1,14 @@
 """Report on block lengths: the options, the prompts and the model; `mbd_core.studies.block_batch` does the study."""
 
+from __future__ import annotations
+
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from jobs.command_line import (
     DATA,
@@ -24,20 +24,19 @@ from jobs.command_line import (
     json_object,
     numbers,
 )
-from mbd_core.checkpoint.chat import decode_text, question_prompt
-from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.graders import grade
 from mbd_core.evaluation.problem_set import load_problems
 from mbd_core.evaluation.tasks import Problem, Task, find_task
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.models.decoder import Decoder
-from mbd_core.studies.block_batch.branch_report import write_branch_report
 from mbd_core.studies.block_batch.compared_canvases import compared_canvases
-from mbd_core.studies.block_batch.decode_study import StudyDecoder
-from mbd_core.studies.block_batch.study_prompts import StudyPrompt, check_prompts, read_prompts, tokenized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mbd_core.models.decoder import Decoder
+    from mbd_core.studies.block_batch.decode_study import StudyDecoder
+    from mbd_core.studies.block_batch.study_prompts import StudyPrompt
 
 KIND = "branch report"
 GENERATED_LIMIT = 16  # problems of a generated task, unless --limit says otherwise
@@ -109,6 +108,11 @@ def run(
     answers of a --task are graded. The model must have full attention (LLaDA, Dream, DiffuCoder). It needs no cluster
     and runs on the GPU if there is one. DIR gets report.md, report.json and PNG files.
     """
+    from mbd_core.checkpoint.config_files import load_config
+    from mbd_core.studies.block_batch.branch_report import write_branch_report
+    from mbd_core.studies.block_batch.decode_study import StudyDecoder
+    from mbd_core.studies.block_batch.study_prompts import check_prompts
+
     check_target_folder(out, KIND, overwrite=overwrite)
     if (prompts is None) == (task is None):
         raise ValueError("give either --prompts or --task")
@@ -150,6 +154,9 @@ def _prompts_of_file(
     path: Path, folder: Path, limit: int | None
 ) -> tuple[list[StudyPrompt], PreTrainedTokenizerBase | None]:
     """The prompts of a file, and the model's tokenizer if it has one; texts need one."""
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.studies.block_batch.study_prompts import read_prompts, tokenized
+
     lines = read_prompts(path, limit=limit)
     with_texts = any(line.text is not None for line in lines)
     tokenizer = read_folder(folder).tokenizer if with_texts or (folder / "tokenizer.json").exists() else None
@@ -160,6 +167,10 @@ def _prompts_of_task(
     task: Task, folder: Path, limit: int | None, data: str | None
 ) -> tuple[list[StudyPrompt], PreTrainedTokenizerBase]:
     """A benchmark's problems, with the grades of their answers."""
+    from mbd_core.checkpoint.chat import decode_text, question_prompt
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.studies.block_batch.study_prompts import StudyPrompt
+
     tokenizer = read_folder(folder).tokenizer
     limit = limit or (GENERATED_LIMIT if task.generate is not None else None)
 
@@ -177,11 +188,17 @@ def _prompts_of_task(
 
 
 def _load(folder: Path) -> Decoder:
+    import torch
+
+    from mbd_core.checkpoint.loading import load_model
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
 
 
 def _settings(decoder: StudyDecoder) -> dict[str, Any]:
+    import torch
+
     weights, block_batch = decoder.model.lm_head.weight, decoder.canvases.block_batch
     return {
         "max_tokens": decoder.max_tokens,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import typer
+from typer.core import TyperCommand, TyperOption
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -73,20 +74,31 @@ TensorParallel = Annotated[
 ]
 
 
+class Command(TyperCommand):
+    """A command whose help has one column of names: a switch's second name stands behind its text."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.secondary_opts:
+                option.help = f"{option.help} Or {', '.join(option.secondary_opts)}"
+                option.secondary_opts = []
+        super().format_help(ctx, formatter)
+
+
 class Main(Protocol):
     """A job's entry: the command line, by default the process's own, to the exit code."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...
 
 
-def command(run: Callable[..., Any]) -> Main:
+def command(run: Callable[..., Any], *, epilog: str | None = None) -> Main:
     """The job's `main(argv=None) -> exit code`.
 
     A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
-    defects of ours and keep their traceback. `run` returns `None` or an exit code.
+    defects of ours and keep their traceback. `run` returns `None` or an exit code. `epilog` stands below the options.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(help=_help(run))(run)
+    app.command(cls=Command, help=_help(run), epilog=epilog)(run)
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
 

@@ -18,8 +18,6 @@ from tqdm import tqdm
 
 from cluster.signals import interrupt_on
 from jobs.command_line import MODEL, OUTPUT, Overwrite, command
-from mbd_core.checkpoint.conversion import convert
-from mbd_core.checkpoint.saving import save_random
 from mbd_core.checkpoint.tensor_names import ExpertLayout, Format
 from mbd_core.models.shapes import SHAPES
 
@@ -72,6 +70,9 @@ def run(
     About one shard is in memory at a time. Values are copied as they are. Open only checkpoints that you trust: a
     distributed checkpoint's metadata is a pickle.
     """
+    from mbd_core.checkpoint.conversion import convert
+    from mbd_core.checkpoint.saving import save_random
+
     if not 0 < max_shard_gb < math.inf:
         raise ValueError(f"--max-shard-gb {max_shard_gb} must be above 0")
     if (source is None) == (random is None):

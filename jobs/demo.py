@@ -1,5 +1,7 @@
 """All of it on this machine (`make demo`): a short training job, a sweep, the endpoint, and a question to it."""
 
+from __future__ import annotations
+
 import json
 import shlex
 import subprocess
@@ -10,16 +12,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.local import LocalCluster, free_ports, local_cluster
 from jobs.command_line import DATA, MODEL, OUTPUT, command
-from mbd_core.checkpoint.saving import MODEL_KIND
-from mbd_core.evaluation.sweep_folder import check_sweep_folder
 from mbd_core.files import check_target_folder
 from mbd_core.tasks import gsm_mini
+
+if TYPE_CHECKING:
+    from cluster.local import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_SECONDS = 180.0
@@ -37,6 +39,10 @@ def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 2
     ledger-mini MultiBD costs the base (ledger-bd) more accuracy than the model after MultiTF (ledger-mbd). A model and
     a sweep that an earlier demo left in --out are replaced.
     """
+    from cluster.local import local_cluster
+    from mbd_core.checkpoint.saving import MODEL_KIND
+    from mbd_core.evaluation.sweep_folder import check_sweep_folder
+
     out, started = out.resolve(), time.perf_counter()
     check_target_folder(out / "trained", MODEL_KIND, overwrite=True)
     check_sweep_folder(out / "sweep", overwrite=True)
@@ -92,6 +98,8 @@ def submit(cluster: LocalCluster, *arguments: str) -> None:
 @contextmanager
 def endpoint(cluster: LocalCluster, model: str) -> Iterator[str]:
     """The endpoint as a child process for as long as the block lasts; its base URL once it answers."""
+    from cluster.local import free_ports
+
     (port,) = free_ports(1)
     command = [sys.executable, str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)]
     child = subprocess.Popen(command, env=cluster.environment)
@@ -107,7 +115,7 @@ def endpoint(cluster: LocalCluster, model: str) -> Iterator[str]:
             child.kill()
 
 
-def wait_until_healthy(child: "subprocess.Popen[bytes]", url: str, *, deadline: float) -> None:
+def wait_until_healthy(child: subprocess.Popen[bytes], url: str, *, deadline: float) -> None:
     """Return once `/health` answers; `RuntimeError` if the endpoint ends or the deadline passes before."""
     while time.monotonic() < deadline:
         if child.poll() is not None:

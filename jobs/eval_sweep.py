@@ -1,5 +1,7 @@
 """Sweep models x methods x thresholds over tasks on Ray Data: the options, the cluster, and the report."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,35 +31,20 @@ from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from jobs.write_best import WriteBest, written_best
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.best_folder import edit_notes
-from mbd_core.evaluation.best_point import By
-from mbd_core.evaluation.decode_stage import ModelRefused
-from mbd_core.evaluation.endpoint_stage import EndpointStage
-from mbd_core.evaluation.engine_deaths import dead_samples
 from mbd_core.evaluation.evaluation_recipes import OWN
-from mbd_core.evaluation.sandbox import describe_isolation
-from mbd_core.evaluation.sweep_choice import best_points, check_choice
-from mbd_core.evaluation.sweep_folder import (
-    FAILURE,
-    FILES,
-    KIND,
-    REPORT,
-    SweepFolder,
-    check_sweep_folder,
-    is_computed,
-)
 from mbd_core.evaluation.sweep_parts import Part, Shard, cut, part_size
-from mbd_core.evaluation.sweep_plan import Sweep, SweepOptions, plan_sweep
-from mbd_core.evaluation.sweep_record import SweepRecord, record_of, timed_rows
-from mbd_core.evaluation.sweep_samples import collect_samples, collect_times
-from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
-from mbd_core.evaluation.sweep_summary import write_summary
 from mbd_core.evaluation.tasks import TASKS, runs_programs
 from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
 from mbd_core.tasks.split import Split
 
 if TYPE_CHECKING:
     from actors.evaluation import EnginePool
+    from mbd_core.evaluation.best_point import By
+    from mbd_core.evaluation.decode_stage import ModelRefused
+    from mbd_core.evaluation.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep_folder import SweepFolder
+    from mbd_core.evaluation.sweep_plan import Sweep
+    from mbd_core.evaluation.sweep_record import SweepRecord
 
 LIST = "NAME,..."
 
@@ -172,6 +159,10 @@ def run(
     It runs on the cluster of RAY_ADDRESS, which a submitted job has (with an absolute --out), or on one of its own.
     The same command again computes what is missing; --overwrite replaces a finished sweep or another.
     """
+    from mbd_core.evaluation.best_folder import edit_notes
+    from mbd_core.evaluation.sandbox import describe_isolation
+    from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+
     place = writable_folder(out)
     subjects = Subjects.find(models, endpoint, endpoint_key)
     options = SweepOptions(
@@ -209,9 +200,13 @@ def writable_folder(out: str) -> Folder:
 
 
 def run_work(
-    out: Folder, work: "Work", subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
+    out: Folder, work: Work, subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
 ) -> None:
     """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
+    from mbd_core.evaluation.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep_choice import best_points, check_choice
+    from mbd_core.evaluation.sweep_folder import FILES, KIND, REPORT, check_sweep_folder, is_computed
+
     sweep, record = work.sweep, work.record
     subjects.try_decoding(sweep)
     targets = subjects.model_folders(sweep)
@@ -258,6 +253,8 @@ class Work:
 
 def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
     """A sweep in parts, the same with however many actors."""
+    from mbd_core.evaluation.sweep_record import record_of, timed_rows
+
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
     record = record_of(sweep, rows, parts, shard=shard, timing=timing)
@@ -266,6 +263,9 @@ def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
 
 def report_computed(mirror: Mirror, record: SweepRecord, *, overwrite: bool) -> str:
     """Write the report of a sweep of which all is there, without a cluster; the report as Markdown."""
+    from mbd_core.evaluation.sweep_folder import FAILURE, SweepFolder
+    from mbd_core.evaluation.sweep_summary import write_summary
+
     with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
         print(f"eval_sweep: {len(record.parts)} of {len(record.parts)} parts are there", file=sys.stderr)
         folder.remove(FAILURE)  # of an earlier run
@@ -286,6 +286,10 @@ def run_on_cluster(
     from actors.evaluation import compute_parts, plan_pool
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
+    from mbd_core.evaluation.sweep_folder import FAILURE, SweepFolder
+    from mbd_core.evaluation.sweep_samples import collect_samples
+    from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
+    from mbd_core.evaluation.sweep_summary import write_summary
 
     sweep = work.sweep
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
@@ -325,11 +329,12 @@ def run_on_cluster(
             ray.shutdown()
 
 
-def time_missing(
-    work: Work, folder: SweepFolder, pool: "EnginePool", *, urls: Mapping[str, str]
-) -> ModelRefused | None:
+def time_missing(work: Work, folder: SweepFolder, pool: EnginePool, *, urls: Mapping[str, str]) -> ModelRefused | None:
     """Time the cases that are missing, without what killed an engine; the refusal of a model that cannot be loaded."""
     from actors.timing import time_cases
+    from mbd_core.evaluation.decode_stage import ModelRefused
+    from mbd_core.evaluation.engine_deaths import dead_samples
+    from mbd_core.evaluation.sweep_samples import collect_times
 
     left, dead = set(folder.missing_cases()), dead_samples(folder.path)
     cases = [case for case in work.cases if case.number in left]

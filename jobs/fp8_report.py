@@ -3,11 +3,9 @@
 import sys
 from typing import Annotated
 
-import torch
 import typer
 
 from jobs.command_line import DATA, ENGINE, JsonFile, ModelName, Seed, command, command_text
-from mbd_core.bench.fp8_logits import COLUMNS, fp8_rows
 from mbd_core.bench.tables import markdown
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_new_file, write_json
@@ -32,6 +30,10 @@ def run(
     tokens shown, and with those positions masked as in decoding. The texts are both tasks' test problems; a model
     folder without a tokenizer gets random ids. It runs on the GPU if there is one.
     """
+    import torch
+
+    from mbd_core.bench.fp8_logits import COLUMNS, fp8_rows
+
     if json is not None:
         check_new_file(json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

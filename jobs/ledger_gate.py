@@ -3,13 +3,11 @@
 import sys
 from typing import Annotated
 
-import torch
 import typer
 
 from jobs.command_line import DATA, DECODING, ModelName, OwnThreads, Seed, command, numbers
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.markdown_sections import table_line
-from mbd_core.studies.ledger.depth_gate import measure_gate
 
 Problems = Annotated[int, typer.Option(min=1, help="Problems of the valid split.", rich_help_panel=DATA)]
 Tau = Annotated[float, typer.Option("--tau-m2t", help="The threshold.", rich_help_panel=DECODING)]
@@ -30,6 +28,10 @@ def run(
     Asked of SingleBD: accuracy of 70 to 92 %, at least 4 decoding forwards a block, fewer than 20 % of the answers at
     the least possible number of forwards.
     """
+    import torch
+
+    from mbd_core.studies.ledger.depth_gate import measure_gate
+
     sizes = (1, *(size for size in numbers(buffers, "--buffers") if size > 1))
     if not 0.0 < tau < 1.0:
         raise ValueError(f"--tau-m2t {tau:g} must lie between 0 and 1")

@@ -1,13 +1,17 @@
 """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.command_line import DATA, DECODING, MODEL, command
-from mbd_core.evaluation.paired_answers import Difference, load_answers, pair_answers
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.paired_answers import Difference
 
 
 def run(
@@ -30,6 +34,8 @@ def run(
     first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
     problem under several seeds count together.
     """
+    from mbd_core.evaluation.paired_answers import load_answers, pair_answers
+
     sides = (
         load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)
         for model in (first, second)

@@ -6,36 +6,37 @@ Reads JSON lines, Parquet and Hugging Face datasets on disk, here or at URLs; ne
 codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import typer
-from transformers import PreTrainedTokenizerBase
 
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import CLUSTER, DATA, DECODING, OUTPUT, ModelName, Overwrite, command, json_object
-from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.decoding_config import decoding_config
 from mbd_core.decoding.methods import METHODS, MULTI, merge_fields
 from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.decode_stage import DecodingModel
-from mbd_core.evaluation.model_answers import ANSWERS_KIND, PART, Answering, DecodeParts, ModelAnswers, PartDecoder
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.multitf.conversation_rows import Columns, find_files, read_rows
-from mbd_core.multitf.data_preparation import Encode, Preparation, check_prompts, prepare_data
 from mbd_core.multitf.overlap import Benchmark
-from mbd_core.multitf.prepared_data import DATA_KIND
-from mbd_core.serving.load import load_engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mbd_core.evaluation.decode_stage import DecodingModel
+    from mbd_core.evaluation.model_answers import Answering, DecodeParts, ModelAnswers
+    from mbd_core.multitf.data_preparation import Encode, Preparation
 
 Sources = Annotated[
     list[str],
@@ -196,6 +197,10 @@ def run(
 
     With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
     """
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.multitf.data_preparation import Preparation
+    from mbd_core.multitf.prepared_data import DATA_KIND
+
     target = Folder.at(out)
     target.check_target(DATA_KIND, overwrite=overwrite)
     if drop_overlap and not against:
@@ -253,13 +258,16 @@ def encoder_of(workers: int | None, model: str) -> Encode | None:
 def write(
     preparation: Preparation,
     target: Folder,
-    answerer: "Answerer | None",
+    answerer: Answerer | None,
     *,
     overwrite: bool,
     encode: Encode | None,
     num_actors: int | None,
 ) -> None:
     """Write the folder, and print what became of the rows."""
+    from mbd_core.multitf.data_preparation import check_prompts, prepare_data
+    from mbd_core.multitf.prepared_data import DATA_KIND
+
     with target.staged(DATA_KIND, overwrite=overwrite) as folder:
         if answerer is None:
             counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
@@ -290,6 +298,8 @@ class Answerer:
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
         """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
         first answer is missing."""
+        from mbd_core.evaluation.model_answers import PART, ModelAnswers, PartDecoder
+
         decode: DecodeParts
         if num_actors is not None:
             from actors.answering import AnswerPool
@@ -303,12 +313,19 @@ class Answerer:
             yield answers
 
     def _load(self) -> DecodingModel:
+        from mbd_core.evaluation.decode_stage import DecodingModel
+        from mbd_core.serving.load import load_engine
+
         loaded = load_engine(model_folder(fetch_model(self.model)), self.engine)
         return DecodingModel(loaded.engine, loaded.tokenizer)
 
 
 def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) -> Answerer | None:
     """Who answers, if a model is named, checked before anything is decoded; `ValueError` for what cannot be."""
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.checkpoint.model_digest import model_digest
+    from mbd_core.evaluation.model_answers import ANSWERS_KIND, PART, Answering
+
     if model is None:
         for name, value in options.items():
             if value is not None:

@@ -1,20 +1,21 @@
 """Report sweeps from their rows alone: no model and no cluster."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.command_line import DATA, OUTPUT, Overwrite, command
 from jobs.write_best import WriteBest, written_best
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.best_point import By
-from mbd_core.evaluation.sweep_choice import best_points, models_of
-from mbd_core.evaluation.sweep_folder import REPORT
-from mbd_core.evaluation.sweep_summary import rewrite_summary, summarize_sweeps
 from mbd_core.files import check_target_folder, folder_beside
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.best_point import By
 
 KIND = "sweep report"
 
@@ -52,6 +53,10 @@ def run(
     Shards of one sweep give the report of the sweep. Sweeps of different models, methods or problems are joined if no
     two of them hold the same sample. A sweep that is not finished is reported as far as it is.
     """
+    from mbd_core.evaluation.sweep_choice import best_points
+    from mbd_core.evaluation.sweep_folder import REPORT
+    from mbd_core.evaluation.sweep_summary import rewrite_summary, summarize_sweeps
+
     targets = best_targets(folders, write_best, folder or [])
     best = [] if write_best is None else best_points(folders, list(targets), write_best)
     if out is None:
@@ -74,6 +79,8 @@ def run(
 
 def best_targets(folders: Sequence[Path], by: By | None, model_folders: Sequence[Path]) -> dict[str, Path]:
     """The model folders by the models that they hold; `ValueError` if the options do not go together."""
+    from mbd_core.evaluation.sweep_choice import models_of
+
     if by is None and model_folders:
         raise ValueError("--folder says where --write-best writes; give it too")
     if by is not None and not model_folders:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs, check_client_requests
+from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
 from jobs.command_line import (
     CLUSTER,
     ENGINE,
@@ -22,7 +22,6 @@ from jobs.command_line import (
 )
 from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.model_config import Parts
-from mbd_core.serving.api_keys import read_keys
 from mbd_core.serving.open_requests import DRAIN_SECONDS
 from mbd_core.serving.openai_requests import MAX_PROMPTS, MOST_PROMPTS
 
@@ -137,7 +136,7 @@ Attention = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="The attention kernel (default: the best there is); an unknown name is refused with those that are known.",
+        help="The attention kernel (default: the best there is); of an unknown one, the error names those there are.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -210,6 +209,9 @@ def run(
 
 def serve_model(args: ModelArgs, host: str, port: int, api_keys: Path | None, limits: dict[str, Any]) -> None:
     """Serve until a signal, once what can be checked has been."""
+    from actors.serving_args import check_client_requests
+    from mbd_core.serving.api_keys import read_keys
+
     args.checked()
     check_client_requests(limits["client_requests"], api_keys)
     if api_keys is not None:

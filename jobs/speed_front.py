@@ -8,8 +8,6 @@ import typer
 
 from jobs.command_line import DATA, MODEL, OUTPUT, command, names
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.front_report import front_of, front_table, write_front
-from mbd_core.evaluation.sweep_folder import read_report
 
 
 def run(
@@ -36,6 +34,9 @@ def run(
 
     A server that loads the folder then takes "speed" in requests: 0 is the front's most accurate point, 1 its fastest.
     """
+    from mbd_core.evaluation.front_report import front_of, front_table, write_front
+    from mbd_core.evaluation.sweep_folder import read_report
+
     chosen = () if tasks is None else names(tasks, "--tasks")
     front = front_of(read_report(sweep), model=model, tasks=chosen)
     write_front(model_folder(folder), front, overwrite=overwrite)

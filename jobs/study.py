@@ -1,43 +1,29 @@
 """The study on ledger-mini: a grid of training runs and sweeps on Ray, and a report from their rows alone."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actors.training_run import TrainingRun, check_run, checked_base, fetched
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, command, names, numbers
 from jobs.eval_sweep import cut_sweep, run_work
 from jobs.sweep_subjects import Subjects
 from jobs.train_multitf import train_on_cluster
-from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.model_digest import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.sweep_folder import FolderState, is_finished
 from mbd_core.evaluation.sweep_parts import Shard
-from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
 from mbd_core.evaluation.timed_cases import Timing
-from mbd_core.multitf.fit import check_fit
-from mbd_core.multitf.ledger_recipes import LEDGER_BD, LEDGER_TASK
-from mbd_core.multitf.training_recipe import TrainingRecipe
-from mbd_core.studies.ledger.study_plan import (
-    FITTED,
-    ROWS,
-    Experiment,
-    StudyPlan,
-    check_earlier,
-    claim,
-    missing_models,
-    model_path,
-    run_name,
-    seeded,
-    swept_models,
-)
-from mbd_core.studies.ledger.study_results import measure_inference, report
-from mbd_core.studies.ledger.study_rows import sweep_rows, write_rows
+from mbd_core.multitf.ledger_recipes import LEDGER_BD
+from mbd_core.studies.ledger.study_plan import Experiment
+
+if TYPE_CHECKING:
+    from actors.training_run import TrainingRun
+    from mbd_core.multitf.training_recipe import TrainingRecipe
+    from mbd_core.studies.ledger.study_plan import StudyPlan
 
 MAX_ROWS = 64
 
@@ -95,6 +81,11 @@ def run(
     each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
+    from actors.training_run import checked_base
+    from mbd_core.checkpoint.model_digest import model_digest
+    from mbd_core.studies.ledger.study_plan import StudyPlan, check_earlier, claim
+    from mbd_core.studies.ledger.study_results import measure_inference, report
+
     if report_only:
         print(report(Path(out), experiment))
         return
@@ -153,6 +144,11 @@ def compute(
     actors: int,
 ) -> None:
     """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
+    from actors.training_run import check_run, fetched
+    from mbd_core.multitf.fit import check_fit
+    from mbd_core.studies.ledger.study_plan import ROWS, missing_models, swept_models
+    from mbd_core.studies.ledger.study_rows import sweep_rows, write_rows
+
     runs = [
         training(out, recipe, seed, plan, base=base, folder=folder, noise=noise, workers=workers)
         for recipe, seed in missing_models(out, plan, experiment)
@@ -237,6 +233,10 @@ def training(
     workers: int,
 ) -> TrainingRun:
     """A run of the study from `base`, which lies in `folder`; one that was begun is gone on with."""
+    from actors.training_run import TrainingRun
+    from mbd_core.checkpoint.config_files import load_config
+    from mbd_core.studies.ledger.study_plan import FITTED, model_path, run_name, seeded
+
     measured, size = noise if recipe.name == FITTED else None, load_config(folder).block_size
     return TrainingRun(
         recipe=seeded(recipe, seed, base=base, block_size=size, steps=plan.steps, noise=measured),
@@ -254,6 +254,11 @@ def sweep_folder(out: Path, experiment: Experiment, seed: int) -> Path:
 
 def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, folder: Path, *, actors: int) -> None:
     """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
+    from mbd_core.evaluation.sweep_folder import FolderState, is_finished
+    from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+    from mbd_core.multitf.ledger_recipes import LEDGER_TASK
+    from mbd_core.studies.ledger.study_plan import swept_models
+
     place = sweep_folder(out, experiment, seed)
     state = FolderState.load(place)
     if state is not None and is_finished(place, state):

@@ -1,10 +1,12 @@
 """What a sweep runs: options for model folders and for endpoints, and what they name, fetched and found."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -12,7 +14,9 @@ from cluster.storage import fetch_model
 from jobs.command_line import MODEL, names
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
-from mbd_core.evaluation.sweep_plan import Sweep
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.sweep_plan import Sweep
 
 Models = Annotated[
     str | None,

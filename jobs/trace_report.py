@@ -1,13 +1,14 @@
 """Report on decode traces: the options; traces are read, or recorded first."""
 
+from __future__ import annotations
+
 import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from jobs.command_line import (
@@ -22,18 +23,12 @@ from jobs.command_line import (
     command_text,
     json_object,
 )
-from mbd_core.checkpoint.chat import question_prompt
-from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.folder import read_folder
-from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
 from mbd_core.files import check_target_folder, folder_beside
-from mbd_core.studies.trace_comparison import compared_decodings, record_run
 from mbd_core.tasks import gsm_mini
-from mbd_core.trace.replay import replay_runs, shared_request
-from mbd_core.trace.trace_report import write_trace_report
-from mbd_core.trace.traced_run import TracedRun, read_run
+
+if TYPE_CHECKING:
+    from mbd_core.trace.traced_run import TracedRun
 
 KIND = "trace report"
 NUM_PROMPTS = 16
@@ -113,6 +108,8 @@ def run(
     MultiBD, and both traces are recorded in detail. DIR gets report.md, report.json, PNG files and, where tokens were
     recorded, replay.html, which works without a server or network. It needs no cluster.
     """
+    from mbd_core.trace.trace_report import write_trace_report
+
     if bool(traces) == bool(model):
         raise ValueError("give traces to read, or --model to record some, and not both")
     for name, value, belongs in (
@@ -154,6 +151,11 @@ def _named(text: str) -> tuple[str, Path]:
 
 def _read(paths: dict[str, Path], model: str | None, block_size: int | None, request: str | None) -> TraceSource:
     """Runs of trace files; `ValueError` names what is wrong with one."""
+    from mbd_core.checkpoint.config_files import load_config
+    from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+    from mbd_core.trace.replay import shared_request
+    from mbd_core.trace.traced_run import read_run
+
     runs = [read_run(path, name=name, block_size=block_size) for name, path in paths.items()]
     detailed = [run for run in runs if run.detailed]
     if request is not None:
@@ -187,6 +189,13 @@ def _record(
     max_tokens: int,
 ) -> TraceSource:
     """Decode the prompts under both methods, a trace each; `ValueError` for what cannot be decoded."""
+    import torch
+
+    from mbd_core.checkpoint.chat import question_prompt
+    from mbd_core.checkpoint.folder import read_folder
+    from mbd_core.checkpoint.loading import load_model
+    from mbd_core.studies.trace_comparison import compared_decodings, record_run
+
     if "buffer_size" in fields:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
     model_files = read_folder(model_folder(name))
@@ -224,6 +233,8 @@ def _record(
 
 def _replay(source: TraceSource, path: Path) -> str | None:
     """Write the replay page; or why there is none."""
+    from mbd_core.trace.replay import replay_runs
+
     detailed = [run for run in source.runs if run.detailed]
     if not detailed:
         return "no replay page: no trace was recorded with tokens (TraceRecorder(detail=True))"

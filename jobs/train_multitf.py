@@ -8,32 +8,37 @@ Without a cluster (no RAY_ADDRESS) the job starts one for itself. Exit codes: 0 
 cluster could be reached, 2 bad input; each failure is one sentence on stderr.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import typer
 
-from actors.training_run import TrainingRun, begin, check_run, checked_base, checked_data, fetched
 from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import train_config
-from mbd_core.multitf.fit import block_size_note, check_fit, planned_lines
 from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
-from mbd_core.multitf.recipes import RECIPES, recipe_named
+from mbd_core.multitf.recipes import RECIPES
 from mbd_core.multitf.train_config import AttentionChoice, ExpertsCut, ShardingChoice
-from mbd_core.multitf.training_recipe import TrainingRecipe, with_options, with_precision
+
+if TYPE_CHECKING:
+    from actors.training_run import TrainingRun
+    from mbd_core.multitf.training_recipe import TrainingRecipe
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
 
-Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
+Recipe = Annotated[
+    str, typer.Option(metavar="NAME", help="What is trained, and how; the names are below.", rich_help_panel=MODEL)
+]
 Base = Annotated[
     str | None,
     typer.Option(
@@ -60,11 +65,20 @@ FittedNoise = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, help="Updates, if not the recipe's; the schedule shrinks with them.", rich_help_panel=MODEL),
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Updates, if not the recipe's; the schedule shrinks with them.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Precision = Annotated[
     train_config.Precision,
-    typer.Option(help="auto: bfloat16 where all workers compute it, else float32.", rich_help_panel=MODEL),
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]
 MaxFailures = Annotated[int, typer.Option(min=0, help="Lost workers the run survives.", rich_help_panel=CLUSTER)]
@@ -115,7 +129,8 @@ Again = Annotated[
 Attention = Annotated[
     AttentionChoice | None,
     typer.Option(
-        help="A block mask (flex, on GPUs), or a dense one; auto: flex on a GPU.",
+        metavar="NAME",
+        help="flex (a block mask, on GPUs), dense, or auto: flex on a GPU.",
         show_default="the recipe's",
         rich_help_panel=MODEL,
     ),
@@ -226,6 +241,11 @@ def run(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
+    from actors.training_run import TrainingRun, check_run, checked_base, checked_data, fetched
+    from mbd_core.multitf.fit import block_size_note, check_fit
+    from mbd_core.multitf.recipes import recipe_named
+    from mbd_core.multitf.training_recipe import with_options, with_precision
+
     chosen = with_precision(recipe_named(recipe), precision)
     if start := base or chosen.base:
         chosen = replace(chosen, base=checked_base(start))
@@ -263,6 +283,9 @@ def run(
 
 def print_plan(recipe: TrainingRecipe, sharding: ShardingChoice, *, num_workers: int, device: Device | None) -> None:
     """The memory plan of a recipe that can be trained, for GPUs unless CPUs are asked for."""
+    from actors.training_run import fetched
+    from mbd_core.multitf.fit import check_fit, planned_lines
+
     here = fetched(recipe)
     check_fit(here)
     kind = "CPU" if device == "cpu" else "GPU"
@@ -275,6 +298,7 @@ def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the s
     `go_on` is what goes on with a training that failed.
     """
     from actors.training import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
+    from actors.training_run import begin
     from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 
@@ -291,7 +315,7 @@ def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the s
         ) from error
 
 
-main = command(run)
+main = command(run, epilog=f"Recipes: {', '.join(sorted(RECIPES))}.")
 
 if __name__ == "__main__":
     sys.exit(main())

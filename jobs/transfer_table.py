@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jobs.command_line import DATA, command
-from mbd_core.evaluation.setting_transfer import ChosenBy, transfer_table
+from mbd_core.evaluation.setting_transfer import ChosenBy
 
 Chosen = Annotated[
     list[Path],
@@ -26,6 +26,8 @@ def run(chosen_on: Chosen, reported_on: Reported, by: Rule = "accuracy") -> None
     Both options may be given again: a sweep has all its models on all its tasks, so models with tasks of their own
     are sweeps of their own.
     """
+    from mbd_core.evaluation.setting_transfer import transfer_table
+
     print(transfer_table(chosen_on, reported_on, by=by))
 
 

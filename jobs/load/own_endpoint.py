@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from cluster.local import SUPERVISOR, free_ports
-
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, STOP_SECONDS = 300.0, 120.0
 
@@ -33,6 +31,8 @@ def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
     folder of `log` is then removed. Raises `RuntimeError` with the last line of its output
     if it does not serve, with all its replicas, within `START_SECONDS`.
     """
+    from cluster.local import SUPERVISOR, free_ports
+
     (port,) = free_ports(1)
     command = [sys.executable, "-P", str(SUPERVISOR), str(os.getpid()), str(log.parent)]
     command += [sys.executable, str(ROOT / "jobs" / "serve.py"), *options, "--port", str(port)]

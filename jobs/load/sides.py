@@ -1,5 +1,7 @@
 """The targets of a load test, each as a function that sends it a load, and the rounds in which they take turns."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import tempfile
@@ -7,25 +9,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
 from jobs.load.stream_client import Route, Target, open_session, record_stream, served_models
-from mbd_core.bench.load_generator import Concurrency, Load, LoadRun, load_engine_alone, send_load
 from mbd_core.bench.load_records import RequestRecord
-from mbd_core.bench.random_folder import write_random_folder
-from mbd_core.checkpoint.chat import plain_prompt, question_prompt
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.request import Request
 from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.models.shapes import SHAPES
-from mbd_core.serving.endpoint_args import EndpointArgs, endpoint_args
-from mbd_core.serving.load import LoadedModel, load_engine
+
+if TYPE_CHECKING:
+    from mbd_core.bench.load_generator import Load, LoadRun
+    from mbd_core.serving.endpoint_args import EndpointArgs
+    from mbd_core.serving.load import LoadedModel
 
 ALONE = "engine alone"
-Side = Callable[[Load, Sequence[str]], LoadRun]
+Side = Callable[["Load", Sequence[str]], "LoadRun"]
 """Sends a load of prompts to one target and waits for its end."""
 
 
@@ -68,6 +68,7 @@ async def _target(name: str, url: str, asking: Asking, extra: Mapping[str, Any])
 
 def http_side(target: Target, *, seconds: float) -> Side:
     """A target behind HTTP; each load has connections of its own."""
+    from mbd_core.bench.load_generator import send_load
 
     async def sent(load: Load, prompts: Sequence[str]) -> LoadRun:
         async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
@@ -82,6 +83,9 @@ def http_side(target: Target, *, seconds: float) -> Side:
 
 def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
     """The engine in this process, given prompts that are tokenised before the load begins."""
+    from mbd_core.bench.load_generator import load_engine_alone
+    from mbd_core.checkpoint.chat import plain_prompt, question_prompt
+
     decoding = loaded.decoding(asking.extra_of(0).get("decoding", {}))
 
     def send(load: Load, prompts: Sequence[str]) -> LoadRun:
@@ -105,6 +109,13 @@ def own_sides(
     asking: Asking, engine: EngineConfig, *, threads: int, replicas: Sequence[int]
 ) -> Iterator[dict[str, Side]]:
     """The engine alone in this process, and an endpoint of ours for each number of replicas."""
+    import torch
+
+    from mbd_core.bench.random_folder import write_random_folder
+    from mbd_core.models.shapes import SHAPES
+    from mbd_core.serving.endpoint_args import endpoint_args
+    from mbd_core.serving.load import load_engine
+
     with ExitStack() as started:
         scratch = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-")))
         model = asking.model or "sdar-50m"
@@ -143,6 +154,8 @@ def measure(
     repeats: int,
 ) -> dict[str, list[list[LoadRun]]]:
     """The runs of each target, load by load. In a round all get the same prompts; each round begins with another."""
+    from mbd_core.bench.load_generator import Concurrency
+
     names = list(sides)
     runs: dict[str, list[list[LoadRun]]] = {name: [[] for _ in loads] for name in names}
     if warm_up:

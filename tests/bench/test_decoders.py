@@ -90,7 +90,7 @@ def test_an_existing_file_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the refusal comes before a model is loaded."""
-    monkeypatch.setattr(bench_decoders, "model_cases", lambda *_, **__: pytest.fail("models were loaded"))
+    monkeypatch.setattr("mbd_core.bench.decoder_cases.model_cases", lambda *_, **__: pytest.fail("models were loaded"))
     (tmp_path / "a.json").write_text("a user's")
     assert bench_decoders.main(["--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err

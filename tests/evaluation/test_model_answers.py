@@ -59,7 +59,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(1)
         return load(*arguments, **settings)
 
-    monkeypatch.setattr(prepare_data, "load_engine", counted)
+    monkeypatch.setattr("mbd_core.serving.load.load_engine", counted)
     return found
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,34 +53,62 @@ def commands() -> dict[str, set[str]]:
 
 
 HELP = """
-import contextlib, io, json, runpy, sys
-texts = {}
+import contextlib, io, json, os, runpy, sys
+shown = {}
 for job in sys.argv[1:]:
-    sys.argv, printed = [job, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        runpy.run_path(job, run_name="__main__")
-    texts[job] = printed.getvalue()
-print(json.dumps(texts))
+    sys.argv, texts = [job, "--help"], {}
+    for columns in ("200", "80"):
+        os.environ["COLUMNS"] = columns
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            runpy.run_path(job, run_name="__main__")
+        texts[columns] = printed.getvalue()
+    shown[job] = {**texts, "modules": sorted(sys.modules)}
+print(json.dumps(shown))
 """
+HEAVY = ("torch", "transformers", "ray", "matplotlib", "pandas", "scipy")
+"""Packages that take long to import."""
+JOBS = sorted(
+    path.stem for path in (ROOT / "jobs").glob("*.py") if '__name__ == "__main__":\n    sys.exit(main())' in path.read_text()
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def help_texts() -> dict[str, str]:
-    """What each command prints for `--help`; one process for all, for most of their time is the import of PyTorch."""
-    jobs = [str(ROOT / "jobs" / f"{job}.py") for job in sorted(commands())]
+def help_shown() -> dict[str, dict[str, Any]]:
+    """What each command prints for `--help` in 200 and in 80 columns, and the modules that are there afterwards.
+
+    In one process, in turn: a module that a command imports is there for those after it too.
+    """
+    jobs = [str(ROOT / "jobs" / f"{job}.py") for job in JOBS]
     done = subprocess.run(
         [sys.executable, "-c", HELP, *jobs], capture_output=True, text=True, timeout=300, cwd=ROOT,
-        env={"COLUMNS": "200", "PATH": "", "TERM": "dumb"},
+        env={"PATH": "", "TERM": "dumb"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return {Path(job).stem: text for job, text in json.loads(done.stdout).items()}
+    return {Path(job).stem: shown for job, shown in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_help_imports_nothing_that_takes_seconds(job: str, help_shown: dict[str, dict[str, Any]]) -> None:
+    earlier = set(help_shown[JOBS[JOBS.index(job) - 1]]["modules"]) if job != JOBS[0] else set()
+    new = set(help_shown[job]["modules"]) - earlier
+    assert not new & set(HEAVY)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_help_names_every_option_in_80_columns(job: str, help_shown: dict[str, dict[str, Any]]) -> None:
+    options = re.compile(r"(?<![\w-])--[a-z0-9-]+(?![\w…-])")
+    panels = [line for line in help_shown[job]["200"].splitlines() if line.startswith("│")]
+    names = {option for line in panels for option in options.findall(line)}
+    assert "--help" in names and names <= set(options.findall(help_shown[job]["80"]))
+    assert "…" not in help_shown[job]["80"]  # nothing else is cut either: lists of names would look alike
 
 
 @pytest.mark.parametrize("job", sorted(commands()))
-def test_the_options_in_documents_are_the_commands(job: str, help_texts: dict[str, str]) -> None:
-    assert "Usage" in help_texts[job]
+def test_the_options_in_documents_are_the_commands(job: str, help_shown: dict[str, dict[str, Any]]) -> None:
+    text = help_shown[job]["200"]
+    assert "Usage" in text
     for option in commands()[job]:
-        assert option in help_texts[job], f"{job}.py has no {option}"
+        assert option in text, f"{job}.py has no {option}"
 
 
 # Commands that find a cluster by themselves: on a machine with two of them it may be the other one.

@@ -47,7 +47,9 @@ def test_a_model_is_decoded_and_compared(report: Path) -> None:
 
 
 def test_the_traces_alone_give_the_same_report(report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alignment, "record_models", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "mbd_core.studies.alignment.recorded_traces.record_models", lambda *_: pytest.fail("a model was loaded")
+    )
     argv = ["--traces", str(report / "traces"), *SMALL, *SCHEDULES, "--out", str(tmp_path / "again")]
     assert alignment.main(argv) == 0
     first, again = (json.loads((d / "alignment.json").read_text()) for d in (report, tmp_path / "again"))

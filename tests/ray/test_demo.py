@@ -13,7 +13,7 @@ from jobs import demo
 def test_a_folder_of_the_user_s_is_refused_before_anything_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "local_cluster", lambda: pytest.fail("a cluster was started"))
+    monkeypatch.setattr("cluster.local.local_cluster", lambda: pytest.fail("a cluster was started"))
     (tmp_path / name).mkdir()
     (tmp_path / name / "notes.txt").write_text("precious")
     assert demo.main(["--out", str(tmp_path)]) == 2
@@ -32,7 +32,7 @@ def test_the_report_is_printed_once_by_the_sweep_s_own_log(
             (tmp_path / "sweep" / "report.md").write_text("# Evaluation sweep\n")
             print("# Evaluation sweep")
 
-    monkeypatch.setattr(demo, "local_cluster", lambda: nullcontext(SimpleNamespace(dashboard_url="http://x")))
+    monkeypatch.setattr("cluster.local.local_cluster", lambda: nullcontext(SimpleNamespace(dashboard_url="http://x")))
     monkeypatch.setattr(demo, "submit", submit)
     monkeypatch.setattr(demo, "endpoint", lambda *_: nullcontext("http://x"))
     monkeypatch.setattr(demo, "ask", lambda *_: None)

@@ -65,7 +65,7 @@ def test_a_report_is_replaced_on_request_alone_and_a_users_folder_never(
     asked = [str(tmp_path / "trace.parquet"), "--out"]
     assert trace_report.main([*asked, str(out)]) == 0
     assert trace_report.main([*asked, str(out), "--overwrite"]) == 0
-    monkeypatch.setattr(trace_report, "read_run", lambda *_, **__: pytest.fail("a trace was read"))
+    monkeypatch.setattr("mbd_core.trace.traced_run.read_run", lambda *_, **__: pytest.fail("a trace was read"))
     for argv, sentence in (
         ([*asked, str(out)], "--overwrite"),
         ([*asked, str(users)], "was not written by this project"),
