@@ -34,12 +34,14 @@ class Refusal(NamedTuple):
 
 
 TOO_LONG = Refusal(
-    431, "headers_too_large", f"the request line and headers have more than {HEAD_BYTES} bytes; send less"
+    431, code="headers_too_large", message=f"the request line and headers have more than {HEAD_BYTES} bytes; send less"
 )
-TOO_MANY = Refusal(431, "headers_too_large", f"the request has more than {NUM_HEADERS} headers; send fewer")
-LONG_URL = Refusal(414, "url_too_long", f"the URL has more than {HEAD_BYTES} bytes; send a shorter one")
-TOO_SLOW = Refusal(408, "timeout", f"the headers did not arrive within {HEAD_SECONDS:g} s")
-NO_HTTP = Refusal(400, "invalid_http", "this is not a request in HTTP/1.1; look at its line and headers")
+TOO_MANY = Refusal(
+    431, code="headers_too_large", message=f"the request has more than {NUM_HEADERS} headers; send fewer"
+)
+LONG_URL = Refusal(414, code="url_too_long", message=f"the URL has more than {HEAD_BYTES} bytes; send a shorter one")
+TOO_SLOW = Refusal(408, code="timeout", message=f"the headers did not arrive within {HEAD_SECONDS:g} s")
+NO_HTTP = Refusal(400, code="invalid_http", message="this is not a request in HTTP/1.1; look at its line and headers")
 
 
 class HeadRefused(Exception):

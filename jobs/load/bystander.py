@@ -139,6 +139,7 @@ async def _send_headers(url: str, ended: list[str | None]) -> None:
 
 async def _write_headers(writer: asyncio.StreamWriter) -> None:
     piece = b"a" * HEADER_PIECE
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
     for number in range(NUM_HEADERS):
         writer.write(b"X-%d: " % number)
         for _ in range(HEADER_BYTES // HEADER_PIECE):

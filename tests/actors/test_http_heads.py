@@ -17,6 +17,7 @@ from raw_http import RawHttp, post, read_all, statuses
 from actors import http_heads
 from actors.http_heads import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED
 from actors.request_ids import middlewares
+from jobs.load.bystander import _send_headers
 
 LIMIT = 60.0  # seconds that the server may leave a client without a byte
 MIB = 2**20
@@ -167,6 +168,18 @@ def test_nobody_gets_a_websocket(raw: RawHttp) -> None:
         with suppress(ConnectionError):
             peer.sendall(b"\x82" * MIB)
         check_refused(read_all(peer), 400, "invalid_http")
+
+
+def test_the_benchmark_s_headers_are_refused_for_their_length(raw: RawHttp) -> None:
+    async def send() -> list[str | None]:
+        ended: list[str | None] = []
+        sender = asyncio.create_task(_send_headers(f"http://{raw.host}:{raw.port}", ended))
+        while len(ended) < 3:
+            await asyncio.sleep(0.01)
+        sender.cancel()
+        return ended
+
+    assert set(asyncio.run(asyncio.wait_for(send(), LIMIT))) == {"HTTP 431"}
 
 
 def test_fifty_senders_of_endless_headers_cost_little_memory(raw: RawHttp) -> None:
