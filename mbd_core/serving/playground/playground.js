@@ -8,6 +8,7 @@ const CALM_MS = 500; // between two drawings where motion is unwelcome
 const $ = (id) => document.getElementById(id);
 
 let stop = null; // ends what runs
+let beginning; // the last question what is served
 let served = []; // of /health: the models with their limits and defaults
 
 class Side {
@@ -230,11 +231,12 @@ async function* events(stream) {
 async function runBoth(event) {
   event.preventDefault();
   stop?.abort();
+  $("stop").disabled = false;
+  await beginning; // a key that was just given: what is served may still be on its way
+  if (!served.length) await (beginning = begin());
   stop = new AbortController();
   const { signal } = stop;
-  if (!served.length) await begin();
   const sides = makeSides();
-  $("stop").disabled = false;
   $("status").textContent = "Decoding…";
   if ($("turns").checked) {
     for (const side of sides) if (!signal.aborted) await run(side, signal);
@@ -293,6 +295,6 @@ async function begin() {
 $("form").addEventListener("submit", runBoth);
 $("form").addEventListener("input", showValues);
 $("model").addEventListener("change", chooseModel);
-$("key").addEventListener("change", begin);
+$("key").addEventListener("change", () => (beginning = begin()));
 $("stop").addEventListener("click", () => stop?.abort());
-begin();
+beginning = begin();
