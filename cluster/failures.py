@@ -6,6 +6,7 @@ from ray.data.exceptions import SystemException
 from ray.exceptions import RayError, RayTaskError
 from ray.train import TrainingFailedError, WorkerGroupError
 
+from cluster.local import ray_lines
 from cluster.storage import Folder
 
 CLUSTER_FAILURES = (RayError, TrainingFailedError, SystemException)  # what `fit` and Ray Data raise
@@ -20,8 +21,9 @@ def record_failure(error: BaseException, folder: Folder, name: str) -> str:
 
 
 def failure_text(error: BaseException) -> str:
-    """The error's traceback, with the workers' own in it."""
-    return "".join(traceback.format_exception(error))
+    """The error's traceback, with the workers' own in it, and what workers and Ray wrote to standard error last."""
+    text, lines = "".join(traceback.format_exception(error)), ray_lines()
+    return f"{text}\nWhat workers and Ray wrote last:\n{lines}" if lines else text
 
 
 def reason(error: BaseException) -> str:

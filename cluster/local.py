@@ -1,6 +1,11 @@
-"""A Ray cluster on this machine: started in processes of its own and ended with ours, or simply connected to."""
+"""A Ray cluster on this machine: started in processes of its own and ended with ours, or simply connected to.
+
+What is printed is ours: of what workers print, their standard output alone, and Ray's own lines only in what
+`ray_lines` keeps for a failure.
+"""
 
 import atexit
+import logging
 import os
 import secrets
 import select
@@ -10,9 +15,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,11 +32,15 @@ from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
     enable_token_auth_by_default,
 )
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 300.0
 ANSWER_SECONDS = 30.0
+ALIVE_SECONDS, ALIVE_LOG_SECONDS = 3.0, 15.0  # until a long wait shows itself; between lines where it is logged
+KEPT_LINES = 500
+RAY_HANDLER = "ray_print_logs"  # Ray's name of what prints the workers' lines
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
@@ -57,8 +68,19 @@ def local_cluster(*, num_cpus: int = 8, start_seconds: float = START_SECONDS) ->
     Raises `RuntimeError`, one sentence with the last line of Ray's log, if the cluster takes no jobs within
     `start_seconds`. None of its processes outlives the block, nor this process, however it ends.
     """
-    with _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, RAY_AUTH_MODE="token") as (head, cluster):
-        _wait_until_up(head, cluster, seconds=start_seconds)
+    with ExitStack() as started:
+        with alive("starting Ray"):
+            for is_last in (False, True):
+                starting = _head(num_cpus=num_cpus, start_seconds=start_seconds, folder=ROOT, RAY_AUTH_MODE="token")
+                head, cluster = started.enter_context(starting)
+                try:
+                    _wait_until_up(head, cluster, seconds=start_seconds)
+                except _Ended:
+                    if is_last:
+                        raise
+                    started.close()
+                else:
+                    break
         yield cluster
 
 
@@ -80,21 +102,70 @@ def connect(
     """
     if ray.is_initialized():
         return False
-    log_settings = {"logging_level": "info" if worker_logs else "warning", "log_to_driver": worker_logs}
+    log_settings = {"logging_level": "warning", "log_to_driver": worker_logs}
     address = os.environ.get("RAY_ADDRESS")
     if not address or address == "local":
         _connect_to_own(num_cpus=num_cpus, start_seconds=start_seconds, **log_settings)
+        _print_own_lines()
         return True
     address = _one_cluster(address)
     if "://" not in address:
         _check_answer(address, seconds=answer_seconds)
     try:
-        ray.init(address, **log_settings)
+        with alive(f"connecting to the Ray cluster at {address}"):
+            ray.init(address, **log_settings)
     except Exception as error:  # Ray has no narrower type for it
         ray.shutdown()
         raise RuntimeError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {_one_line(error)}") from error
     print(f"on the Ray cluster at {address}", file=sys.stderr, flush=True)
+    _print_own_lines()
     return True
+
+
+_kept: deque[str] = deque(maxlen=KEPT_LINES)
+
+
+def ray_lines() -> str:
+    """The newest lines that workers and Ray wrote to their standard error, which no terminal showed."""
+    return "".join(f"{line}\n" for line in _kept)
+
+
+def _print_own_lines() -> None:
+    """From now on what workers print to standard output is printed as it is, and the rest is kept for `ray_lines`."""
+    global_worker_stdstream_dispatcher.remove_handler(RAY_HANDLER)
+    global_worker_stdstream_dispatcher.add_handler(RAY_HANDLER, _take_lines)
+
+
+def _take_lines(batch: dict[str, Any]) -> None:
+    """A worker's lines, as Ray's log monitor sends them: its pid, its actor's class, and the stream they are from."""
+    if batch["is_err"] or batch["pid"] in ("autoscaler", "raylet", "gcs_server"):
+        _kept.extend(f"({batch.get('actor_name') or batch['pid']}) {line}" for line in batch["lines"])
+    else:
+        print(*batch["lines"], sep="\n", flush=True)
+
+
+@contextmanager
+def alive(what: str) -> Iterator[None]:
+    """A line on standard error while the block takes long: on a terminal one that counts, else one now and then."""
+    done, shown = threading.Event(), sys.stderr.isatty()
+    began = time.monotonic()
+
+    def show() -> None:
+        wait = ALIVE_SECONDS if shown else ALIVE_LOG_SECONDS
+        while not done.wait(wait):
+            line = f"{what} ... {time.monotonic() - began:.0f} s"
+            print(f"\r{line}" if shown else line, end="" if shown else "\n", file=sys.stderr, flush=True)
+            wait = 1.0 if shown else ALIVE_LOG_SECONDS
+        if shown and wait == 1.0:  # the line was shown, and is cleared
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _one_cluster(address: str) -> str:
@@ -123,10 +194,17 @@ def _one_cluster(address: str) -> str:
 
 def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:
     """Start a cluster in processes of its own and connect to it; both end when this process does."""
+    notice = logging.getLogger(enable_token_auth_by_default.__module__)
+    level = notice.level
+    notice.setLevel(logging.ERROR)  # it says that the cluster has a token, which nobody here must give
     enable_token_auth_by_default()  # `ray.init` does so for a cluster that it starts itself
-    with ExitStack() as started:
-        head, cluster = started.enter_context(_head(num_cpus=num_cpus, start_seconds=start_seconds, folder=Path.cwd()))
-        address = _wait_until_started(head, cluster, seconds=start_seconds)
+    notice.setLevel(level)
+    with ExitStack() as started, alive("starting Ray"):
+        try:
+            cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
+        except _Ended:  # Ray gives its node half a minute, which a busy machine may need more of
+            started.close()
+            cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
         os.environ[TOKEN_PATH] = cluster.environment[TOKEN_PATH]
         AuthenticationTokenLoader.instance().reset_cache()
         started.callback(ray.shutdown)
@@ -136,6 +214,12 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
         except Exception as error:  # Ray has no narrower type for it
             raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
         atexit.register(started.pop_all().close)
+
+
+def _started_head(started: ExitStack, *, num_cpus: int, start_seconds: float) -> tuple[LocalCluster, str]:
+    """A head that is up, with its address; `started` ends it."""
+    head, cluster = started.enter_context(_head(num_cpus=num_cpus, start_seconds=start_seconds, folder=Path.cwd()))
+    return cluster, _wait_until_started(head, cluster, seconds=start_seconds)
 
 
 def _check_answer(address: str, *, seconds: float) -> None:
@@ -160,18 +244,22 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     """Start a cluster that ends with this process, by `ray.init` with `settings`, and connect to it.
 
     Raises `RuntimeError`, one sentence, if it does not start. Ray waits `start_seconds` for its first process, the
-    GCS, and for the node's own process half a minute, which cannot be set.
+    GCS, and for the node's own process half a minute, which cannot be set: so a start that fails is tried once more.
     """
     os.environ[GCS_SECONDS] = f"{start_seconds:.0f}"
     os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
-    try:
-        with _on_loopback():
-            ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
-    except ValueError:  # a wrong setting
-        raise
-    except Exception as error:  # Ray has no narrower type for a start that fails
-        ray.shutdown()
-        raise RuntimeError(f"no Ray cluster could be started on this machine: {_one_line(error)}") from error
+    for is_last in (False, True):
+        try:
+            with _on_loopback(), alive("starting Ray"):
+                ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
+            return
+        except ValueError:  # a wrong setting
+            raise
+        except Exception as error:  # Ray has no narrower type for a start that fails
+            ray.shutdown()
+            if is_last:
+                sentence = f"no Ray cluster could be started on this machine, twice: {_one_line(error)}"
+                raise RuntimeError(sentence) from error
 
 
 @contextmanager
@@ -285,9 +373,14 @@ def _wait_until_started(head: subprocess.Popen[bytes], cluster: LocalCluster, *,
     raise _start_failure(head, cluster, f"did not start within {seconds:g} s")
 
 
+class _Ended(RuntimeError):
+    """The head ended by itself while it was starting."""
+
+
 def _start_failure(head: subprocess.Popen[bytes], cluster: LocalCluster, lateness: str) -> RuntimeError:
+    kind = RuntimeError if head.poll() is None else _Ended
     reason = lateness if head.poll() is None else f"ended with exit code {head.returncode}"
-    return RuntimeError(f"the local Ray cluster {reason}; its log ends: {_last_line(cluster.log.read_text())}")
+    return kind(f"the local Ray cluster {reason}; its log ends: {_last_line(cluster.log.read_text())}")
 
 
 def _last_line(text: str) -> str:

@@ -352,8 +352,8 @@ def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) ->
         keep_unfinished=bool(options["keep_unfinished"]),
         max_rows=options["max_rows"] or Answering.max_rows,
     )
-    if answering.max_rows > PART:
-        raise ValueError(f"--max-rows {answering.max_rows} must be at most {PART}")
+    if (options["max_rows"] or 1) > PART:
+        raise ValueError(f"--max-rows {options['max_rows']} must be at most {PART}")
     engine = EngineConfig(max_rows=answering.max_rows, buffer_size=answering.decoding.buffer_size)
     return Answerer(model=model, tokenizer=found.tokenizer, answering=answering, engine=engine, folder=folder)
 

@@ -178,37 +178,33 @@ def start_test_cluster(folder: str) -> None:
     defaults = parameter.RayParams
     parameter.RayParams = functools.partial(defaults, dashboard_agent_listen_port=free_ports(1)[0])
     try:
-        start_with_one_retry(folder)
+        start_or_end(folder)
     finally:
         parameter.RayParams = defaults
 
 
-def start_with_one_retry(folder: str) -> None:
+def start_or_end(folder: str) -> None:
     """A Ray that does not start ends the test run: one error, not one for each test."""
     import ray
 
     from cluster.local import free_ports, start_ray
 
-    for is_last in (False, True):
-        try:
-            start_ray(
-                num_cpus=8,
-                num_gpus=0,
-                include_dashboard=True,
-                dashboard_host="127.0.0.1",
-                dashboard_port=free_ports(1)[0],
-                _temp_dir=folder,
-                log_to_driver=False,
-                logging_level="error",
-                namespace="tests",
-            )
-        except RuntimeError as error:
-            if is_last:
-                pytest.exit(f"the test run's Ray cluster did not start, twice: {error}", returncode=1)
-        else:
-            # Where a submitted job looks first for its cluster; without it any other of the machine would do.
-            Path(folder, "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
-            return
+    try:
+        start_ray(
+            num_cpus=8,
+            num_gpus=0,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            dashboard_port=free_ports(1)[0],
+            _temp_dir=folder,
+            log_to_driver=False,
+            logging_level="error",
+            namespace="tests",
+        )
+    except RuntimeError as error:
+        pytest.exit(f"the test run's Ray cluster did not start: {error}", returncode=1)
+    # Where a submitted job looks first for its cluster; without it any other of the machine would do.
+    Path(folder, "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
 
 
 @pytest.fixture(scope="session")

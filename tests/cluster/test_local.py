@@ -79,8 +79,64 @@ def test_a_ray_that_does_not_start_is_one_sentence(unconnected: pytest.MonkeyPat
         raise Exception("The current node timed out\nduring startup.")
 
     unconnected.setattr(ray, "init", fail)
-    with pytest.raises(RuntimeError, match=r"machine: The current node timed out during startup\.$"):
+    with pytest.raises(RuntimeError, match=r"machine, twice: The current node timed out during startup\.$"):
         local.start_ray()
+
+
+def test_a_ray_that_does_not_start_is_started_once_more(unconnected: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def init(address: str, **_: Any) -> None:
+        starts.append(address)
+        if len(starts) == 1:
+            raise Exception("The current node timed out during startup.")
+
+    unconnected.setattr(ray, "init", init)
+    local.start_ray()
+    assert starts == ["local", "local"]
+
+
+def test_an_own_ray_that_ends_while_it_starts_is_started_once_more(
+    unconnected: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first head ends, the second is up."""
+    script = "import sys, time; from pathlib import Path; first = Path(sys.argv[1], 'first'); "
+    script += "first.exists() or (first.touch(), sys.exit('no node')); folder = sys.argv[-1].partition('=')[2]; "
+    script += "Path(folder, 'ray_current_cluster').write_text('10.0.0.1:6379'); time.sleep(600)"
+
+    def fail(address: str, **_: Any) -> None:
+        assert address == "10.0.0.1:6379"
+        raise ConnectionError("no answer")
+
+    unconnected.setenv(local.TOKEN_PATH, "")
+    unconnected.setattr(local, "RAY_START", (sys.executable, "-c", script, str(tmp_path)))
+    unconnected.setattr(ray, "init", fail)
+    with pytest.raises(RuntimeError, match="started and does not answer"):
+        local.connect(start_seconds=60)
+    assert not living_with(str(tmp_path))
+
+
+def test_a_long_wait_shows_that_it_is_alive_and_a_short_one_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ALIVE_LOG_SECONDS", 0.2)
+    with local.alive("starting Ray"):
+        pass
+    assert capsys.readouterr().err == ""
+    with local.alive("starting Ray"):
+        time.sleep(0.5)
+    assert re.fullmatch(r"(starting Ray \.\.\. \d s\n)+", capsys.readouterr().err)
+
+
+def test_what_workers_print_is_shown_as_it_is_and_the_rest_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = {"pid": 7, "actor_name": "RayTrainWorker"}
+    local._take_lines({**worker, "is_err": False, "lines": ["step 1/4", "step 2/4"]})
+    local._take_lines({**worker, "is_err": True, "lines": ["Setting up process group"]})
+    local._take_lines({"pid": "autoscaler", "is_err": False, "lines": ["Resized to 8 CPUs"]})
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("step 1/4\nstep 2/4\n", "")
+    kept = "(RayTrainWorker) Setting up process group\n(autoscaler) Resized to 8 CPUs\n"
+    assert local.ray_lines().endswith(kept)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ class Killed(BaseException):
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.chdir(tmp_path)
-    for module in (model_answers, prepare_data):
-        monkeypatch.setattr(module, "PART", 4)
+    monkeypatch.setattr(model_answers, "PART", 4)
     write_rows(Path("rows.jsonl"), questions(10))
 
     def run(*arguments: str, out: str = "data") -> int:
@@ -53,7 +52,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a model was loaded."""
     found: list[int] = []
-    load = prepare_data.load_engine
+    load = load_engine
 
     def counted(*arguments, **settings):
         found.append(1)
@@ -276,6 +275,6 @@ def test_more_rows_at_once_than_a_part_has_are_refused(
     prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare("--max-rows", "65") == 2
-    assert "'--max-rows': Input should be less than or equal to 64" in capsys.readouterr().err
+    assert "--max-rows 65 must be at most 4" in capsys.readouterr().err
     assert prepare("--max-rows", "2", "--keep-unfinished") == 0
     assert json.loads(Path("data.answers", SETTINGS).read_text())["max_rows"] == 2

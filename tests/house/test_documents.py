@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 
+from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.request import Request
+from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.serving.load import load_engine
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|tests|docs|k8s)/[\w/.-]*\w)")
@@ -26,6 +32,24 @@ def test_files_modules_and_links_exist(document: Path) -> None:
         assert path.with_suffix(".py").is_file() or path.is_dir(), f"{document.name} names {name}"
     for link in LINK.findall(text):
         assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+ASKED = re.compile(r'"((?:Tom|Mia) has [^"{]*\?)".*?ends in: (#### \d+)', re.DOTALL)
+
+
+def test_the_questions_of_the_examples_are_answered_as_they_say() -> None:
+    """By the shipped model: README.md's two and serving.md's first."""
+    examples = [
+        found for name in ("README.md", "docs/serving.md") for found in ASKED.findall((ROOT / name).read_text())
+    ]
+    assert len(examples) == 3
+    loaded = load_engine(model_folder("tiny-mbd"), EngineConfig())
+    for asked, end in examples:
+        prompt = tuple(chat_prompt(loaded.tokenizer, question(asked)))
+        decoding = loaded.decoding({"buffer_size": 4, "tau_m2t": 0.9})
+        request = Request(request_id="0", prompt=prompt, max_tokens=64, decoding=decoding)
+        (output,) = loaded.engine.generate([request])
+        assert decode_text(loaded.tokenizer, output.tokens).endswith(end), asked
 
 
 ACTIVATE = "source .venv/bin/activate"
@@ -67,9 +91,8 @@ print(json.dumps(shown))
 """
 HEAVY = ("torch", "transformers", "ray", "matplotlib", "pandas", "scipy")
 """Packages that take long to import."""
-JOBS = sorted(
-    path.stem for path in (ROOT / "jobs").glob("*.py") if '__name__ == "__main__":\n    sys.exit(main())' in path.read_text()
-)  # fmt: skip
+RUN = 'if __name__ == "__main__":\n    sys.exit(main())'
+JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if RUN in path.read_text())
 
 
 @pytest.fixture(scope="module")
