@@ -7,16 +7,20 @@ characters, where no control token is looked for; all others keep the tokens tha
 lengths, so templates may strip, split and dump them.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from mbd_core.json_text import HALF
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 PRIVATE = range(0xFDD0, 0x110000)
