@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs import fp8_report
+from mbd_core.bench import fp8_logits
 from mbd_core.bench.fp8_logits import compared_sequences
 from mbd_core.models.shapes import SHAPES
 
@@ -24,7 +25,7 @@ def test_sequences_are_those_of_the_seed_and_ask_for_half_of_each_solution() -> 
 def test_an_existing_file_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fp8_report, "fp8_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    monkeypatch.setattr(fp8_logits, "fp8_rows", lambda *_, **__: pytest.fail("a model was measured"))
     (tmp_path / "a.json").write_text("a user's")
     assert fp8_report.main(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err

@@ -43,8 +43,7 @@ def test_an_answer_is_trained_up_to_its_end() -> None:
     for config in map(SHAPES.__getitem__, TINY):
         tokenizer = shape_tokenizer(config)
         chat = [*question("How many?"), {"role": "assistant", "content": TEXT}]
-        ids = {"eos_token_id": fill_token(tokenizer, config), "mask_token_id": config.mask_token_id}
-        (sample,) = encode_chats(tokenizer, [("chat", chat)], **ids)
+        (sample,) = encode_chats(tokenizer, [("chat", chat)], eos_token_id=fill_token(tokenizer, config))
         assert decode_text(tokenizer, sample.response).rstrip() == TEXT.rstrip()
         assert max(sample.prompt + sample.response) < config.vocab_size
 

@@ -14,7 +14,8 @@ from stub_steps import MASK, VOCAB, StubRunner
 from mbd_core.decoding.block_buffer import BlockBuffer
 from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Sampling, Vocab
+from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.sampling_config import Sampling
 from mbd_core.engine.graphs import static_step
 from mbd_core.engine.step import StepState
 from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work, work_of

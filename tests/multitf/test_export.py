@@ -89,7 +89,7 @@ def trained(base: Path, out: Path) -> Path:
         generation={"buffer_size": 2, **({"block_size": 16} if full else {})},
     )
     run = Target(out, overwrite=False, checkpoints=str(out) + "-run", every=1, log_targets=())
-    train_here(recipe, ALONE, "replicated", run)
+    train_here(recipe, ALONE, "replicated", run, asked="auto")
     return out
 
 

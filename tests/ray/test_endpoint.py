@@ -379,9 +379,10 @@ def test_a_wrong_method_is_405_in_the_same_shape(url: str) -> None:
 
 @pytest.mark.parametrize(("route", "param"), [("v1/models/", "model"), ("nothing/", None)])
 def test_a_long_path_is_repeated_only_in_part(url: str, route: str, param: str | None) -> None:
-    response = httpx.get(f"{url}/{route}{'x' * 50_000}", timeout=LIMIT)
+    response = httpx.get(f"{url}/{route}{'x' * 20_000}", timeout=LIMIT)
     check_error(response, 404, param)
     assert len(response.content) < 2000
+    check_error(httpx.get(f"{url}/{route}{'x' * 50_000}", timeout=LIMIT), 414, None)
 
 
 def test_neutral_values_are_accepted(url: str) -> None:

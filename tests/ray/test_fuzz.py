@@ -96,7 +96,7 @@ SCHEMA = schemathesis.openapi.from_dict(openapi_document())
 
 
 def test_the_schema_is_served(url: str) -> None:
-    assert httpx.get(f"{url}/openapi.json", timeout=LIMIT).json() == openapi_document()
+    assert httpx.get(f"{url}/openapi.json", timeout=LIMIT).json() == openapi_document(keys=False)
 
 
 @pytest.mark.slow
