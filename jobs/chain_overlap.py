@@ -20,9 +20,9 @@ def run(
     A chain is all of an answer's equations in order, whatever the words around them. The sweeps' problems and the
     training problems of every recipe that has them are drawn again.
     """
-    from mbd_core.evaluation.chain_overlap import overlap_table, training_chains
-    from mbd_core.multitf.data import TinyData
-    from mbd_core.multitf.recipes import RECIPES
+    from mbd_core.evaluation.report.comparisons import overlap_table, training_chains
+    from mbd_core.multitf.data.prepared import TinyData
+    from mbd_core.multitf.recipes.by_name import RECIPES
 
     generated = [recipe.data for recipe in RECIPES.values() if isinstance(recipe.data, TinyData)]
     streams = {(data.seed, data.per_task) for data in generated}

@@ -4,11 +4,12 @@ A job is a function with annotated options (Typer) and its `main = command(funct
 2 bad input, in one sentence on stderr and before any work begins.
 """
 
+import importlib
 import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -91,8 +92,8 @@ class Main(Protocol):
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...
 
 
-def command(run: Callable[..., Any], *, epilog: str | None = None) -> Main:
-    """The job's `main(argv=None) -> exit code`.
+def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | None = None) -> Main:
+    """The job's `main(argv=None) -> exit code`; `shown` is how a user calls it (default: `python jobs/NAME.py`).
 
     A `ValueError` is bad input (2), a `RuntimeError` or an `OSError` a failure (1); each is one sentence. Others are
     defects of ours and keep their traceback. `run` returns `None` or an exit code. `epilog` stands below the options.
@@ -101,14 +102,16 @@ def command(run: Callable[..., Any], *, epilog: str | None = None) -> Main:
     app.command(cls=Command, help=_help(run), epilog=epilog)(run)
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
+    name = shown.rpartition(" ")[2] if shown else name
+    called = shown or f"python jobs/{name}.py"
 
     def line(arguments: Sequence[str]) -> str:
-        return f"python jobs/{name}.py {shlex.join(arguments)}".strip()
+        return f"{called} {shlex.join(arguments)}".strip()
 
     def main(argv: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:] if argv is None else list(argv)
         try:
-            code = get_command(app).main(arguments, prog_name=f"{name}.py", standalone_mode=False, obj=line(arguments))
+            code = get_command(app).main(arguments, prog_name=called, standalone_mode=False, obj=line(arguments))
         except TyperException as error:
             print(f"{name}: {error.format_message()} (see --help)", file=sys.stderr)
             return 2
@@ -119,6 +122,28 @@ def command(run: Callable[..., Any], *, epilog: str | None = None) -> Main:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
         return int(code or 0)
+
+    return main
+
+
+def sub_commands(package: str, modules: Mapping[str, tuple[str, str]]) -> Main:
+    """`python -m PACKAGE NAME ...`: calls `main` of the module that `modules` has for NAME, beside what it does.
+
+    Only that module is imported.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+        if name in modules:
+            entry: Main = importlib.import_module(modules[name][0]).main
+            return entry(rest)
+        if name not in ("--help", "-h"):
+            print(f"{package}: there is no {name}; the names are {', '.join(modules)}", file=sys.stderr)
+            return 2
+        print(f"Usage: python -m {package} NAME [OPTIONS], where NAME is one of\n")
+        print("\n".join(f"  {known:<{max(map(len, modules))}}  {text}" for known, (_, text) in modules.items()))
+        print(f"\npython -m {package} NAME --help shows the options of one.")
+        return 0
 
     return main
 

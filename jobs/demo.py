@@ -41,7 +41,7 @@ def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 2
     """
     from cluster.local import local_cluster
     from mbd_core.checkpoint.saving import MODEL_KIND
-    from mbd_core.evaluation.sweep_folder import check_sweep_folder
+    from mbd_core.evaluation.sweep.folder import check_sweep_folder
 
     out, started = out.resolve(), time.perf_counter()
     check_target_folder(out / "trained", MODEL_KIND, overwrite=True)

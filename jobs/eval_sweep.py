@@ -30,21 +30,21 @@ from jobs.sweep_subjects import EndpointKeys, Endpoints, Models, Subjects
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from jobs.write_best import WriteBest, written_best
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.evaluation_recipes import OWN
-from mbd_core.evaluation.sweep_parts import Part, Shard, cut, part_size
-from mbd_core.evaluation.tasks import TASKS, runs_programs
-from mbd_core.evaluation.timed_cases import TimedCase, Timing, timed_cases
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.parts import Part, Shard, cut, part_size
+from mbd_core.evaluation.sweep.timing import TimedCase, Timing, timed_cases
+from mbd_core.evaluation.tasks.benchmarks import TASKS, runs_programs
+from mbd_core.evaluation.tasks.recipes import OWN
 from mbd_core.tasks.split import Split
 
 if TYPE_CHECKING:
-    from actors.evaluation import EnginePool
-    from mbd_core.evaluation.best_point import By
-    from mbd_core.evaluation.decode_stage import ModelRefused
-    from mbd_core.evaluation.endpoint_stage import EndpointStage
-    from mbd_core.evaluation.sweep_folder import SweepFolder
-    from mbd_core.evaluation.sweep_plan import Sweep
-    from mbd_core.evaluation.sweep_record import SweepRecord
+    from actors.evaluation.sweep import EnginePool
+    from mbd_core.evaluation.sweep.best import By
+    from mbd_core.evaluation.sweep.decoding import ModelRefused
+    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep.folder import SweepFolder
+    from mbd_core.evaluation.sweep.plan import Sweep
+    from mbd_core.evaluation.sweep.record import SweepRecord
 
 LIST = "NAME,..."
 
@@ -153,15 +153,15 @@ def run(
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
 
-    A method has a name (mbd_core/decoding/methods.py) or is defined by its decoding fields, and the grid reaches into
+    A method has a name (decoding/blocks/methods.py) or is defined by its decoding fields; the grid reaches into
     their parts: --method 'mine={"t2t": {"max_edits": 8}}' --methods t2t,mine --grid "t2t.tau=0.3,0.5;buffer_size=2,4"
 
     It runs on the cluster of RAY_ADDRESS, which a submitted job has (with an absolute --out), or on one of its own.
     The same command again computes what is missing; --overwrite replaces a finished sweep or another.
     """
-    from mbd_core.evaluation.best_folder import edit_notes
-    from mbd_core.evaluation.sandbox import describe_isolation
-    from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sandbox.processes import describe_isolation
+    from mbd_core.evaluation.sweep.best_folder import edit_notes
+    from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
 
     place = writable_folder(out)
     subjects = Subjects.find(models, endpoint, endpoint_key)
@@ -203,9 +203,9 @@ def run_work(
     out: Folder, work: Work, subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
 ) -> None:
     """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
-    from mbd_core.evaluation.endpoint_stage import EndpointStage
-    from mbd_core.evaluation.sweep_choice import best_points, check_choice
-    from mbd_core.evaluation.sweep_folder import FILES, KIND, REPORT, check_sweep_folder, is_computed
+    from mbd_core.evaluation.report.choice import best_points, check_choice
+    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder, is_computed
 
     sweep, record = work.sweep, work.record
     subjects.try_decoding(sweep)
@@ -253,7 +253,7 @@ class Work:
 
 def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
     """A sweep in parts, the same with however many actors."""
-    from mbd_core.evaluation.sweep_record import record_of, timed_rows
+    from mbd_core.evaluation.sweep.record import record_of, timed_rows
 
     rows = list(sweep.rows())
     parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
@@ -263,8 +263,8 @@ def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
 
 def report_computed(mirror: Mirror, record: SweepRecord, *, overwrite: bool) -> str:
     """Write the report of a sweep of which all is there, without a cluster; the report as Markdown."""
-    from mbd_core.evaluation.sweep_folder import FAILURE, SweepFolder
-    from mbd_core.evaluation.sweep_summary import write_summary
+    from mbd_core.evaluation.report.summary import write_summary
+    from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder
 
     with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
         print(f"eval_sweep: {len(record.parts)} of {len(record.parts)} parts are there", file=sys.stderr)
@@ -283,13 +283,12 @@ def run_on_cluster(
     """
     import ray
 
-    from actors.evaluation import compute_parts, plan_pool
+    from actors.evaluation.sweep import compute_parts, plan_pool
     from cluster.failures import CLUSTER_FAILURES, failure_text, reason
     from cluster.local import connect
-    from mbd_core.evaluation.sweep_folder import FAILURE, SweepFolder
-    from mbd_core.evaluation.sweep_samples import collect_samples
-    from mbd_core.evaluation.sweep_settings import machine_text, sweep_settings
-    from mbd_core.evaluation.sweep_summary import write_summary
+    from mbd_core.evaluation.report.summary import machine_text, sweep_settings, write_summary
+    from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder
+    from mbd_core.evaluation.sweep.samples import collect_samples
 
     sweep = work.sweep
     is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
@@ -331,10 +330,9 @@ def run_on_cluster(
 
 def time_missing(work: Work, folder: SweepFolder, pool: EnginePool, *, urls: Mapping[str, str]) -> ModelRefused | None:
     """Time the cases that are missing, without what killed an engine; the refusal of a model that cannot be loaded."""
-    from actors.timing import time_cases
-    from mbd_core.evaluation.decode_stage import ModelRefused
-    from mbd_core.evaluation.engine_deaths import dead_samples
-    from mbd_core.evaluation.sweep_samples import collect_times
+    from actors.evaluation.timing import time_cases
+    from mbd_core.evaluation.sweep.decoding import ModelRefused
+    from mbd_core.evaluation.sweep.samples import collect_times, dead_samples
 
     left, dead = set(folder.missing_cases()), dead_samples(folder.path)
     cases = [case for case in work.cases if case.number in left]

@@ -9,10 +9,10 @@ import typer
 from tqdm import tqdm
 
 from jobs.command_line import DATA, ENGINE, IsolationText, OutFolder, Overwrite, command
-from mbd_core.evaluation.problem_set import load_problems
-from mbd_core.evaluation.sample_grading import grade_samples, load_samples, write_grades
-from mbd_core.evaluation.sandbox import describe_isolation, hide_memory
-from mbd_core.evaluation.tasks import TASKS, find_task, runs_programs
+from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
+from mbd_core.evaluation.sweep.grading import grade_samples, load_samples, write_grades
+from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task, runs_programs
+from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.tasks.split import Split
 

@@ -7,9 +7,9 @@ import typer
 
 from jobs.command_line import DATA, OutFolder, Overwrite, command, names
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
-from mbd_core.evaluation.evaluation_recipes import OWN
-from mbd_core.evaluation.problem_set import load_problems
-from mbd_core.evaluation.tasks import TASKS, find_task
+from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
+from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.evaluation.tasks.recipes import OWN
 from mbd_core.files import check_target_folder, folder_beside
 
 KIND = "harness tasks"
@@ -34,8 +34,8 @@ def run(
 
     It prints the command that runs them.
     """
-    from mbd_core.evaluation.evaluation_recipes import find_recipe
-    from mbd_core.evaluation.sweep_plan import task_files
+    from mbd_core.evaluation.sweep.plan import task_files
+    from mbd_core.evaluation.tasks.recipes import find_recipe
     from mbd_core.harness.task_files import write_task_files
 
     check_target_folder(out, KIND, overwrite=overwrite)

@@ -11,7 +11,7 @@ import typer
 from jobs.command_line import DATA, DECODING, MODEL, command
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.paired_answers import Difference
+    from mbd_core.evaluation.report.comparisons import Difference
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
     problem under several seeds count together.
     """
-    from mbd_core.evaluation.paired_answers import load_answers, pair_answers
+    from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
 
     sides = (
         load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)

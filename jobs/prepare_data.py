@@ -23,20 +23,20 @@ import typer
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import CLUSTER, DATA, DECODING, OUTPUT, ModelName, Overwrite, command, json_object
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.decoding.decoding_config import decoding_config
-from mbd_core.decoding.methods import METHODS, MULTI, merge_fields
-from mbd_core.decoding.sampling_config import Sampling
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.decoding.blocks.config import decoding_config
+from mbd_core.decoding.blocks.methods import METHODS, MULTI, merge_fields
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
-from mbd_core.multitf.conversation_rows import Columns, find_files, read_rows
-from mbd_core.multitf.overlap import Benchmark
+from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
+from mbd_core.multitf.data.overlap import Benchmark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mbd_core.evaluation.decode_stage import DecodingModel
-    from mbd_core.evaluation.model_answers import Answering, DecodeParts, ModelAnswers
-    from mbd_core.multitf.data_preparation import Encode, Preparation
+    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
+    from mbd_core.multitf.data.preparation import Encode, Preparation
 
 Sources = Annotated[
     list[str],
@@ -198,8 +198,8 @@ def run(
     With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
     """
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.multitf.data_preparation import Preparation
-    from mbd_core.multitf.prepared_data import DATA_KIND
+    from mbd_core.multitf.data.preparation import Preparation
+    from mbd_core.multitf.data.prepared import DATA_KIND
 
     target = Folder.at(out)
     target.check_target(DATA_KIND, overwrite=overwrite)
@@ -250,7 +250,7 @@ def encoder_of(workers: int | None, model: str) -> Encode | None:
     """Who tokenises: `None` for this process, or tasks on the cluster."""
     if workers is None:
         return None
-    from actors.data_encoding import encode_on_cluster
+    from actors.training.data import encode_on_cluster
 
     return encode_on_cluster(model, num_workers=workers)
 
@@ -265,8 +265,8 @@ def write(
     num_actors: int | None,
 ) -> None:
     """Write the folder, and print what became of the rows."""
-    from mbd_core.multitf.data_preparation import check_prompts, prepare_data
-    from mbd_core.multitf.prepared_data import DATA_KIND
+    from mbd_core.multitf.data.preparation import check_prompts, prepare_data
+    from mbd_core.multitf.data.prepared import DATA_KIND
 
     with target.staged(DATA_KIND, overwrite=overwrite) as folder:
         if answerer is None:
@@ -298,11 +298,11 @@ class Answerer:
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
         """The answers of so many rows, by an engine here or by `num_actors` on the cluster; a model is loaded when the
         first answer is missing."""
-        from mbd_core.evaluation.model_answers import PART, ModelAnswers, PartDecoder
+        from mbd_core.evaluation.sweep.model_answers import PART, ModelAnswers, PartDecoder
 
         decode: DecodeParts
         if num_actors is not None:
-            from actors.answering import AnswerPool
+            from actors.training.data import AnswerPool
 
             decode, at_once = AnswerPool(self.model, self.answering, self.engine, num_actors=num_actors), 4
         else:
@@ -313,8 +313,8 @@ class Answerer:
             yield answers
 
     def _load(self) -> DecodingModel:
-        from mbd_core.evaluation.decode_stage import DecodingModel
-        from mbd_core.serving.load import load_engine
+        from mbd_core.evaluation.sweep.decoding import DecodingModel
+        from mbd_core.serving.tokens.load import load_engine
 
         loaded = load_engine(model_folder(fetch_model(self.model)), self.engine)
         return DecodingModel(loaded.engine, loaded.tokenizer)
@@ -322,9 +322,8 @@ class Answerer:
 
 def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) -> Answerer | None:
     """Who answers, if a model is named, checked before anything is decoded; `ValueError` for what cannot be."""
-    from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.checkpoint.model_digest import model_digest
-    from mbd_core.evaluation.model_answers import ANSWERS_KIND, PART, Answering
+    from mbd_core.checkpoint.folder import model_digest, read_folder
+    from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
 
     if model is None:
         for name, value in options.items():

@@ -15,7 +15,7 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_target_folder, folder_beside
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.best_point import By
+    from mbd_core.evaluation.sweep.best import By
 
 KIND = "sweep report"
 
@@ -53,9 +53,9 @@ def run(
     Shards of one sweep give the report of the sweep. Sweeps of different models, methods or problems are joined if no
     two of them hold the same sample. A sweep that is not finished is reported as far as it is.
     """
-    from mbd_core.evaluation.sweep_choice import best_points
-    from mbd_core.evaluation.sweep_folder import REPORT
-    from mbd_core.evaluation.sweep_summary import rewrite_summary, summarize_sweeps
+    from mbd_core.evaluation.report.choice import best_points
+    from mbd_core.evaluation.report.summary import rewrite_summary, summarize_sweeps
+    from mbd_core.evaluation.sweep.folder import REPORT
 
     targets = best_targets(folders, write_best, folder or [])
     best = [] if write_best is None else best_points(folders, list(targets), write_best)
@@ -79,7 +79,7 @@ def run(
 
 def best_targets(folders: Sequence[Path], by: By | None, model_folders: Sequence[Path]) -> dict[str, Path]:
     """The model folders by the models that they hold; `ValueError` if the options do not go together."""
-    from mbd_core.evaluation.sweep_choice import models_of
+    from mbd_core.evaluation.report.choice import models_of
 
     if by is None and model_folders:
         raise ValueError("--folder says where --write-best writes; give it too")

@@ -19,7 +19,7 @@ def run(
     for s in 0 1 2; do python jobs/eval_sweep.py --models ... --tasks ... --seed $s --out out/seed-$s; done;
     python jobs/seed_table.py out/seed-0 out/seed-1 out/seed-2
     """
-    from mbd_core.evaluation.seed_table import seed_table
+    from mbd_core.evaluation.report.comparisons import seed_table
 
     print(seed_table(folders))
 

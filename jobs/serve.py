@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from actors.serving_args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
+from actors.serving.args import BODY_BYTES, REQUEST_SECONDS, RETRY_SECONDS, ModelArgs
 from jobs.command_line import (
     CLUSTER,
     ENGINE,
@@ -20,10 +20,10 @@ from jobs.command_line import (
     Threads,
     command,
 )
-from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
+from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.model_config import Parts
-from mbd_core.serving.open_requests import DRAIN_SECONDS
-from mbd_core.serving.openai_requests import MAX_PROMPTS, MOST_PROMPTS
+from mbd_core.serving.api.access import DRAIN_SECONDS
+from mbd_core.serving.api.requests import MAX_PROMPTS, MOST_PROMPTS
 
 MODEL_DEFAULTS = ModelArgs(model="")
 LIMITS = (
@@ -209,8 +209,8 @@ def run(
 
 def serve_model(args: ModelArgs, host: str, port: int, api_keys: Path | None, limits: dict[str, Any]) -> None:
     """Serve until a signal, once what can be checked has been."""
-    from actors.serving_args import check_client_requests
-    from mbd_core.serving.api_keys import read_keys
+    from actors.serving.args import check_client_requests
+    from mbd_core.serving.api.access import read_keys
 
     args.checked()
     check_client_requests(limits["client_requests"], api_keys)
@@ -218,7 +218,7 @@ def serve_model(args: ModelArgs, host: str, port: int, api_keys: Path | None, li
         read_keys(api_keys)
         limits["api_keys"] = api_keys.resolve()  # gateways have other working folders
 
-    from actors.serving import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
+    from actors.serving.serve import check_port, serve_until_stopped  # importing Ray takes seconds: bad input first
 
     check_port(host, port)
     serve_until_stopped(args, host=host, port=port, **limits)

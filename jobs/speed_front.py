@@ -34,8 +34,8 @@ def run(
 
     A server that loads the folder then takes "speed" in requests: 0 is the front's most accurate point, 1 its fastest.
     """
-    from mbd_core.evaluation.front_report import front_of, front_table, write_front
-    from mbd_core.evaluation.sweep_folder import read_report
+    from mbd_core.evaluation.report.choice import front_of, front_table, write_front
+    from mbd_core.evaluation.sweep.folder import read_report
 
     chosen = () if tasks is None else names(tasks, "--tasks")
     front = front_of(read_report(sweep), model=model, tasks=chosen)

@@ -13,10 +13,10 @@ import typer
 from cluster.storage import fetch_model
 from jobs.command_line import MODEL, names
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
+from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep_plan import Sweep
+    from mbd_core.evaluation.sweep.plan import Sweep
 
 Models = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from jobs.command_line import DATA
-from mbd_core.evaluation.evaluation_recipes import RECIPES
+from mbd_core.evaluation.tasks.recipes import RECIPES
 
 RecipeName = Annotated[
     str,

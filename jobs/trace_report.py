@@ -108,7 +108,7 @@ def run(
     MultiBD, and both traces are recorded in detail. DIR gets report.md, report.json, PNG files and, where tokens were
     recorded, replay.html, which works without a server or network. It needs no cluster.
     """
-    from mbd_core.trace.trace_report import write_trace_report
+    from mbd_core.trace.report import write_trace_report
 
     if bool(traces) == bool(model):
         raise ValueError("give traces to read, or --model to record some, and not both")
@@ -151,8 +151,8 @@ def _named(text: str) -> tuple[str, Path]:
 
 def _read(paths: dict[str, Path], model: str | None, block_size: int | None, request: str | None) -> TraceSource:
     """Runs of trace files; `ValueError` names what is wrong with one."""
-    from mbd_core.checkpoint.config_files import load_config
-    from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+    from mbd_core.checkpoint.config import load_config
+    from mbd_core.checkpoint.tokenizer import load_tokenizer
     from mbd_core.trace.replay import shared_request
     from mbd_core.trace.traced_run import read_run
 
@@ -191,10 +191,10 @@ def _record(
     """Decode the prompts under both methods, a trace each; `ValueError` for what cannot be decoded."""
     import torch
 
+    from jobs.trace_comparison import compared_decodings, record_run
     from mbd_core.checkpoint.chat import question_prompt
     from mbd_core.checkpoint.folder import read_folder
     from mbd_core.checkpoint.loading import load_model
-    from mbd_core.studies.trace_comparison import compared_decodings, record_run
 
     if "buffer_size" in fields:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")

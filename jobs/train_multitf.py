@@ -24,14 +24,14 @@ import typer
 from cluster.storage import Folder
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
-from mbd_core.multitf import train_config
-from mbd_core.multitf.log_targets import PACKAGES, chosen_targets
-from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.train_config import AttentionChoice, ExpertsCut, ShardingChoice
+from mbd_core.multitf import config as train_config
+from mbd_core.multitf.config import AttentionChoice, ExpertsCut, ShardingChoice
+from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.run.log_targets import PACKAGES, chosen_targets
 
 if TYPE_CHECKING:
-    from actors.training_run import TrainingRun
-    from mbd_core.multitf.training_recipe import TrainingRecipe
+    from actors.training.run import TrainingRun
+    from mbd_core.multitf.recipes.recipe import TrainingRecipe
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -59,7 +59,7 @@ FittedNoise = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Mask ratios as jobs/alignment.py measured and wrote them, instead of the recipe's noise-schedule.",
+        help="Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule.",
         rich_help_panel=DATA,
     ),
 ]
@@ -241,10 +241,10 @@ def run(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
-    from actors.training_run import TrainingRun, check_run, checked_base, checked_data, fetched
-    from mbd_core.multitf.fit import block_size_note, check_fit
-    from mbd_core.multitf.recipes import recipe_named
-    from mbd_core.multitf.training_recipe import with_options, with_precision
+    from actors.training.run import TrainingRun, check_run, checked_base, checked_data, fetched
+    from mbd_core.multitf.recipes.by_name import recipe_named
+    from mbd_core.multitf.recipes.recipe import with_options, with_precision
+    from mbd_core.multitf.run.preparation import block_size_note, check_fit
 
     chosen = with_precision(recipe_named(recipe), precision)
     if start := base or chosen.base:
@@ -283,8 +283,8 @@ def run(
 
 def print_plan(recipe: TrainingRecipe, sharding: ShardingChoice, *, num_workers: int, device: Device | None) -> None:
     """The memory plan of a recipe that can be trained, for GPUs unless CPUs are asked for."""
-    from actors.training_run import fetched
-    from mbd_core.multitf.fit import check_fit, planned_lines
+    from actors.training.run import fetched
+    from mbd_core.multitf.run.preparation import check_fit, planned_lines
 
     here = fetched(recipe)
     check_fit(here)
@@ -297,8 +297,8 @@ def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the s
 
     `go_on` is what goes on with a training that failed.
     """
-    from actors.training import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
-    from actors.training_run import begin
+    from actors.training.run import begin
+    from actors.training.worker import fit, plan_run  # Ray takes seconds to import: bad input is refused before that
     from cluster.failures import CLUSTER_FAILURES, record_failure
     from cluster.local import connect
 

@@ -1,4 +1,4 @@
-"""Decoding settings chosen on one task and used on others: the options of `setting_transfer.py`."""
+"""Decoding settings chosen on one task and used on others: the options of `transfer.py`."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jobs.command_line import DATA, command
-from mbd_core.evaluation.setting_transfer import ChosenBy
+from mbd_core.evaluation.report.transfer import ChosenBy
 
 Chosen = Annotated[
     list[Path],
@@ -26,7 +26,7 @@ def run(chosen_on: Chosen, reported_on: Reported, by: Rule = "accuracy") -> None
     Both options may be given again: a sweep has all its models on all its tasks, so models with tasks of their own
     are sweeps of their own.
     """
-    from mbd_core.evaluation.setting_transfer import transfer_table
+    from mbd_core.evaluation.report.transfer import transfer_table
 
     print(transfer_table(chosen_on, reported_on, by=by))
 

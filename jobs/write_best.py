@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jobs.command_line import OUTPUT
-from mbd_core.evaluation.best_point import By
+from mbd_core.evaluation.sweep.best import By
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.best_point import BestPoint
+    from mbd_core.evaluation.sweep.best import BestPoint
 
 WriteBest = Annotated[
     By | None,
@@ -27,7 +27,7 @@ WriteBest = Annotated[
 
 def written_best(folder: Path, point: BestPoint) -> str:
     """Write a chosen configuration into its model's folder; what was chosen, and where it is."""
-    from mbd_core.evaluation.best_folder import FILE, write_best
+    from mbd_core.evaluation.sweep.best_folder import FILE, write_best
 
     write_best(folder, point)
     return f"\n{point.text}\nIt is the default of {folder / FILE}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mbd_core.multitf.training_recipe import TrainingRecipe
+    from mbd_core.multitf.recipes.recipe import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,7 +34,7 @@ os.environ.update(
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
         # As in the manifests, and where jobs/serve.py starts Ray.
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.request_ids.middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.serving.proxy.middlewares",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -66,7 +66,7 @@ ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
 # Files whose tests share what takes processes of its own to make.
-WHOLE_FILES = ("tests/multitf/test_sharding.py",)
+WHOLE_FILES = ("tests/multitf/step/test_sharding.py",)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -103,7 +103,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mbd_core.checkpoint.saving import save_model
     from mbd_core.models.decoder import Decoder, init_weights
     from mbd_core.models.model_config import ModelConfig
-    from mbd_core.multitf.data import TinyData, conversations
+    from mbd_core.multitf.data.prepared import TinyData, conversations
     from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
     config = ModelConfig(
@@ -135,10 +135,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_recipe(tiny_model_dir: Path) -> "TrainingRecipe":
     """A training run of seconds from `tiny_model_dir`: 12 updates of 8 samples, in float32."""
-    from mbd_core.multitf.data import TinyData
-    from mbd_core.multitf.states import StateConfig
-    from mbd_core.multitf.train_config import TrainConfig
-    from mbd_core.multitf.training_recipe import TrainingRecipe
+    from mbd_core.multitf.config import TrainConfig
+    from mbd_core.multitf.data.prepared import TinyData
+    from mbd_core.multitf.recipes.recipe import TrainingRecipe
+    from mbd_core.multitf.states.layout import StateConfig
 
     return TrainingRecipe(
         name="tiny-random",

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mbd_core.checkpoint.config_files import load_generation_defaults
+from mbd_core.checkpoint.config import load_generation_defaults
 from mbd_core.checkpoint.folder import METHOD_FIELDS
 from mbd_core.checkpoint.safetensor_files import METADATA, read_json
-from mbd_core.decoding.speed_front import KEY as SPEED_FRONT
+from mbd_core.decoding.blocks.methods import KEY as SPEED_FRONT
 from mbd_core.files import MANIFEST
 
 # Weights in any format, and states of other trainers.

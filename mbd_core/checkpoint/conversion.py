@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
-from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
 from mbd_core.checkpoint.families import FAMILIES
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
-from mbd_core.checkpoint.tensor_matching import decoder_shapes, match_tensors
 from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, Format, StoredTensor, stored_tensors
-from mbd_core.checkpoint.tensor_pieces import TensorPieces, WeightsFolder
+from mbd_core.checkpoint.tensors import TensorPieces, WeightsFolder, decoder_shapes, match_tensors
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 

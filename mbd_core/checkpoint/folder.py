@@ -1,5 +1,6 @@
-"""The check of a model folder before its weights are read: configuration, tensors, tokenizer, recommended decoding."""
+"""A model folder before its weights are read: its check, and the digest by which sweeps and trainings know it."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
+from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.loading import refuse_dcp
 from mbd_core.checkpoint.safetensor_files import list_tensors
-from mbd_core.checkpoint.tensor_matching import match_tensors
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.decoding.decoding_config import DecodingConfig, decoding_config
-from mbd_core.decoding.speed_front import read_front
+from mbd_core.checkpoint.tensors import match_tensors
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import read_front
+from mbd_core.files import MANIFEST
 from mbd_core.models.model_config import ModelConfig
+
+# The check of a model folder before its weights are read: configuration, tensors, tokenizer, recommended decoding.
 
 METHOD_FIELDS = {f.name for f in fields(DecodingConfig)} - {"block_size"}
 
@@ -79,3 +83,33 @@ def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) 
         f"{name}: decoding.t2t was asked for, but its generation_config.json names none: a model that was not trained "
         "to edit its own tokens may overwrite right ones"
     )
+
+
+# A digest of a model folder, by which sweeps and trainings know that they go on with the model they began with.
+
+WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
+NUM_PROBES, PROBE_BYTES = 64, 64 * 2**10  # of a larger one, evenly spread
+LEFT_OUT = (MANIFEST, "generation_config.json")  # what it recommends is not what it is
+
+
+def model_digest(folder: Path) -> str:
+    """A hash of the files' names, sizes and contents; large files at 64 places, for training changes all of them.
+
+    Of `generation_config.json` only the ids count that it decides together with `config.json`: those that end an
+    answer, and the mask's. Raises `ValueError` where the two contradict each other.
+    """
+    config = load_config(folder)
+    digest = hashlib.sha256(f"{sorted(config.eos_token_ids)} {config.mask_token_id}\n".encode())
+    for file in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        if file.name in LEFT_OUT or file.suffix == ".md":
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            if size <= WHOLE_BYTES:
+                digest.update(content.read())
+                continue
+            for number in range(NUM_PROBES):
+                content.seek(number * (size - PROBE_BYTES) // (NUM_PROBES - 1))
+                digest.update(content.read(PROBE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""A checkpoint's safetensors files: listing their tensors from the headers, reading them, writing them in shards."""
+"""A checkpoint's safetensors files: listed from headers, read, written in shards; FP8 weights with block scales."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +12,90 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mbd_core.checkpoint.block_scales import READ_AS, SUFFIX, BlockShape, ScaledMatrix, block_shape, scales_shape
 from mbd_core.files import write_json
 from mbd_core.json_text import parse_json
+
+# FP8 weights as they are released: a float8 matrix, and beside it `..._scale_inv`, a factor for each of its blocks.
+#
+# `weight[i, j] = stored[i, j] * weight_scale_inv[i // R, j // C]`, with blocks of R x C as config.json's
+# `quantization_config` says (128 x 128 in the releases). They are read as bfloat16 matrices, block by block of what
+# is asked for; `models/quantize.py` may round them again for computing in FP8. Experts can also keep their values and
+# scales (`loading.py`).
+
+SUFFIX = "_scale_inv"
+READ_AS = torch.bfloat16
+"""What the released models compute in where they do not compute in FP8."""
+
+BlockShape = tuple[int, int]
+# What says how activations are rounded where products are FP8, and what the tensors' dtypes show by themselves.
+HARMLESS = ("activation_scheme", "dequantize", "fmt", "ignored_layers", "modules_to_not_convert", "scale_fmt")
+KNOWN_KEYS = ("quant_method", "weight_block_size", *HARMLESS)
+
+
+def block_shape(config: Mapping[str, Any]) -> BlockShape | None:
+    """The blocks of a parsed config.json, `None` for weights that are not quantized.
+
+    Raises `ValueError` for any other quantization.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    blocks = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    whole = isinstance(blocks, list) and len(blocks) == 2 and all(type(size) is int and size > 0 for size in blocks)
+    if method != "fp8" or not whole:
+        raise ValueError(
+            f"config.json has a quantization_config with quant_method={method!r} and weight_block_size={blocks!r}; "
+            "fp8 with a block of two sizes is read, or take a release whose weights are not quantized"
+        )
+    assert isinstance(quantization, dict) and isinstance(blocks, list)
+    for key, value in quantization.items():
+        if value is not None and key not in KNOWN_KEYS:
+            raise ValueError(
+                f"config.json has {key}={value!r} in quantization_config, which is not known; take a release without "
+                "it, or remove the key if the weights mean the same without it"
+            )
+    return blocks[0], blocks[1]
+
+
+def scales_shape(shape: tuple[int, ...], blocks: BlockShape) -> tuple[int, ...]:
+    """The shape of a matrix's scales: its last blocks may be cut."""
+    return tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+
+
+@dataclass(frozen=True)
+class ScaledMatrix:
+    """A matrix in a file, read in parts by slicing, as safetensors' own: `stored` (float8), and its scales."""
+
+    stored: Any
+    scales: Tensor
+    blocks: BlockShape
+
+    def __getitem__(self, where: slice | tuple[slice, ...]) -> Tensor:
+        """Float32 rows and columns."""
+        ranges = self._ranges(where)
+        rows, columns = (
+            torch.arange(one.start, one.stop) // block for one, block in zip(ranges, self.blocks, strict=True)
+        )
+        part = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        return part.to(torch.float32) * self.scales.to(torch.float32)[rows][:, columns]
+
+    def as_stored(self, where: tuple[slice, ...]) -> tuple[Tensor, Tensor]:
+        """The float8 values of rows and columns that begin where blocks do, and their blocks' scales, float32."""
+        ranges = self._ranges(where)
+        assert all(one.start % block == 0 for one, block in zip(ranges, self.blocks, strict=True))
+        rows, columns = (
+            slice(one.start // block, -(-one.stop // block)) for one, block in zip(ranges, self.blocks, strict=True)
+        )
+        values = self.stored[tuple(slice(one.start, one.stop) for one in ranges)]
+        return values, self.scales.to(torch.float32)[rows, columns]
+
+    def _ranges(self, where: slice | tuple[slice, ...]) -> list[range]:
+        given = where if isinstance(where, tuple) else (where,)
+        return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)]
+
+
+# A checkpoint's safetensors files: listing their tensors from the headers, reading them, writing them in shards.
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint

@@ -6,10 +6,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mbd_core.canvas.limits import canvas_max_tokens, check_canvas
-from mbd_core.decoding.grammar import GrammarRefused
-from mbd_core.decoding.guide import Grammars, Guide, GuideState
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens, check_canvas
+from mbd_core.decoding.grammar.grammar import GrammarRefused
+from mbd_core.decoding.grammar.guide import Grammars, Guide, GuideState
 from mbd_core.engine.sequence import pages_needed
 from mbd_core.models.model_config import ModelConfig
 

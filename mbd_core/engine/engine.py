@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.guide import STEP_TRIES, Grammars, Guide, GuideState
-from mbd_core.decoding.request import Output, Request, StepOutput, aborted_step
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
+from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
+from mbd_core.engine.adapters import AdapterInUse
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
-from mbd_core.engine.ahead import LaunchedStep, StepAhead, StepPlan
 from mbd_core.engine.build import build_parts
-from mbd_core.engine.collector import Collector
-from mbd_core.engine.dormant_memory import DormantMemory, gpu_tensors
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures, measure
-from mbd_core.engine.model_runner import ModelRunner
-from mbd_core.engine.resident_adapters import AdapterInUse
+from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.measures import EngineCounts, EngineMeasures, measure
+from mbd_core.engine.report import HostCopy, Report
 from mbd_core.engine.rows import StepRows, packed_rows
+from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Decided
 from mbd_core.engine.step import decode_step, store_step
-from mbd_core.engine.step_report import HostCopy, Report
-from mbd_core.engine.weight_swap import (
+from mbd_core.engine.weights import (
+    DormantMemory,
     StagedWeights,
     SwapMode,
     WeightSource,
+    gpu_tensors,
     overwrite,
     stage_weights,
     swap_is_due,
 )
 from mbd_core.models.decoder import Decoder
-from mbd_core.ops.attention import AttentionKernel
+from mbd_core.ops.attention.choice import AttentionKernel
 
 if TYPE_CHECKING:
     from mbd_core.trace.recorder import TraceRecorder

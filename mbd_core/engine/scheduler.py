@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mbd_core.decoding.request import Request
-from mbd_core.engine.page_pool import PagePool, chain_root, page_hash
-from mbd_core.engine.resident_adapters import ResidentAdapter
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.adapters import ResidentAdapter
+from mbd_core.engine.pages import PagePool, chain_root, page_hash
 from mbd_core.engine.sequence import SequenceState
 
 

@@ -1,19 +1,175 @@
-"""Who holds which batch row: in the Block Buffer, in the host's ledger, in the device's page table, or on a canvas.
+"""Who holds which batch row: in the Block Buffer, in the host's arrays, in the device's page table, or on a canvas.
 
-A sequence is admitted by the scheduler, joins (its prefix is being stored), is seated (it decodes), and leaves: at its
-end, or set aside by a preemption with what stands in its row.
-
-Shape legend: R batch rows, P pages of a row.
+Shape legend: R rows (sequences), N slots, K parts of the optional work.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
 from torch import Tensor
 
-from mbd_core.decoding.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.request import Counts, SlotState
 from mbd_core.engine.batch import to_device
-from mbd_core.engine.canvas_rows import CanvasRuns
-from mbd_core.engine.ledger import Ledger
+from mbd_core.engine.report import Report
+from mbd_core.engine.rows import CanvasRuns
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.steering import Share, Steering
+from mbd_core.engine.step_kind import WORK_NAMES, Work, work_of_request
+
+# What the host knows of each batch row, in arrays, so that the host's work in a step hardly grows with the rows.
+
+
+class Ledger:
+    """The sequences in the Block Buffer, by batch row: their progress, what they need of a step, and their counts.
+
+    sequences  by row; a new dict whenever a sequence is seated or leaves, so that a step can keep the one it began
+               with
+    num_rows   rows up to the last one in use
+
+    The arrays hold for each row: tokens committed; `span`, the positions it may ever store; `window`, the positions of
+    its whole buffer; its number of pages; its resident blocks after the last step that was read, and how many of their
+    positions need logits; the blocks that it may grow to, `last_limit` in the last step and `limit` in the next; the
+    optional work it needs; and the age of the block in each slot, in forwards.
+    """
+
+    def __init__(self, num_rows: int, *, num_slots: int, block_size: int, page_size: int) -> None:
+        self._block_size, self._page_size = block_size, page_size
+        whole = [np.zeros(num_rows, dtype=np.int64) for _ in range(10)]
+        self._committed_R, self._span_R, self._window_R, self._num_pages_R, self._num_asked_R = whole[:5]
+        self._num_forwards_R, self._num_store_forwards_R = whole[5:7]
+        self._num_resident_R, self._limit_R, self._last_limit_R = whole[7:]
+        self._adaptive_R = np.zeros(num_rows, dtype=bool)
+        self._seconds_R = np.zeros(num_rows)
+        self._work_RK = np.zeros((num_rows, len(WORK_NAMES)), dtype=bool)
+        self._ages_RN = np.zeros((num_rows, num_slots), dtype=np.int64)
+        self._columns = (*whole, self._adaptive_R, self._seconds_R, self._work_RK, self._ages_RN)
+        self._set_sequences({})
+
+    def seat(self, sequence: SequenceState) -> None:
+        """A sequence takes its batch row."""
+        row = sequence.row
+        self._work_RK[row] = list(vars(work_of_request(sequence.request)).values())
+        self._num_asked_R[row] = self._window_R[row] = sequence.window
+        self._num_resident_R[row], self._adaptive_R[row] = sequence.num_resident, sequence.request.decoding.adaptive
+        self._span_R[row] = sequence.span
+        if sequence.block_ages is not None:
+            self._ages_RN[row] = sequence.block_ages
+        self._set_sequences({**self.sequences, row: sequence})
+        self.update(sequence)
+
+    def _set_sequences(self, sequences: dict[int, SequenceState]) -> None:
+        self.sequences = sequences
+        self._rows = np.fromiter(sequences, dtype=np.int64)
+        self.num_rows = max(sequences, default=-1) + 1
+        self._steered = {row: s for row, s in sequences.items() if s.request.steered}
+
+    @property
+    def steers(self) -> bool:
+        """Whether the host decides tokens of some row."""
+        return bool(self._steered)
+
+    def steering(self, share: Share, *, tries: float) -> Steering | None:
+        """The next step's, if it needs one; `tries` bounds the work of its guides."""
+        if not self._steered:
+            return None
+        done = {row: s.request.first_forward + self.counts(s).num_forwards for row, s in self._steered.items()}
+        return Steering(self._steered, done, share, tries=tries)
+
+    def update(self, sequence: SequenceState) -> None:
+        """Read a sequence's progress and pages anew, after it has committed or got pages."""
+        self._committed_R[sequence.row] = sequence.committed
+        self._num_pages_R[sequence.row] = len(sequence.pages)
+
+    def count(self, decoding: Mapping[int, SequenceState], report: Report, seconds: float) -> bool:
+        """Count a step of `seconds` in which the rows `decoding` took part; false if it stored the blocks of all
+        and decoded none."""
+        at = self._rows if decoding is self.sequences else np.fromiter(decoding, dtype=np.int64)
+        stores = report.storing_only_R[at] > 0
+        self._num_forwards_R[at] += 1
+        self._num_store_forwards_R[at] += stores
+        self._seconds_R[at] += seconds
+        self._num_resident_R[at] = report.num_resident_R[at]
+        self._num_asked_R[at] = report.num_asked_R[at]
+        self._ages_RN[at] += report.states_RN[at] != SlotState.DUMMY
+        return not (len(at) and stores.all())
+
+    def take_ages(self, row: int, num_blocks: int) -> list[int]:
+        """The ages of a row's first blocks, which leave the buffer; the others move to the front."""
+        ages = self._ages_RN[row]
+        taken = ages[:num_blocks].tolist()
+        ages[: len(ages) - num_blocks] = ages[num_blocks:]
+        ages[len(ages) - num_blocks :] = 0
+        return taken
+
+    def counts(self, sequence: SequenceState) -> Counts:
+        """A sequence's counts, those of its row included while it has one."""
+        counts, row = sequence.counts(), sequence.row
+        if self.sequences.get(row) is not sequence:
+            return counts
+        return replace(
+            counts,
+            num_forwards=counts.num_forwards + int(self._num_forwards_R[row]),
+            num_store_forwards=counts.num_store_forwards + int(self._num_store_forwards_R[row]),
+            decode_seconds=counts.decode_seconds + float(self._seconds_R[row]),
+        )
+
+    def leave(self, sequence: SequenceState) -> None:
+        """A sequence leaves its row; its counts are added to its own."""
+        row, counts = sequence.row, self.counts(sequence)
+        sequence.num_forwards, sequence.num_store_forwards = counts.num_forwards, counts.num_store_forwards
+        sequence.decode_seconds = counts.decode_seconds
+        sequence.block_ages = self._ages_RN[row].copy()
+        sequence.num_resident = int(self._num_resident_R[row])
+        self._set_sequences({r: s for r, s in self.sequences.items() if r != row})
+        for column in self._columns:
+            column[row] = 0
+
+    def work(self) -> Work:
+        """The work that some row asks for."""
+        return Work(*np.logical_or.reduce(self._work_RK).tolist())
+
+    def needed_positions_R(self, *, unread: int) -> np.ndarray:
+        """Positions for which each row needs pages in its next step. `unread` steps are under way, and each can commit
+        a whole window."""
+        return np.minimum(self._span_R, self._committed_R + (1 + unread) * self._window_R)
+
+    def missing_pages_R(self, *, unread: int) -> np.ndarray:
+        """How many of the pages for `needed_positions_R` each row lacks."""
+        return np.maximum(-(-self.needed_positions_R(unread=unread) // self._page_size) - self._num_pages_R, 0)
+
+    @property
+    def most_pages(self) -> int:
+        return int(self._num_pages_R.max())
+
+    def hold_to(self, max_blocks: int) -> None:
+        """The next step lets adaptive requests grow to `max_blocks` blocks (`BlockBuffer.hold_to`)."""
+        self._last_limit_R[:] = self._limit_R
+        size_R = self._window_R // self._block_size
+        self._limit_R[:] = np.where(self._adaptive_R, np.minimum(size_R, max_blocks), size_R)
+
+    def asks_at_most(self, *, unread: int) -> int:
+        """Positions whose logits the next forward of all rows may need. A step can activate one block more in every
+        row that has room, and each of `unread` steps that are under way may have made room."""
+        opens_R = self._num_resident_R < (self._last_limit_R if unread else self._limit_R)
+        return int(np.minimum(self._num_asked_R + (opens_R + unread) * self._block_size, self._window_R).sum())
+
+    def most_slots(self, *, unread: int) -> int:
+        """The most blocks that a row may have in the next forward, with `unread` steps under way."""
+        most_R = self._num_resident_R
+        for limit_R in (self._last_limit_R, self._limit_R)[1 - unread :]:
+            most_R = np.maximum(most_R, np.minimum(limit_R, most_R + 1))
+        return int(most_R.max())
+
+
+# Who holds which batch row: in the Block Buffer, in the host's ledger, in the device's page table, or on a canvas.
+#
+# A sequence is admitted by the scheduler, joins (its prefix is being stored), is seated (it decodes), and leaves: at
+# its end, or set aside by a preemption with what stands in its row.
+#
+# Shape legend: R batch rows, P pages of a row.
 
 
 class Seating:

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.acceptance import Prediction
-from mbd_core.decoding.block_buffer import BlockBuffer, Chosen
-from mbd_core.decoding.guide import Guide, GuideState, Search
-from mbd_core.decoding.sampling import Draw, Vocab, choose
-from mbd_core.engine.sequence import SequenceState
-from mbd_core.engine.text_scores import TextScores
+from mbd_core.decoding.blocks.acceptance import Prediction
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
+from mbd_core.decoding.grammar.guide import Guide, GuideState, Search
+from mbd_core.engine.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
 LogitsOf = Callable[[slice], Tensor]

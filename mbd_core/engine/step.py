@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mbd_core.decoding.acceptance import predict
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.blocks.acceptance import predict
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine.batch import Batch, pack
-from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.engine.report import pack_report, view_of
 from mbd_core.engine.rows import StepRows
+from mbd_core.engine.runner import ModelRunner
 from mbd_core.engine.steering import Steering
 from mbd_core.engine.step_kind import StepKind, Work
-from mbd_core.engine.step_report import pack_report, view_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class StepState:
     vocab         for decisions of one rank alone; `shared_vocab` for those of all ranks together
     adapters_R    the slot of its LoRA adapter, 0 for none; `None` in an engine that loads no adapters
     logits_chunk  positions whose logits are held at once
-    kernels       static steps do the buffer's work by Triton kernels (`kernel_step.py`)
+    kernels       static steps do the buffer's work by Triton kernels (`graphs.py`)
     """
 
     runner: ModelRunner

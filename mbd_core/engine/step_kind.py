@@ -8,9 +8,9 @@ positions.
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mbd_core.decoding.sampling_config import Sampling
-from mbd_core.evaluation.evaluation_recipes import LONGEST_ANSWER
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.evaluation.tasks.recipes import LONGEST_ANSWER
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLED = ("temperature", "top_p", "top_k", "seed")

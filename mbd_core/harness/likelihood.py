@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
-from mbd_core.multitf.mask import dual_stream_mask
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.multitf.states.mask import dual_stream_mask
+from mbd_core.ops.attention.whole import DenseAttention
 
 
 @dataclass(frozen=True, kw_only=True)

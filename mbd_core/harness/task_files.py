@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mbd_core.evaluation.asking import examples_of
-from mbd_core.evaluation.evaluation_recipes import Recipe, Setting
-from mbd_core.evaluation.problem_set import ProblemSet
-from mbd_core.evaluation.prompts import Example
-from mbd_core.evaluation.sample_tables import PROBLEM_COLUMNS
+from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
+from mbd_core.evaluation.tasks.asking import examples_of
+from mbd_core.evaluation.tasks.problems import ProblemSet
+from mbd_core.evaluation.tasks.prompts import Example
+from mbd_core.evaluation.tasks.recipes import Recipe, Setting
 from mbd_core.files import write_text
-from mbd_core.harness.harness_scoring import MEASURES, metrics_of, score
+from mbd_core.harness.scoring import MEASURES, metrics_of, score
 
 COLUMNS = ("task", "asked", "target", *PROBLEM_COLUMNS)
 FLAGS = {

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.lora import Adapt, TokenAdapters, adapted
-from mbd_core.models.mlp import SwiGLU
+from mbd_core.models.mlp import MoE, Router, SwiGLU
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.models.moe import MoE, Router
 from mbd_core.models.shard import Shard
 
 Reduce = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from mbd_core.models.decoder import Attend, Decoder, DecoderLayer, rotary
 from mbd_core.models.fused_layer import FusedLayer, Norm, Rotations, fusible
 from mbd_core.models.kernel_layer import KernelLayer, PagedAttend, Stream
 from mbd_core.models.lora import TokenAdapters
-from mbd_core.ops.triton_launch import triton_serves
+from mbd_core.ops.launch import triton_serves
 
 
 def fuse(model: Decoder, *, num_positions: int, kernels: bool | None = None) -> "FusedDecoder":

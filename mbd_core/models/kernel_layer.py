@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from mbd_core.models.decoder import Decoder, DecoderLayer
 from mbd_core.models.fused_layer import FusedLayer, FusedSwiGLU, Norm, Rotations
 from mbd_core.models.lora import TokenAdapters
-from mbd_core.ops.heads_triton import store_heads
-from mbd_core.ops.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
-from mbd_core.ops.swiglu_triton import gated
+from mbd_core.ops.layer.heads import store_heads
+from mbd_core.ops.layer.residual_norm import ExpertParts, RankParts, add_norm, sum_experts
+from mbd_core.ops.layer.swiglu import gated
 
 Sum = Literal[0, 1]
 """The two sums over ranks in a layer: after o_proj, after the MLP."""

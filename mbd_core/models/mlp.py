@@ -1,9 +1,28 @@
-"""The dense MLP of a decoder layer: SwiGLU."""
+"""The MLPs of a decoder layer: dense SwiGLU, and the mixture of experts with its router and shared experts.
 
+`Router` covers LLaDA2's grouped sigmoid router, whose offset changes the choice of experts but not their weights, and
+the softmax router of SDAR-MoE (Qwen3-MoE). Both compute in float32, whatever the model's dtype.
+
+Shape legend: T tokens, D hidden, E experts, G groups, K experts a token, F expert width, S shared experts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mbd_core.models.lora import Adapt, adapted
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+from mbd_core.ops.experts.choice import ExpertsKernel, resolve_experts
+from mbd_core.ops.experts.expert_products import SharedExperts, expert_parts
+from mbd_core.ops.launch import triton_serves
+from mbd_core.ops.layer.residual_norm import ExpertParts
+from mbd_core.ops.layer.router import route
+
+# The dense MLP of a decoder layer: SwiGLU.
 
 
 class SwiGLU(nn.Module):
@@ -19,3 +38,183 @@ class SwiGLU(nn.Module):
         gate, up = adapted(self.gate_proj(x), adapt, "gate_proj", x), adapted(self.up_proj(x), adapt, "up_proj", x)
         inner = F.silu(gate) * up
         return adapted(self.down_proj(inner), adapt, "down_proj", inner)
+
+
+# The mixture-of-experts MLP: a router, stacked experts, and the experts that every token shares.
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and their weights."""
+
+    expert_bias: Tensor
+
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden))
+        if config.expert_bias:
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move with the module, but stay float32: in bfloat16 the offset would change which experts are chosen."""
+        original = self.expert_bias if self.config.expert_bias else None
+        super()._apply(fn, recurse)
+        if original is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = original.to(self.expert_bias.device)
+        return self
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Float32 scores (T, E) before sigmoid or softmax."""
+        return F.linear(x_TD.float(), self.weight.float())
+
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        """Expert ids (T, K + S) and their float32 weights (T, K + S), the last S = `num_shared` those of the experts
+        that every token shares, E to E + S - 1. Tokens that are not `live_T` go to the sentinel E + S, which is no
+        expert."""
+        c = self.config
+        if torch.is_inference_mode_enabled() and triton_serves(x_TD.device, x_TD.dtype):
+            return route(
+                product_in_float32(x_TD, self.weight),
+                per_token=c.experts_per_token,
+                sigmoid=c.score == "sigmoid",
+                bias_E=self.expert_bias if c.expert_bias else None,
+                num_groups=c.num_groups,
+                kept_groups=c.topk_groups,
+                normalizes=c.norm_topk_prob and c.experts_per_token > 1,
+                scaling=c.routed_scaling,
+                num_shared=num_shared,
+                live_T=live_T,
+            )
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid() if c.score == "sigmoid" else logits_TE.softmax(dim=-1)
+        choice_TE = scores_TE + self.expert_bias if c.expert_bias else scores_TE
+        if c.num_groups > 1:
+            choice_TGe = choice_TE.unflatten(-1, (c.num_groups, -1))
+            best_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
+            kept_TG = torch.zeros_like(best_TG, dtype=torch.bool)
+            kept_TG = kept_TG.scatter(-1, best_TG.topk(c.topk_groups, dim=-1).indices, True)
+            choice_TE = choice_TGe.masked_fill(~kept_TG[..., None], -torch.inf).flatten(-2)
+        ids_TK = choice_TE.topk(c.experts_per_token, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        if c.norm_topk_prob and c.experts_per_token > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK * c.routed_scaling
+        if num_shared:
+            ids_TK, weights_TK = with_shared(ids_TK, weights_TK, c.num_experts, num_shared)
+        if live_T is not None:
+            ids_TK = ids_TK.masked_fill(~live_T[:, None], c.num_experts + num_shared)
+        return ids_TK, weights_TK
+
+
+def with_shared(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
+    """Ids and weights (T, K + S) with the shared experts, each of weight 1, behind the chosen ones."""
+    shared = torch.arange(num_experts, num_experts + num_shared, device=ids_TK.device).expand(len(ids_TK), -1)
+    return torch.cat((ids_TK, shared), 1), torch.cat((weights_TK, torch.ones_like(shared, dtype=torch.float32)), 1)
+
+
+def product_in_float32(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`x @ weight^T` (T, E) in float32; on CUDA narrow factors are not widened beforehand."""
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype != torch.float32:
+        return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+    return F.linear(x_TD.float(), weight_ED.float())
+
+
+@functools.cache
+def experts_kernel(
+    device: torch.device, dtype: torch.dtype, expert_size: int, hidden_size: int, *, differentiable: bool
+) -> ExpertsKernel:
+    """`resolve_experts`, once for each setting. The Triton kernels have no backward pass; the others do."""
+    return resolve_experts(
+        device,
+        dtype,
+        expert_size=expert_size,
+        hidden_size=hidden_size,
+        has_triton=False if differentiable else None,
+    )
+
+
+def kernel_for(gate_EFD: Tensor) -> ExpertsKernel:
+    """The implementation that experts with these weights would use now."""
+    _, width, hidden = gate_EFD.shape
+    differentiable = torch.is_grad_enabled()
+    return experts_kernel(gate_EFD.device, _product_dtype(gate_EFD), width, hidden, differentiable=differentiable)
+
+
+def compute_experts(
+    x_TD: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """The weighted experts of each token (T, D), as `ops.experts.loop_experts` defines them."""
+    dtype = _product_dtype(x_TD)
+    x, gate, up, down = (t.to(dtype) for t in (x_TD, gate_EFD, up_EFD, down_EDF))
+    return kernel_for(gate_EFD).call(x, gate, up, down, ids_TK, weights_TK).to(x_TD.dtype)
+
+
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to compute `tensor`'s products in: grouped products and kernels ignore autocast by themselves."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+class Experts(nn.Module):
+    """All experts of a layer as stacked weights, the layout of fused training checkpoints.
+
+    The implementation depends on the device, the dtype (autocast's if it is on) and whether gradients are recorded. In
+    some implementations a token's result depends on the other tokens of the call, so a batch-invariant forward makes
+    one call per row.
+    """
+
+    def __init__(self, hidden: int, config: MoEConfig) -> None:
+        super().__init__()
+        e, f = config.num_experts, config.intermediate_size
+        self.gate_proj = nn.Parameter(torch.empty(e, f, hidden))
+        self.up_proj = nn.Parameter(torch.empty(e, f, hidden))
+        self.down_proj = nn.Parameter(torch.empty(e, hidden, f))
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return compute_experts(x_TD, self.gate_proj, self.up_proj, self.down_proj, ids_TK, weights_TK)
+
+    def fuses(self, num_assignments: int) -> bool:
+        """Whether the kernels for few tokens compute so many assignments, in inference."""
+        return kernel_for(self.gate_proj).fuses(num_assignments, len(self.gate_proj))
+
+    def parts(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: SharedExperts | None = None
+    ) -> ExpertParts:
+        """`forward` before the sum, and `shared` among the experts, where the kernels for few tokens compute it."""
+        stacks = self.gate_proj, self.up_proj, self.down_proj
+        return expert_parts(x_TD, *stacks, ids_TK, weights_TK, shared=shared)
+
+
+class MoE(nn.Module):
+    """The sum of each token's weighted experts and of the shared experts, on (..., D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.gate = Router(config.hidden_size, config.moe)
+        self.experts = Experts(config.hidden_size, config.moe)
+        shared = config.moe.shared_size
+        self.shared_experts = SwiGLU(config.hidden_size, shared) if shared else None
+
+    def routed(self, x_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
+        """The weighted experts alone; zero for tokens that are not `live_T`, which go to no expert."""
+        out_TD: Tensor = self.experts(x_TD, *self.gate(x_TD, live_T))
+        return out_TD
+
+    def fuses(self, num_tokens: int) -> bool:
+        """Whether the kernels for few tokens compute the experts of so many, in inference."""
+        return self.experts.fuses(num_tokens * self.gate.config.experts_per_token)
+
+    def parts(self, x_TD: Tensor, live_T: Tensor | None, *, shares: bool) -> ExpertParts:
+        """Where the kernels for few tokens compute it: `routed` before the sum, with `shares` the whole layer."""
+        if not shares:
+            return self.experts.parts(x_TD, *self.gate(x_TD, live_T))
+        mlp = self.shared_experts
+        assert mlp is not None
+        shared = SharedExperts(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        ids_TK, weights_TK = self.gate(x_TD, live_T, self.gate.config.num_shared_experts)
+        return self.experts.parts(x_TD, ids_TK, weights_TK, shared)
+
+    def forward(self, x: Tensor, adapt: Adapt | None = None) -> Tensor:
+        out = self.routed(x.flatten(0, -2)).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x, adapt)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import Parts
-from mbd_core.models.moe import Experts
-from mbd_core.ops import fp8
-from mbd_core.ops.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
+from mbd_core.ops.experts import fp8
+from mbd_core.ops.experts.fp8 import Fp8Experts, Fp8Linear, fp8_obstacle
 
 
 def quantize_weights(model: Decoder, parts: Parts) -> Decoder:

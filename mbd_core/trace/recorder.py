@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.decoding.request import StepTrace
-from mbd_core.decoding.slot_state import CANVAS_STATE, SlotState
+from mbd_core.decoding.blocks.request import CANVAS_STATE, SlotState, StepTrace
 from mbd_core.files import file_beside
 
 STATES = (*(state.name for state in SlotState), CANVAS_STATE)

@@ -15,9 +15,9 @@ import httpx
 import pytest
 from gateway_in_process import running_gateway, undecorated
 
-from actors import gateway
-from actors.serving_args import ServingArgs
-from mbd_core.serving.open_requests import OpenRequests
+from actors.serving import gateway
+from actors.serving.args import ServingArgs
+from mbd_core.serving.api.access import OpenRequests
 
 LIMIT = 300
 MODEL, ANN, BEN = "tiny", "ann-0123456789abcdef", "ben-0123456789abcdef"

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from gateway_in_process import Handle, running_gateway
 
-from actors import gateway
-from actors.serving_args import ServingArgs
+from actors.serving import gateway
+from actors.serving.args import ServingArgs
 
 LIMIT = 300
 MODEL, KEY = "tiny", "ann-0123456789abcdef"

@@ -1,4 +1,4 @@
-"""actors/http_heads.py: what a client sends before its key is looked at stays within bounds."""
+"""actors/serving/proxy.py: what a client sends before its key is looked at stays within bounds."""
 
 import asyncio
 import json
@@ -14,10 +14,9 @@ import pytest
 import uvicorn
 from raw_http import RawHttp, post, read_all, statuses
 
-from actors import http_heads
-from actors.http_heads import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED
-from actors.request_ids import middlewares
-from jobs.load.bystander import _send_headers
+from actors.serving import proxy as http_heads
+from actors.serving.proxy import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED, middlewares
+from benchmarks.load.bystander import _send_headers
 
 LIMIT = 60.0  # seconds that the server may leave a client without a byte
 MIB = 2**20

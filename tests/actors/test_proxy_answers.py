@@ -1,4 +1,4 @@
-"""actors/proxy_answers.py: what clients get where Serve's proxy answers by itself, or its gateway dies."""
+"""actors/serving/proxy.py: what clients get where Serve's proxy answers by itself, or its gateway dies."""
 
 import asyncio
 import json
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors import proxy_answers
-from actors.request_ids import middlewares
-from mbd_core.serving.openai_errors import ApiError
+from actors.serving import proxy as proxy_answers
+from actors.serving.proxy import middlewares
+from mbd_core.serving.api.errors import ApiError
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 CHAT = "/v1/chat/completions"
@@ -174,5 +174,5 @@ def test_every_other_answer_passes_as_it_is(path: str, script: list[dict[str, An
 
 
 def test_the_proxy_s_process_loads_no_pytorch() -> None:
-    code = "import sys, actors.request_ids; sys.exit('torch' in sys.modules)"
+    code = "import sys, actors.serving.proxy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

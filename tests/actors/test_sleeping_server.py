@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 
-from actors.llm_server import DiffusionServer
+from actors.serving.llm_server import DiffusionServer
 
 LIMIT = 300
 LONG = {"model": "tiny", "prompt": "Tom", "max_tokens": 80, "decoding": {"buffer_size": 1, "tau_m2t": 1.0}}

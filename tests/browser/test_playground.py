@@ -12,7 +12,7 @@ from chromium_pages import WatchedPages, watched_pages
 from gateway_in_process import running_gateway
 from playwright.sync_api import Browser, Page, Route
 
-from actors.serving_args import ServingArgs
+from actors.serving.args import ServingArgs
 
 MODEL, LIMIT = "tiny-mbd", 120
 KEY = "ann-0123456789abcdef"

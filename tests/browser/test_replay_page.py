@@ -8,7 +8,7 @@ from chromium_pages import check_small_and_dark, watched_pages
 from playwright.sync_api import Browser, Page
 from simulated_trace import EOS, SIZE, simulate
 
-from mbd_core.decoding.decoding_config import T2T
+from mbd_core.decoding.blocks.config import T2T
 from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.replay import ReplaySide, replay_side, write_replay
 from mbd_core.trace.traced_run import traced_run

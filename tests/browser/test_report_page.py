@@ -12,10 +12,9 @@ from chromium_pages import check_small_and_dark, watched_pages
 from playwright.sync_api import Browser, Page
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 
-from mbd_core.evaluation.sample_tables import GRADED_COLUMNS
-from mbd_core.evaluation.sweep_folder import SweepFolder, read_report
-from mbd_core.evaluation.sweep_parts import Part, cut
-from mbd_core.evaluation.sweep_summary import write_summary
+from mbd_core.evaluation.report.summary import write_summary
+from mbd_core.evaluation.sweep.folder import SweepFolder, read_report
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, Part, cut
 
 EVIL = "</script><img src=x onerror=document.title='evil'><b>'\"&"
 PIECES = ["Tom", " has", "\n", EVIL, "12", ""]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.models.lora import AdapterSlots, adapted_modules
 from mbd_core.models.shard import Shard
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 SDAR = FAMILIES["sdar"]
 TOKENS, POSITIONS = torch.arange(9) + 3, torch.arange(9)

@@ -10,19 +10,18 @@ from checkpoint_folders import CONFIGS, write_model
 from fp8_folders import KEPT, rounded_folder
 from safetensors.torch import load_file, save_file
 
-from mbd_core.checkpoint.block_experts import check_blocks
-from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.loading import check_blocks, load_model
 from mbd_core.checkpoint.safetensor_files import WEIGHTS
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.moe import MoE
+from mbd_core.models.mlp import MoE
 from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import Shard
-from mbd_core.ops.fp8 import Fp8Experts, dequantize
+from mbd_core.ops.experts.fp8 import Fp8Experts, dequantize
 
 STACKS = ("gate_proj", "up_proj", "down_proj")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from family_models import rewrite
 
-from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 
 

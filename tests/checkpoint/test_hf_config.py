@@ -7,7 +7,7 @@ import pytest
 from family_models import FAMILIES, SDAR
 
 from mbd_core.checkpoint import families
-from mbd_core.checkpoint.hf_config import read_config, write_config
+from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
 

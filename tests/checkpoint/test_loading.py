@@ -17,7 +17,7 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, served_dim
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 
 def test_weights_stay_as_stored_unless_asked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.checkpoint.hf_config import read_config
+from mbd_core.checkpoint.config import read_config
 from mbd_core.checkpoint.tensor_names import ExpertLayout, stored_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig

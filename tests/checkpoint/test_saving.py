@@ -8,7 +8,7 @@ import torch
 from family_models import FAMILIES, SDAR, SIZES, random_model
 from safetensors.torch import load_file
 
-from mbd_core.checkpoint.hf_config import read_config, write_config
+from mbd_core.checkpoint.config import read_config, write_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model, save_random
 from mbd_core.files import MANIFEST

@@ -9,11 +9,11 @@ from jobs.convert_checkpoint import main
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer, special_ids
-from mbd_core.decoding.request import Request
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.models.shapes import SDAR_50M, SHAPES
-from mbd_core.multitf.chat_encoding import encode_chats, fill_token
-from mbd_core.serving.load import load_engine
+from mbd_core.multitf.data.encoding import encode_chats, fill_token
+from mbd_core.serving.tokens.load import load_engine
 
 TEXT = "Tom has 12 pens, é and 笔.\n"
 TINY = [name for name in SHAPES if name.startswith("tiny-")]

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from mbd_core.checkpoint.chat import chat_prompts, question
-from mbd_core.checkpoint.config_files import load_generation_defaults
+from mbd_core.checkpoint.config import load_generation_defaults
 from mbd_core.checkpoint.shipped import SHIPPED, model_folder
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.speed_front import read_front
-from mbd_core.engine.engine_config import LEAST_SLOTS, EngineConfig
+from mbd_core.decoding.blocks.methods import read_front
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.data import TinyData
-from mbd_core.multitf.noise import NoiseBounds
-from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.train_config import TrainConfig
-from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
-from mbd_core.serving.load import load_engine
+from mbd_core.multitf.config import TrainConfig
+from mbd_core.multitf.data.prepared import TinyData
+from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.noise import NoiseBounds
+from mbd_core.serving.tokens.load import load_engine
 from mbd_core.tasks import gsm_mini, ledger_mini
 
 NAMES = sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from family_models import FAMILIES, rewrite
 
-from mbd_core.checkpoint.config_files import load_config, load_generation_defaults
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.tokenizer import load_tokenizer
 
 
 def test_generation_defaults_and_tokenizer(folder: Path) -> None:

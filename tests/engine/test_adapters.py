@@ -17,19 +17,19 @@ from test_exactness import build, engine, gist, request, run_with_preemption
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine import build as build_module
-from mbd_core.engine import device_vocab
+from mbd_core.engine import runner as device_vocab
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.engine.step_kind import StepKinds, Work
 from mbd_core.models.decoder import Decoder
-from mbd_core.ops import attention
-from mbd_core.ops import attention_flash as flash
-from mbd_core.parallel.start import start_parallel
+from mbd_core.ops.attention import choice as attention
+from mbd_core.ops.attention import flash
 
 KINDS: dict[str, dict[str, Any]] = {
     "block_causal": {},

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exactness import build
 
-from mbd_core.decoding.canvas_config import Branches, Canvas
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import Admission, RequestRefused
 
 B, PAGE = 8, 16

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from test_exactness import B, build, engine, gist, request
 
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.rows import static_rows
 from mbd_core.engine.step_kind import StepKinds, Work

@@ -6,8 +6,8 @@ import pytest
 from test_exactness import build, engine, request
 from torch import Tensor
 
+from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import MoEConfig
-from mbd_core.models.moe import Experts
 
 MOE = MoEConfig(
     num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,

@@ -9,12 +9,12 @@ from small_groups import DENSE, METHODS, SIZES, B
 from thread_ranks import ThreadRanks
 from torch import Tensor
 
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
-from mbd_core.engine.device_vocab import PartVocab
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.engine import Engine
+from mbd_core.engine.runner import PartVocab
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shard import Shard
 

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.literal_algorithms import Tokens, Weights, naive_multibd
-from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.page_pool import PagePool
+from mbd_core.engine.pages import PagePool
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.multitf.mask import block_causal_mask
-from mbd_core.ops.attention_definition import paged_attention
-from mbd_core.ops.attention_dense import DenseAttention
-from mbd_core.ops.row_layout import RowLayout
+from mbd_core.multitf.states.mask import block_causal_mask
+from mbd_core.ops.attention.definition import RowLayout, paged_attention
+from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.trace.recorder import TraceRecorder, read_trace
 
 MASK, EOS, B = 0, 1, 4

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig
-from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.engine_measures import Samples
+from mbd_core.engine.measures import Samples
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.trace.recorder import TraceRecorder

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.bench.plain_loops import run_canvas
-from mbd_core.canvas.canvas_decoder import canvas_decoder
-from mbd_core.decoding.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Draw, Vocab, uniform
-from mbd_core.decoding.sampling_config import Sampling
+from benchmarks.plain_loops import run_canvas
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, uniform
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
 
@@ -188,7 +188,7 @@ def test_logprobs_are_those_of_the_accepting_forward(models: dict[str, Decoder])
     r = request("a", 9, "single", max_tokens=1, prompt=(5, 6, 7), sampling=Sampling(), ignore_eos=True)
     model = models["block_causal"]
     output = engine(model).generate([r])[0]
-    from mbd_core.ops.attention_dense import DenseAttention
+    from mbd_core.ops.attention.whole import DenseAttention
 
     ids, positions = torch.tensor([[5, 6, 7, MASK]]), torch.arange(4)[None]
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_no_noise_lets_a_forbidden_token_through(models: dict[str, Decoder]) -> 
     """Noise is finite even where every hashed bit is set; with 24 bits one of these seeds once drew the mask."""
     draw = Draw(*(torch.zeros(1, dtype=torch.int64) for _ in range(6)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mbd_core.decoding.sampling._mix", lambda x: torch.full_like(x, 0xFFFFFFFF))
+        patch.setattr("mbd_core.decoding.blocks.sampling._mix", lambda x: torch.full_like(x, 0xFFFFFFFF))
         assert 0.0 < float(uniform(draw, torch.zeros((1, 1), dtype=torch.int64))) < 1.0
     for seed in (46651533, *range(200)):
         hot = Sampling(temperature=1.0, seed=seed)

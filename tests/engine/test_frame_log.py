@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.frame import Frame
-from mbd_core.decoding.request import Request, StepOutput, StepTrace
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Frame, Request, StepOutput, StepTrace
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.trace.recorder import TraceRecorder

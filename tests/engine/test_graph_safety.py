@@ -18,30 +18,32 @@ from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
 
-from mbd_core.bench.shape_device import CUDA
-from mbd_core.bench.step_timing import StepCase, filled_engine, measure_host, measure_step
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
+from benchmarks.gpu.step_nodes import CUDA
+from benchmarks.step_timing import StepCase, filled_engine, measure_host, measure_step
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine import build as build_module
-from mbd_core.engine import device_vocab
-from mbd_core.engine.ahead import StepPlan
+from mbd_core.engine import runner as device_vocab
+from mbd_core.engine.collector import StepPlan
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import MoEConfig, Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
-from mbd_core.ops import attention, attention_triton, fp8, triton_launch
-from mbd_core.ops import attention_flash as flash
-from mbd_core.ops import experts as moe
-from mbd_core.ops import experts_triton as moe_triton
-from mbd_core.ops.attention_definition import paged_attention
-from mbd_core.ops.expert_order import sort_by_expert, without_sentinels
-from mbd_core.ops.expert_tiles import SortedTiles
-from mbd_core.ops.row_layout import RowLayout
+from mbd_core.ops import launch as triton_launch
+from mbd_core.ops.attention import choice as attention
+from mbd_core.ops.attention import flash
+from mbd_core.ops.attention import paged_attention as attention_triton
+from mbd_core.ops.attention.definition import RowLayout, paged_attention
+from mbd_core.ops.experts import choice as moe
+from mbd_core.ops.experts import expert_products as moe_triton
+from mbd_core.ops.experts import fp8
+from mbd_core.ops.experts.choice import sort_by_expert, without_sentinels
+from mbd_core.ops.experts.expert_tiles import SortedTiles
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},

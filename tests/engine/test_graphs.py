@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_exactness import MASK, B, build, engine, gist, request
 
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.rows import static_rows

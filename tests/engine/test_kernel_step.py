@@ -11,11 +11,11 @@ import random
 from dataclasses import replace
 import torch
 from stub_steps import MASK, VOCAB, StubRunner
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.request import Request
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.graphs import static_step
 from mbd_core.engine.step import StepState
 from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work, work_of

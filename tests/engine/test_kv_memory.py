@@ -4,12 +4,12 @@ import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
 from test_exactness import build, gist, request
 
-from mbd_core.decoding import sampling
-from mbd_core.engine import kv_memory
+from mbd_core.decoding.blocks import sampling
+from mbd_core.engine import build as kv_memory
+from mbd_core.engine.build import bytes_per_page, longest_in_pages
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.kv_memory import bytes_per_page, longest_in_pages
-from mbd_core.engine.model_runner import ModelRunner
+from mbd_core.engine.runner import ModelRunner
 
 SIZES = EngineConfig(max_rows=3, page_size=16)
 

@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine import scheduler as scheduler_module
-from mbd_core.engine.page_pool import NULL_PAGE, PagePool
+from mbd_core.engine.pages import NULL_PAGE, PagePool
 from mbd_core.engine.scheduler import PrefillChunk, Scheduler
 from mbd_core.engine.sequence import SequenceState, pages_needed
 

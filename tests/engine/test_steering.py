@@ -17,16 +17,16 @@ from step_replay import check_replay
 
 from mbd_core.checkpoint.chat import chat_prompts, question
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
-from mbd_core.decoding.guide import Closings, Guide, Search
-from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.grammar.grammar import MAX_CHARACTERS, Grammar, GrammarRefused, check_bounds
+from mbd_core.decoding.grammar.guide import Closings, Guide, Search
 from mbd_core.engine import engine as engine_module
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.serving.load import LoadedModel, load_engine
+from mbd_core.serving.tokens.load import LoadedModel, load_engine
 from mbd_core.tasks import gsm_mini
 
 B = 4

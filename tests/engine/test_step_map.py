@@ -9,16 +9,14 @@ import pytest
 from step_replay import check_replay
 from test_exactness import EOS, VOCAB, B, build
 
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.frame import Frame
-from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.decoding.rollout import Edit, Rollout
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Edit, Frame, Output, Request, Rollout, StepOutput
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.engine.step_map import OPEN, StepMap
+from mbd_core.engine.report import OPEN, StepMap
 from mbd_core.models.decoder import Decoder
 
 METHODS: dict[str, dict[str, Any]] = {

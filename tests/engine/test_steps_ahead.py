@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from test_exactness import build, engine, gist, request
 
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.request import Request
 
 
 def long_requests() -> list[Request]:

@@ -17,21 +17,21 @@ from test_exactness import build, engine, gist, request
 from torch import Tensor
 
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.decoding.request import Output, Request, StepOutput
-from mbd_core.decoding.sampling import Vocab
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput
+from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.engine import build as build_module
-from mbd_core.engine import device_vocab
+from mbd_core.engine import runner as device_vocab
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.parallel import start
+from mbd_core.engine.parallel.followers import run_follower
+from mbd_core.engine.parallel.group import Rank
+from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import MoEConfig, Parts
 from mbd_core.models.quantize import quantize_weights
-from mbd_core.ops import attention
-from mbd_core.ops import attention_flash as flash
-from mbd_core.parallel import start
-from mbd_core.parallel.follower import run_follower
-from mbd_core.parallel.group import Rank
-from mbd_core.parallel.start import start_parallel
+from mbd_core.ops.attention import choice as attention
+from mbd_core.ops.attention import flash
 
 MOE = MoEConfig(
     num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,

@@ -1,6 +1,6 @@
 """On a GPU: kernels at real sizes, every kind of step captured and replayed, and steps that wait for nothing.
 
-This folder imports what `mbd_core.bench.gpu_day` imports, and pytest, so it runs where neither Ray nor a browser is
+This folder imports what `benchmarks.gpu.day` imports, and pytest, so it runs where neither Ray nor a browser is
 installed: `pytest tests/gpu`.
 """
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from adapter_folders import write_adapter
 
-from mbd_core.bench.gpu_checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
-from mbd_core.bench.kernel_checks import kernel_form_rows
-from mbd_core.bench.roofline import measure_machine
-from mbd_core.bench.step_timing import StepCase
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from benchmarks.gpu.checks import check_model, graphs_are_eager, kernel_rows, steady_steps_never_wait
+from benchmarks.gpu.kernel_checks import kernel_form_rows
+from benchmarks.roofline import measure_machine
+from benchmarks.step_timing import StepCase
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from small_groups import rank_of
 from torch import multiprocessing
 
-from mbd_core.ops.residual_norm import add_norm
-from mbd_core.parallel import shared_sums
-from mbd_core.parallel.group import init_group
-from mbd_core.parallel.shared_sums import SharedSums, share_sums
+from mbd_core.engine.parallel import shared_sums
+from mbd_core.engine.parallel.group import init_group
+from mbd_core.engine.parallel.shared_sums import SharedSums, share_sums
+from mbd_core.ops.layer.residual_norm import add_norm
 
 pytestmark = pytest.mark.gpu
 SIZE, TOKENS, WIDTH, LAYERS = 2, 128, 2048, 8

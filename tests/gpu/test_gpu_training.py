@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.shapes import SHAPES
-from mbd_core.multitf.example import Example
-from mbd_core.multitf.loss import multitf_loss
-from mbd_core.multitf.sample import MultiTFBatch, build_batch
-from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.train_config import AttentionChoice
-from mbd_core.multitf.training_attention import TrainingAttention
+from mbd_core.multitf.config import AttentionChoice
+from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.states.sample import MultiTFBatch, build_batch
+from mbd_core.multitf.step.loss import multitf_loss
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -4,8 +4,8 @@ import copy
 import json
 import pickle
 
-from mbd_core.decoding.request import Counts
-from mbd_core.harness.counted_text import CountedText
+from mbd_core.decoding.blocks.request import Counts
+from mbd_core.harness.scoring import CountedText
 
 COUNTS = Counts(
     num_prompt_tokens=5,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.harness.generation_fields import read_generation
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.harness import harness_command
+from mbd_core.harness import command as harness_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ def test_the_harness_loads_the_model_when_it_is_asked_for_it() -> None:
 
     from lm_eval.api.registry import get_model, model_registry
 
-    from mbd_core.harness.harness_model import HarnessModel
+    from mbd_core.harness.model import HarnessModel
 
     harness_command.register()
     harness_command.register()

@@ -14,8 +14,8 @@ from mbd_core.checkpoint.loading import load_model
 from mbd_core.harness.likelihood import Draws, log_likelihood
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
-from mbd_core.multitf.mask import block_causal_mask
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.multitf.states.mask import block_causal_mask
+from mbd_core.ops.attention.whole import DenseAttention
 
 PREFIX = [5, 6, 7, 8, 9, 10]
 TARGET = [21, 22, 23, 24, 25, 26, 27]

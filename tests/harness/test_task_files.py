@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from jobs.harness_tasks import main
-from mbd_core.decoding.request import Counts
-from mbd_core.evaluation.tasks import TASKS
-from mbd_core.harness.counted_text import CountedText
-from mbd_core.harness.harness_scoring import metrics_of, score
+from mbd_core.decoding.blocks.request import Counts
+from mbd_core.evaluation.tasks.benchmarks import TASKS
+from mbd_core.harness.scoring import CountedText, metrics_of, score
 
 COUNTS = Counts(
     num_prompt_tokens=5,
@@ -60,7 +59,7 @@ def test_a_recipe_s_task_has_its_setting_and_the_rows_of_the_user_s_files(
         "do_sample": False,
     }
     assert (task["num_fewshot"], task["fewshot_config"], task["target_delimiter"]) == (4, {"sampler": "default"}, " ")
-    assert task["process_results"] == "mbd_core.harness.harness_scoring.score"
+    assert task["process_results"] == "mbd_core.harness.scoring.score"
     assert [m["metric"] for m in task["metric_list"]] == list(metrics_of(TASKS["gsm8k"]))
     rows = {
         split: [json.loads(line) for line in Path(path).read_text().splitlines()]

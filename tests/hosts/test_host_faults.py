@@ -27,9 +27,9 @@ from host_cluster import (
 )
 from served_hosts import GATEWAY, SERVED_ENGINE, Client, deployed, say
 
-from mbd_core.evaluation.sweep_folder import REPORT, read_samples
-from mbd_core.multitf.checkpoints import MARKER
-from mbd_core.multitf.curve_file import LOSSES
+from mbd_core.evaluation.sweep.folder import REPORT, read_samples
+from mbd_core.multitf.run.checkpoints import MARKER
+from mbd_core.multitf.run.log import LOSSES
 
 # Hosts have a CPU each, so that two processes that ask for one lie on two hosts.
 TRAINERS, STEPS = 2, 8

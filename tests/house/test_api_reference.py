@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from schema_text import type_text
 
-from actors.gateway import api
-from mbd_core.serving.openapi import MAY_BE_EMPTY, ORDERS, REQUESTS, openapi_document
-from mbd_core.serving.reply_shapes import SHAPES
+from actors.serving.gateway import api
+from mbd_core.serving.api.openapi import MAY_BE_EMPTY, ORDERS, REQUESTS, openapi_document
+from mbd_core.serving.api.replies import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -82,7 +82,7 @@ def test_the_page_has_every_error() -> None:
     sources = "".join(
         path.read_text()
         for folder in ("mbd_core/serving", "mbd_core/engine", "actors")
-        for path in (ROOT / folder).glob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
     )
     used = {code for groups in HERE.findall(sources) for group in groups for code in re.findall(r"\w+", group)}
     assert used - {""} == listed

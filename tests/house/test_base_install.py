@@ -9,8 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
-    "alignment", "bench_decoders", "bench_engine", "bench_train", "branch_report", "fp8_report", "grade",
-    "ledger_gate", "report_sweep", "trace_report", "transfer_table",
+    "benchmarks.decoders", "benchmarks.engine", "benchmarks.fp8", "benchmarks.train", "jobs.grade",
+    "jobs.report_sweep", "jobs.trace_report", "jobs.transfer_table", "research.alignment.study",
+    "research.block_batch.study", "research.ledger.gate",
 )  # fmt: skip
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
 # peft where a recipe trains an adapter, mlflow and wandb where a run is logged to them, the others where a GPU is.
@@ -33,8 +34,8 @@ def imported_packages(path: Path) -> set[str]:
 def test_every_package_that_is_imported_is_a_base_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
-    files = [*(ROOT / "mbd_core").rglob("*.py"), *(ROOT / "jobs" / f"{job}.py" for job in JOBS)]
-    known = base | OPTIONAL | set(sys.stdlib_module_names) | {"mbd_core", "jobs"}
+    files = [*(ROOT / "mbd_core").rglob("*.py"), *(ROOT / f"{job.replace('.', '/')}.py" for job in JOBS)]
+    known = base | OPTIONAL | set(sys.stdlib_module_names) | {"mbd_core", "jobs", "benchmarks", "research"}
     assert {
         name: sorted(missing) for f in files if (missing := imported_packages(f) - known) for name in [f.name]
     } == {}
@@ -45,7 +46,7 @@ def test_jobs_that_need_no_cluster_load_without_ray() -> None:
         "import importlib, sys\n"
         "for name in ('ray', 'fastapi', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
         f"for job in {JOBS}:\n"
-        "    assert importlib.import_module(f'jobs.{job}').main(['--help']) == 0, job\n"
+        "    assert importlib.import_module(job).main(['--help']) == 0, job\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr

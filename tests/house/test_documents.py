@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.decoding.request import Request
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.serving.load import load_engine
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+from mbd_core.serving.tokens.load import load_engine
+from research.__main__ import COMMANDS as STUDIES
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|tests|docs|k8s)/[\w/.-]*\w)")
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "research/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|benchmarks|research|tests|docs|k8s)/[\w/.-]*\w)")
 MODULE = re.compile(r"(?:from|-m) (mbd_core(?:\.\w+)+)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_modules_and_links_exist(document: Path) -> None:
     text = document.read_text()
     for name in NAMED.findall(text):
@@ -55,36 +60,40 @@ def test_the_questions_of_the_examples_are_answered_as_they_say() -> None:
 ACTIVATE = "source .venv/bin/activate"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_are_for_a_shell_in_which_the_environment_is_active(document: Path) -> None:
     """One form: `python jobs/x.py`, `python -m ...`, `ray ...`; README.md and the tutorial say how to activate it."""
     text = document.read_text()
     assert not re.findall(r"\S*(?:\.venv/bin|\bbin/python|\bpython3\b).*", text.replace(ACTIVATE, ""))
-    if document.name in ("README.md", "tutorial.md"):
+    if document in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
         first = re.search(r"^(?:ray|python|serve) .*", text, re.MULTILINE)
         assert first is not None and ACTIVATE in text[: first.start()], document.name
 
 
 def commands() -> dict[str, set[str]]:
-    """Every job that a document runs, and the options it is given there."""
+    """Every command that a document runs, as a path or as `package name`, and the options it is given there."""
     options: dict[str, set[str]] = {}
     for document in DOCUMENTS:
         text = document.read_text().replace("\\\n", " ")
         for job, rest in re.findall(r"python (?:jobs/)?(\w+)\.py((?: [^\n`#|]*)?)", text):
             if (ROOT / "jobs" / f"{job}.py").exists():
-                options.setdefault(job, set()).update(re.findall(r"(?<![\w-])(--[a-z0-9-]+)", rest))
+                options.setdefault(f"jobs/{job}.py", set()).update(OPTION.findall(rest))
+        for command, rest in re.findall(r"python -m ((?:benchmarks|research) [a-z]\w*)((?: [^\n`#|]*)?)", text):
+            options.setdefault(command, set()).update(OPTION.findall(rest))
     return options
 
 
+OPTION = re.compile(r"(?<![\w-])(--[a-z0-9-]+)")
 HELP = """
 import contextlib, io, json, os, runpy, sys
 shown = {}
 for job in sys.argv[1:]:
-    sys.argv, texts = [job, "--help"], {}
+    sys.argv, texts = [*job.split(), "--help"], {}
+    run = runpy.run_path if job.endswith(".py") else runpy.run_module
     for columns in ("200", "80"):
         os.environ["COLUMNS"] = columns
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-            runpy.run_path(job, run_name="__main__")
+            run(sys.argv[0], run_name="__main__")
         texts[columns] = printed.getvalue()
     shown[job] = {**texts, "modules": sorted(sys.modules)}
 print(json.dumps(shown))
@@ -92,7 +101,11 @@ print(json.dumps(shown))
 HEAVY = ("torch", "transformers", "ray", "matplotlib", "pandas", "scipy")
 """Packages that take long to import."""
 RUN = 'if __name__ == "__main__":\n    sys.exit(main())'
-JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.py") if RUN in path.read_text())
+JOBS = [
+    *sorted(f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.py") if RUN in path.read_text()),
+    *(f"benchmarks {name}" for name in BENCHMARKS),
+    *(f"research {name}" for name in STUDIES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +114,13 @@ def help_shown() -> dict[str, dict[str, Any]]:
 
     In one process, in turn: a module that a command imports is there for those after it too.
     """
-    jobs = [str(ROOT / "jobs" / f"{job}.py") for job in JOBS]
     done = subprocess.run(
-        [sys.executable, "-c", HELP, *jobs], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        [sys.executable, "-c", HELP, *JOBS], capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={"PATH": "", "TERM": "dumb"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return {Path(job).stem: shown for job, shown in json.loads(done.stdout).items()}
+    shown: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return shown
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -131,7 +144,7 @@ def test_the_options_in_documents_are_the_commands(job: str, help_shown: dict[st
     text = help_shown[job]["200"]
     assert "Usage" in text
     for option in commands()[job]:
-        assert option in text, f"{job}.py has no {option}"
+        assert option in text, f"{job} has no {option}"
 
 
 # Commands that find a cluster by themselves: on a machine with two of them it may be the other one.
@@ -141,7 +154,7 @@ TO_A_CLUSTER = re.compile(
 )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_command_for_a_cluster_names_it(document: Path) -> None:
     """By `--address`; on a page that sets RAY_ADDRESS, `ray job` has it from there. `serve` does not read that."""
     text = document.read_text().replace("\\\n", " ")

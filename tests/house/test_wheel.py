@@ -23,7 +23,7 @@ def test_a_wheel_holds_the_shipped_models_and_works_outside_the_repository(tmp_p
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assert not list(installed.rglob("*.pyc"))
-    for name in ("trace/replay.html", "evaluation/report_page.html"):
+    for name in ("trace/replay.html", "evaluation/report/page.html"):
         assert (installed / "mbd_core" / name).read_bytes() == (ROOT / "mbd_core" / name).read_bytes()
     page = ROOT / "mbd_core/serving/playground"
     assert {p.name for p in (installed / page.relative_to(ROOT)).iterdir()} == {p.name for p in page.iterdir()}

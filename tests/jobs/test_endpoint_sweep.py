@@ -11,13 +11,13 @@ from gateway_in_process import running_gateway
 from scripted_endpoint import Answer, ScriptedEndpoint, completion
 from sweep_cluster import Cluster, put_in_place
 
-from actors.serving_args import ModelArgs, ServingArgs
+from actors.serving.args import ModelArgs, ServingArgs
 from cluster import local
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as report_main
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation import endpoint as endpoint_room
-from mbd_core.evaluation.sweep_folder import read_report, read_samples
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep import endpoint as endpoint_room
+from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.tasks import gsm_mini
 
 KEY = "sk-secret-7"

@@ -9,8 +9,8 @@ import written_sweeps
 from measured_command import measure
 from written_sweeps import graded_table, planned_rows, sweep_record
 
-from mbd_core.evaluation.sweep_folder import SweepFolder
-from mbd_core.evaluation.sweep_parts import cut
+from mbd_core.evaluation.sweep.folder import SweepFolder
+from mbd_core.evaluation.sweep.parts import cut
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ROWS = 100_000

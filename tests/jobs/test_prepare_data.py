@@ -11,9 +11,9 @@ from ray.exceptions import WorkerCrashedError
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.multitf import run as training
-from mbd_core.multitf.prepared_data import RECORD, SAMPLES, PreparedExamples, named_data
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.data.prepared import RECORD, SAMPLES, PreparedExamples, named_data
+from mbd_core.multitf.run import __main__ as training
 
 PROBLEM = "A farmer has three red barns, two blue tractors and one very old green truck."
 

@@ -6,12 +6,12 @@ import pytest
 from chat_rows import chat, write_rows
 from full_attention_folder import make_folder
 
-from actors.training_run import TrainingRun
+from actors.training.run import TrainingRun
 from cluster.storage import Folder
 from jobs import prepare_data, train_multitf
-from mbd_core.checkpoint.config_files import load_config
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.multitf.curve_file import LOSSES, CurveFile
+from mbd_core.checkpoint.config import load_config
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.run.log import LOSSES, CurveFile
 
 LONG = "x" * 300
 

@@ -15,15 +15,14 @@ from written_sweeps import graded_table, planned_rows, sweep_record, timed_table
 from jobs import report_sweep
 from jobs.eval_sweep import main as eval_main
 from mbd_core.checkpoint.base_files import CHOSEN as KEY
-from mbd_core.checkpoint.folder import METHOD_FIELDS, read_folder
-from mbd_core.checkpoint.model_digest import model_digest
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, decoding_config
-from mbd_core.evaluation.best_folder import FILE, author_defaults, edit_notes
-from mbd_core.evaluation.sweep_folder import SweepFolder
-from mbd_core.evaluation.sweep_parts import cut
-from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
-from mbd_core.serving.load import load_engine
+from mbd_core.checkpoint.folder import METHOD_FIELDS, model_digest, read_folder
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
+from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes
+from mbd_core.evaluation.sweep.folder import SweepFolder
+from mbd_core.evaluation.sweep.parts import cut
+from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.serving.tokens.load import load_engine
 
 BEST = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.6, t2t=T2T(tau=0.4))
 WORSE = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=0.9)

@@ -198,9 +198,10 @@ def test_the_image_holds_the_versions_of_the_lock(image: Image) -> None:
 def test_jobs_and_the_application_run_in_the_image(image: Image) -> None:
     assert "Usage" in image.run("python", "jobs/train_multitf.py", "--help")
     code = (
-        "import actors.app, actors.request_ids; actors.app.build; actors.request_ids.middlewares()\n"
+        "import actors.serving.app, actors.serving.proxy\n"
+        "actors.serving.app.build; actors.serving.proxy.middlewares()\n"
         "from mbd_core.checkpoint.shipped import model_folder\n"
-        "print(actors.app.__file__, model_folder('tiny-mbd'), sep='\\n')"
+        "print(actors.serving.app.__file__, model_folder('tiny-mbd'), sep='\\n')"
     )
     elsewhere = image.folder.parent
     assert all(

@@ -29,9 +29,9 @@ from manifests import (
 )
 from resource_schemas import POD_MONITOR, core_errors, errors, ray_schemas
 
-from actors.gateway import STOP_SECONDS
-from actors.request_ids import CALLBACK, CALLBACK_VARIABLE
-from actors.serving import PROXY_CHECKS
+from actors.serving.gateway import STOP_SECONDS
+from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from actors.serving.serve import PROXY_CHECKS
 
 DOCUMENT = ROOT / "docs" / "deployment.md"
 CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")

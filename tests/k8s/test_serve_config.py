@@ -12,8 +12,8 @@ from manifests import BASE_SERVE_FILE, ROOT, NodeGroup, node_groups, overlay_nam
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from actors.app import GATEWAY_CPUS
-from actors.serving_args import ServingArgs
+from actors.serving.app import GATEWAY_CPUS
+from actors.serving.args import ServingArgs
 from cluster.topology import ClusterTooSmall, Topology, check_room
 
 SERVING = ("cpu-kind", "gpu", "gpu-incremental")
@@ -59,7 +59,7 @@ def test_a_key_that_serve_would_drop_is_found() -> None:
 def test_the_application_takes_the_arguments(path: Any) -> None:
     config = yaml.safe_load(path.read_text())
     module, _, function = config["applications"][0]["import_path"].partition(":")
-    assert (module, function) == ("actors.app", "build")
+    assert (module, function) == ("actors.serving.app", "build")
     assert arguments(config).models
     broken = copy.deepcopy(config)
     broken["applications"][0]["args"]["models"][0]["engine"]["max_row"] = 4

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from manifests import BASE_SERVE_FILE, ROOT, environment, node_groups, render
 
-from actors.serving import QUESTION
+from actors.serving.serve import QUESTION
 from cluster.local import LOOPBACK, TOKEN_PATH, LocalCluster, local_cluster
 
 CONFIG = yaml.safe_load(BASE_SERVE_FILE.read_text())

@@ -8,7 +8,7 @@ from family_models import FAMILIES, SDAR, random_model
 from torch.nn import functional as F
 
 from mbd_core.models.model_config import ModelConfig
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 
 class RowAttention:

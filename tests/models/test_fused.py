@@ -17,7 +17,7 @@ from mbd_core.models.fused import Norm, fuse
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard, served_dim
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 T, LATEST = 12, 40
 

@@ -6,16 +6,16 @@ FORWARD = """
 from dataclasses import replace
 import torch
 from family_models import FAMILIES, random_model
-from mbd_core.engine.kv_cache import PagedKVCache
-from mbd_core.engine.model_runner import PagedAttention
-from mbd_core.models import moe
+from mbd_core.engine.pages import PagedKVCache
+from mbd_core.engine.runner import PagedAttention
+from mbd_core.models import mlp as moe
 from mbd_core.models.fused import fuse
 from mbd_core.models.kernel_layer import KernelLayer
 from mbd_core.models.lora import Adapter, AdapterSlots, adapted_modules
-from mbd_core.ops.experts import ExpertsKernel, fused_experts
-from mbd_core.ops.residual_norm import RankParts
-from mbd_core.ops.row_layout import RowLayout
-from mbd_core.ops import attention_cpu
+from mbd_core.ops.experts.choice import ExpertsKernel, fused_experts
+from mbd_core.ops.layer.residual_norm import RankParts
+from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.attention import cpu as attention_cpu
 kernels = ExpertsKernel(name="triton", call=fused_experts, fused_below=float("inf"))
 T, SIZE, PAGES = 12, 4, 8
 

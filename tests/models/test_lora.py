@@ -14,7 +14,7 @@ from mbd_core.models.fused import fuse
 from mbd_core.models.lora import AdapterSlots, TokenAdapters
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 LENGTHS, LATEST = [3, 4, 5, 4], 40
 ROW_T = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))

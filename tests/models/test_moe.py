@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from mbd_core.models.decoder import Decoder
+from mbd_core.models.mlp import Experts, MoE, Router, experts_kernel, kernel_for
 from mbd_core.models.model_config import ModelConfig, MoEConfig
-from mbd_core.models.moe import Experts, MoE, Router, experts_kernel, kernel_for
-from mbd_core.ops.experts import grouped_experts, loop_experts
+from mbd_core.ops.experts.choice import grouped_experts, loop_experts
 
 GROUPED = MoEConfig(
     num_experts=16, experts_per_token=4, intermediate_size=12, score="sigmoid", norm_topk_prob=True,

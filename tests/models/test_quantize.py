@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.fp8_report import main as fp8_report
+from benchmarks.fp8 import main as fp8_report
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import ModelConfig, MoEConfig, Parts
-from mbd_core.models.moe import Experts
 from mbd_core.models.quantize import quantize_weights, quantized_parts, weight_bytes
 from mbd_core.models.shard import Shard
-from mbd_core.ops import fp8
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.ops.experts import fp8
 
 MOE = ModelConfig(
     architecture="LLaDA2MoeModelLM",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors import metrics
-from actors.metrics import EngineExporter, ExportTimer, RequestExporter
-from mbd_core.engine.engine_measures import EngineCounts, EngineMeasures
-from mbd_core.serving.request_measures import ServerMeasures
+from actors.serving import metrics
+from actors.serving.metrics import EngineExporter, ExportTimer, RequestExporter
+from mbd_core.engine.measures import EngineCounts, EngineMeasures
+from mbd_core.serving.server.measures import ServerMeasures
 
 Series = dict[tuple[str, ...], list[float]]
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-from actors import tracing
+from actors.serving import tracing
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mbd_core.ops import host_memory
+from mbd_core.ops import machine as host_memory
 
 
 def test_files_that_a_container_caches_leave_their_memory_free(

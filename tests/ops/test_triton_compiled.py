@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mbd_core.decoding.row_settings import RowSettings
-from mbd_core.ops import (
-    attention_triton,
-    buffer_close,
-    buffer_open,
-    confidence,
-    expert_tiles,
-    experts_triton,
-    heads_triton,
-    residual_norm,
-    router_triton,
-    swiglu_triton,
-)
+from mbd_core.decoding.blocks.row_settings import RowSettings
+from mbd_core.ops.attention import paged_attention as attention_triton
+from mbd_core.ops.buffer import after_forward as buffer_close
+from mbd_core.ops.buffer import before_forward as buffer_open
+from mbd_core.ops.experts import expert_products as experts_triton
+from mbd_core.ops.experts import expert_tiles as expert_tiles
+from mbd_core.ops.layer import confidence, residual_norm
+from mbd_core.ops.layer import heads as heads_triton
+from mbd_core.ops.layer import router as router_triton
+from mbd_core.ops.layer import swiglu as swiglu_triton
 
 triton = pytest.importorskip("triton", reason="triton is not installed here; its kernels are not compiled")
 

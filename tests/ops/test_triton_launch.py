@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mbd_core.engine.step_report import HostCopy
-from mbd_core.ops.triton_launch import launch
+from mbd_core.engine.report import HostCopy
+from mbd_core.ops.launch import launch
 
 
 class Kernel:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mbd_core.evaluation.aup import aup_d3llm, aup_eq41
+from mbd_core.evaluation.measures.aup import aup_d3llm, aup_eq41
 
 
 def check_aup(folder: Path, case: dict[str, Any]) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.decoding.decoding_config import DecodingConfig, Soft
-from mbd_core.decoding.request import Output, Request
+from mbd_core.decoding.blocks.config import DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
 from mbd_core.models.decoder import Decoder
 
 

@@ -6,14 +6,14 @@ The references fill the whole canvas; where an EOS ends the request, tokens are 
 from pathlib import Path
 from typing import Any
 
-from mbd_core.bench.plain_loops import run_canvas
-from mbd_core.canvas.branches import BranchedCanvas
-from mbd_core.canvas.canvas_decoder import canvas_decoder
-from mbd_core.canvas.plan import CanvasDecoder
+from benchmarks.plain_loops import run_canvas
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.decoding.canvas_config import Branches, Canvas, Leap
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.canvas.branches import BranchedCanvas
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.decoding.canvas.plan import CanvasDecoder
 
 SCORES = {"entropy": "neg_entropy", "maskgit_plus": "confidence", "topk_margin": "margin"}
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.models.moe import Router
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.models.mlp import Router
+from mbd_core.ops.attention.whole import DenseAttention
 
 LOGITS_ATOL = 1e-3
 

@@ -10,10 +10,9 @@ from pydantic import ValidationError
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from actors.autoscaling import KV_LOAD, REQUESTS, TokenPolicy, replicas_wanted
-from actors.engine_replica import engine_replicas
-from actors.prefix_router import PrefixRouter
-from actors.serving_args import ServingArgs
+from actors.serving.args import ServingArgs
+from actors.serving.replica import engine_replicas
+from actors.serving.routing import KV_LOAD, REQUESTS, PrefixRouter, TokenPolicy, replicas_wanted
 
 
 def context(*, running: int, reported: dict[str, list[float]], requests: float = 0, queued: float = 0) -> Any:

@@ -1,4 +1,4 @@
-"""jobs/bench_serve.py: what it measures of an endpoint whose timing is known, and of our own beside its engine."""
+"""`benchmarks serve`: what it measures of an endpoint whose timing is known, and of our own beside its engine."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from jobs.bench_serve import main
+from benchmarks.load.serve import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECES = ["one", " two three", " four"]  # 4 words, 3 events
@@ -174,7 +174,7 @@ def test_a_dead_endpoint_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 def test_our_own_endpoint_beside_its_engine(tmp_path: Path, tiny_model_dir: Path) -> None:
     """The command as it is run: it starts the endpoint, measures both sides with the same load, and leaves nothing."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "jobs/bench_serve.py", "--model", str(tiny_model_dir), "--concurrency", "3"]
+    command = [sys.executable, "-m", "benchmarks", "serve", "--model", str(tiny_model_dir), "--concurrency", "3"]
     command += ["--requests", "6", "--repeats", "2", "--num-pages", "64", "--max-tokens", "24", "--json", str(report)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ})
     assert done.returncode == 0, done.stderr

@@ -14,10 +14,10 @@ import torch
 from adapter_folders import write_adapter
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from mbd_core.checkpoint.config_files import load_config
+from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
+from mbd_core.checkpoint.tokenizer import load_tokenizer
 
 MODEL, ADAPTER, LIMIT, STREAMS = "swapped", "tuned", 300, 4
 
@@ -49,7 +49,7 @@ class Deployer:
         application = {
             "name": MODEL,
             "route_prefix": "/swap",
-            "import_path": "actors.app:build",
+            "import_path": "actors.serving.app:build",
             "args": {"device": "cpu", "models": [model]},
             "deployments": [
                 {"name": MODEL, "user_config": engine_content},

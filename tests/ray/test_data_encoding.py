@@ -7,11 +7,11 @@ import pytest
 from chat_rows import chat, write_rows
 from chat_templates import with_strict_template
 
-from actors import data_encoding
+from actors.training import data as data_encoding
 from jobs import prepare_data
 from mbd_core.checkpoint.chat import question
-from mbd_core.multitf import data_preparation
-from mbd_core.multitf.prepared_data import RECORD, SAMPLES
+from mbd_core.multitf.data import preparation as data_preparation
+from mbd_core.multitf.data.prepared import RECORD, SAMPLES
 
 
 def test_tasks_write_the_bytes_of_one_process(

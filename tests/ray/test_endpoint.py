@@ -33,8 +33,8 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
     """The endpoint. Once all tests are through, it is ended, and the trace of what it did must be whole."""
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
     from mbd_core.trace.recorder import read_trace
 
     # batch_invariant: what one request's log-probabilities are must not depend on who else is there, not in a bit
@@ -522,10 +522,10 @@ def test_a_greedy_logprob_is_the_model_s_own(url: str, tiny_model_dir: Path) -> 
     """One position, one forward: its log-probability is log softmax of the model at the masked position."""
     import torch
 
-    from mbd_core.decoding.request import Request
-    from mbd_core.engine.engine_config import EngineConfig
-    from mbd_core.ops.attention_dense import DenseAttention
-    from mbd_core.serving.load import load_engine
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.ops.attention.whole import DenseAttention
+    from mbd_core.serving.tokens.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=16))
     request = Request(
@@ -593,9 +593,9 @@ def check_offsets(logprobs: dict[str, Any], text: str) -> None:
 def test_nested_decoding_reaches_the_engine(
     client: openai.OpenAI, tiny_model_dir: Path, decoding: dict[str, Any], reaches: str
 ) -> None:
-    from mbd_core.decoding.request import Request
-    from mbd_core.engine.engine_config import EngineConfig
-    from mbd_core.serving.load import load_engine
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.serving.tokens.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=64, batch_invariant=True))
     config = loaded.decoding(decoding)

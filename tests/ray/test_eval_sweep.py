@@ -16,19 +16,19 @@ import pytest
 from planned_samples import planned_samples
 from scripted_endpoint import ANSWER, ScriptedEndpoint
 
-from actors import evaluation
-from actors.evaluation import DecodeActor, plan_pool
+from actors.evaluation import sweep as evaluation
+from actors.evaluation.sweep import DecodeActor, plan_pool
 from cluster import local
 from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as report_main
-from mbd_core.decoding.decoding_config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.evaluation.grade_stage import grade_table
-from mbd_core.evaluation.sweep_folder import read_report, read_samples
-from mbd_core.evaluation.sweep_plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.folder import read_report, read_samples
+from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 

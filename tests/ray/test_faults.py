@@ -53,8 +53,8 @@ def deploy(model: Path, *, max_waiting: int = 64, request_seconds: float = 600.0
     """Serve it, or go on with other arguments, which replaces every replica and gateway."""
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200, "batch_invariant": True}
     served = {"model": str(model), "name": MODEL, "replicas": REPLICAS, "engine": engine, "max_waiting": max_waiting}

@@ -16,7 +16,7 @@ from raw_http import RawHttp, post, read_all, statuses
 from schema_bounds import SchemaBounds
 from schemathesis import checks
 
-from mbd_core.serving.openapi import openapi_document
+from mbd_core.serving.api.openapi import openapi_document
 
 MODEL = "tiny"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -36,8 +36,8 @@ CHECKED = [
 def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200}
     model = {"model": str(tiny_model_dir), "name": MODEL, "max_waiting": 12, "engine": engine}

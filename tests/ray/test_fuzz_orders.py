@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from schema_bounds import SchemaBounds
 from schemathesis import checks
 
-from mbd_core.serving.openapi import ORDERS, openapi_document
-from mbd_core.serving.operations import MAX_VERSION
+from mbd_core.serving.api.openapi import ORDERS, openapi_document
+from mbd_core.serving.api.other_requests import MAX_VERSION
 
 MODEL, APP = "ordered", "ordered"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -33,8 +33,8 @@ def client(
 ) -> Iterator[httpx.Client]:
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     keys = tmp_path_factory.mktemp("secrets") / "keys"
     keys.write_text(f"ann {ADMIN} administrator\nben {CLIENT}\n")

@@ -16,7 +16,7 @@ import openai
 import pytest
 from raw_http import RawHttp, post, statuses
 
-from jobs.load.memory import served_memory
+from benchmarks.load.bystander import served_memory
 
 MODEL, APP = "guarded", "guarded"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -36,8 +36,8 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(serve_instance: str, tiny_model_dir: Path, keys_file: Path) -> Iterator[str]:
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 200}}
     limits = {"api_keys": str(keys_file), "client_requests": 2, "body_bytes": BODY_BYTES}

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from actors import evaluation, timing
-from actors.evaluation import DecodeActor
-from actors.timing import TimingActor
+from actors.evaluation import sweep as evaluation
+from actors.evaluation import timing
+from actors.evaluation.sweep import DecodeActor
+from actors.evaluation.timing import TimingActor
 from jobs.eval_sweep import main
-from mbd_core.evaluation.engine_deaths import DIED
-from mbd_core.evaluation.sweep_folder import read_report, read_samples
-from mbd_core.evaluation.timed_cases import TimedCase
+from mbd_core.evaluation.sweep.folder import read_report, read_samples
+from mbd_core.evaluation.sweep.samples import DIED
+from mbd_core.evaluation.sweep.timing import TimedCase
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "ray::MapWorker(MapBatches(DecodeActor))"

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 from ray.llm._internal.serve.core.protocol import LLMServerProtocol
 
-from actors.llm_server import DiffusionServer, fields_given, model_args
+from actors.serving.llm_server import DiffusionServer, fields_given, model_args
 
 MODEL = "tiny"
 
@@ -20,7 +20,7 @@ MODEL = "tiny"
 def config(folder: Path | str = "tiny-bd", **fields: Any) -> LLMConfig:
     given = {
         "model_loading_config": {"model_id": MODEL, "model_source": str(folder)},
-        "server_cls": "actors.llm_server:DiffusionServer",
+        "server_cls": "actors.serving.llm_server:DiffusionServer",
         "accelerator_config": {"kind": "cpu"},
         "engine_kwargs": {"engine": {"max_rows": 4, "num_pages": 100}, "max_waiting": 2},
     }
@@ -72,8 +72,11 @@ def test_the_config_describes_the_model() -> None:
     [
         ({"engine_kwargs": {"max_model_len": 100}}, "max_model_len"),
         ({"engine_kwargs": {"replicas": 2}}, "replicas has no effect here"),
-        ({"engine_kwargs": {"adapters": {"poet": "x"}}}, "adapters and weights are served by actors.app:build"),
-        ({"lora_config": {}}, "lora_config: .* actors.app:build serves them"),
+        (
+            {"engine_kwargs": {"adapters": {"poet": "x"}}},
+            "adapters and weights are served by actors.serving.app:build",
+        ),
+        ({"lora_config": {}}, "lora_config: .* actors.serving.app:build serves them"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], message: str) -> None:

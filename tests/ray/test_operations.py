@@ -18,8 +18,8 @@ def client(
 ) -> Iterator[httpx.Client]:
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     keys = tmp_path_factory.mktemp("secrets") / "keys"
     keys.write_text(f"ann {ADMIN} administrator\n")

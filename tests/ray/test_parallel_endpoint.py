@@ -26,8 +26,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200}
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": engine, "tensor_parallel": 2}
@@ -50,7 +50,7 @@ def follower_pids() -> set[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(folder.name)] = int(parent)
-        if b"mbd_core.parallel.followers" in command and state != "Z":
+        if b"mbd_core.engine.parallel.followers" in command and state != "Z":
             followers.add(int(folder.name))
 
     def ours(pid: int) -> bool:
@@ -75,9 +75,9 @@ def health(url: str) -> dict[str, Any]:
 
 def test_two_ranks_answer_as_one(url: str, tiny_model_dir: Path) -> None:
     from mbd_core.checkpoint.chat import decode_text
-    from mbd_core.decoding.request import Request
-    from mbd_core.engine.engine_config import EngineConfig
-    from mbd_core.serving.load import load_engine
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.serving.tokens.load import load_engine
 
     loaded = load_engine(tiny_model_dir, EngineConfig(max_rows=1, num_pages=64))
     for fields in ({}, {"buffer_size": 1, "tau_m2t": 0.3}, {"t2t": {"tau": 0.5}}):

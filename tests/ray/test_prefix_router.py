@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from actors.prefix_router import PrefixRouter
-from mbd_core.decoding.decoding_config import DecodingConfig
-from mbd_core.decoding.request import Request
+from actors.serving.routing import PrefixRouter
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 
 APP = DeploymentID("tiny", "mbd")
 SECONDS = 60  # for what takes no time, however busy the machine is

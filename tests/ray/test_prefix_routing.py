@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mbd_core.engine.engine_config import LEAST_SLOTS
+from mbd_core.engine.config import LEAST_SLOTS
 
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
 MAX_ROWS, PAGE = 4, 16
@@ -25,8 +25,8 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     its own."""
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": MAX_ROWS, "num_pages": 400, "page_size": PAGE}
     two = {"model": str(tiny_model_dir), "replicas": 2, "engine": engine}

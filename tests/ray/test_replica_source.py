@@ -6,9 +6,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 
-from actors.replica_source import our_errors
+from actors.serving.replica_source import our_errors
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.serving.token_stream import EngineFailed, ReplicaLost, TooManyRequests
+from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TooManyRequests
 
 
 def raised_by_replica(cause: Exception) -> RayTaskError:

@@ -1,11 +1,11 @@
-"""actors/request_ids.py: what a client's X-Request-ID becomes before Serve logs and returns it."""
+"""actors/serving/proxy.py: what a client's X-Request-ID becomes before Serve logs and returns it."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from actors.request_ids import CALLBACK, MAX_LENGTH, ShortRequestId, middlewares
+from actors.serving.proxy import CALLBACK, MAX_LENGTH, ShortRequestId, middlewares
 
 
 def received(headers: list[tuple[bytes, bytes]], kind: str = "http") -> list[tuple[bytes, bytes]]:

@@ -20,8 +20,8 @@ def served(at: str, model: Path, *, replicas: dict[str, Any], **engine: int) -> 
     """The URL of an application with one model, which is deleted after the block."""
     from ray import serve
 
-    from actors.app import build
-    from actors.serving_args import ServingArgs
+    from actors.serving.app import build
+    from actors.serving.args import ServingArgs
 
     given = {"model": str(model), "name": MODEL, "replicas": replicas, "engine": {"num_pages": 100, **engine}}
     serve.run(

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from actors.request_ids import MAX_LENGTH
+from actors.serving.proxy import MAX_LENGTH
 from cluster.local import RAY_START, TOKEN_PATH, free_ports, local_cluster
 
 ROOT = Path(__file__).resolve().parents[2]

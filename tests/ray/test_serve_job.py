@@ -14,8 +14,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RayServeException
 
-from actors import serving
-from actors.serving_args import ModelArgs, ServingArgs
+from actors.serving import serve as serving
+from actors.serving.args import ModelArgs, ServingArgs
 from jobs import serve as job
 
 

@@ -1,4 +1,4 @@
-"""jobs/soak.py: what it counts as lost, wrong or grown; and a short soak with a kill that finds nothing."""
+"""`benchmarks soak`: what it counts as lost, wrong or grown; and a short soak with a kill that finds nothing."""
 
 import asyncio
 import json
@@ -13,10 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from jobs.load.soak_requests import Ended, SoakClient
-from jobs.load.soak_watch import Sample, memory_rows
-from jobs.load.stream_client import Target, open_session
-from jobs.soak import end_rows, failures, held_pages
+from benchmarks.load.soak import end_rows, failures, held_pages
+from benchmarks.load.soak_parts import Ended, Sample, SoakClient, memory_rows
+from benchmarks.load.stream_client import Target, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
@@ -119,7 +118,18 @@ def test_a_soak_with_kills_loses_nothing(
     tmp_path: Path, tiny_model_dir: Path, minutes: float, kill_every: float
 ) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "jobs/soak.py", "--model", str(tiny_model_dir), "--clients", "4", "--max-tokens", "48"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "soak",
+        "--model",
+        str(tiny_model_dir),
+        "--clients",
+        "4",
+        "--max-tokens",
+        "48",
+    ]
     command += ["--minutes", str(minutes), "--kill-every", str(kill_every), "--sample-every", "1"]
     command += ["--json", str(report)]
     done = subprocess.run(

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.training_run import TrainingRun
+from actors.training.run import TrainingRun
 from cluster.failures import task_sentence
 from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
-from jobs import study
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.data import TinyData, conversations
-from mbd_core.multitf.ledger_recipes import LEDGER_BD, LEDGER_TF
-from mbd_core.multitf.training_recipe import shortened
+from mbd_core.multitf.data.prepared import TinyData, conversations
+from mbd_core.multitf.recipes.recipe import shortened
+from mbd_core.multitf.recipes.shipped import LEDGER_BD, LEDGER_TF
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
+from research.ledger import study
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_study_is_run_and_gone_on_with(
     argv = ["ordering", "--base", str(base), "--out", str(out), "--seeds", "0", "--problems", "2", "--steps", "2"]
     argv += ["--taus", "0.9", "--buffers", "2", "--workers", "1", "--at-once", "2", "--actors", "1"]
     assert study.main(argv) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("study: ")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ledger: ")]
     assert [line.split()[1] for line in said] == ["begun:", "begun:", "trained:", "trained:"], "beside each other"
     models = sorted(path.name for path in (out / "models").iterdir())
     assert models == ["ledger-mbd-s0", "ledger-tf-s0"]

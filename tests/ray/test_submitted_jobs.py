@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.training_run import RECORD
+from actors.training.run import RECORD
 from cluster.storage import Folder, fetch_model
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.evaluation.sweep_folder import REPORT, read_report
+from mbd_core.evaluation.sweep.folder import REPORT, read_report
 from mbd_core.files import MANIFEST
-from mbd_core.multitf.curve_file import LOSSES
-from mbd_core.multitf.recipes import RECIPES
+from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.run.log import LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state

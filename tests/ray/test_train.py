@@ -16,19 +16,19 @@ import torch
 from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
 
-from actors import training
-from actors.training import TrainingResult, fit
-from actors.training_run import TrainingRun, begin
+from actors.training import worker as training
+from actors.training.run import TrainingRun, begin
+from actors.training.worker import TrainingResult, fit
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.tokenizer_files import load_tokenizer
-from mbd_core.multitf.checkpoints import MARKER
-from mbd_core.multitf.curve_file import LOSSES
-from mbd_core.multitf.preparation import prepare
-from mbd_core.multitf.trainer import Trainer
-from mbd_core.multitf.training_recipe import shortened
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.recipes.recipe import shortened
+from mbd_core.multitf.run.checkpoints import MARKER
+from mbd_core.multitf.run.log import LOSSES
+from mbd_core.multitf.run.preparation import prepare
+from mbd_core.multitf.step.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 600.0  # seconds until a test gives up waiting for a state

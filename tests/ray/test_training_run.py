@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.training_run import (
-    RECORD,
-    TrainingRun,
-    begin,
-    checked_base,
-    record_recipe,
-    recorded_precision,
-)
+from actors.training.run import RECORD, TrainingRun, begin, checked_base, record_recipe, recorded_precision
 from cluster.storage import Folder
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.multitf.training_recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
 
 
 def new_run(recipe: TrainingRecipe, path: Path | str) -> TrainingRun:

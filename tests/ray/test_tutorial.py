@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 from living_processes import living_with
 
+from benchmarks.random_folder import write_random_folder
 from cluster.local import free_ports, local_cluster
-from mbd_core.bench.random_folder import write_random_folder
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.shape_tokenizer import LEARNED
 from mbd_core.models.shapes import SHAPES
-from mbd_core.multitf.curve_file import LOSSES
-from mbd_core.multitf.run_log import PLOT
+from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.tasks import ledger_mini
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from training_pair import losses, recipe_on, trained
 
-from mbd_core.multitf import layer_compilation
-from mbd_core.multitf.workers import torchrun_workers
+from mbd_core.multitf.step import compute as layer_compilation
+from mbd_core.multitf.step.workers import torchrun_workers
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """D2F's training states in blocks of 4, as its released code draws them."""
 
-from mbd_core.multitf.noise import NoiseBounds
-from mbd_core.multitf.states import StateConfig
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.noise import NoiseBounds
 
 D2F_STATES = StateConfig(
     block_size=4,

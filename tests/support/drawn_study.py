@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from mbd_core.studies.ledger.study_rows import COLUMNS, Cell
+from research.ledger.rows import COLUMNS, Cell
 
 NUM_TOKENS = 60
 

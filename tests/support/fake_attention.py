@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.ops.row_layout import RowLayout
+from mbd_core.ops.attention.definition import RowLayout
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mbd_core.canvas.canvas_decoder import canvas_decoder
-from mbd_core.canvas.plan import CanvasDecoder, CanvasPlan, Query
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, Query
 
 VOCAB, MASK, TAIL = 14, 0, 13
 PREDICTED = Vocab(MASK, TAIL)

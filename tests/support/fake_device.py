@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mbd_core.bench.shape_device import StandIn
+from benchmarks.gpu.step_nodes import StandIn
 
 FREE, TOTAL, PEAK = 6 << 20, 10 << 20, 1 << 20  # the fake device's memory, and what a forward takes of it
 aten = torch.ops.aten

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mbd_core.canvas.canvas_decoder import canvas_decoder
 from mbd_core.checkpoint.saving import save_model
-from mbd_core.decoding.canvas_config import Canvas
-from mbd_core.decoding.sampling import Vocab
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.canvas_config import Canvas
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shapes import SHAPES, random_model
 

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import uvicorn
 from ray import serve
 
-from actors import engine_replica, gateway
-from actors.serving_args import GatewayContent, ModelArgs, ServingArgs
+from actors.serving import gateway
+from actors.serving import replica as engine_replica
+from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 
 START_SECONDS = 120.0
 APP = "in-process"

@@ -18,12 +18,12 @@ from family_models import FAMILIES, random_model
 from torch.nn import functional as F
 
 from mbd_core.files import write_json
-from mbd_core.multitf.example import Example
-from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.train_config import LoraSettings, TrainConfig
-from mbd_core.multitf.trainer import Trainer
+from mbd_core.multitf.config import LoraSettings, TrainConfig
+from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.step.trainer import Trainer
 
-FILE = Path(__file__).resolve().parents[1] / "multitf" / "golden_curves.json"
+FILE = Path(__file__).resolve().parents[1] / "multitf" / "step" / "golden_curves.json"
 STEPS = 20
 MULTITF = StateConfig(block_size=4, max_group=3, num_random=1, num_layouts=3, rounding="ceil")
 ADAMW = TrainConfig(

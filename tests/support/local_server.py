@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mbd_core.engine.engine_config import EngineConfig
-from mbd_core.serving.endpoint_args import EndpointArgs
-from mbd_core.serving.engine_service import EngineService
-from mbd_core.serving.openai_errors import ApiError
-from mbd_core.serving.openai_requests import MAX_PROMPTS
-from mbd_core.serving.openai_server import OpenAIServer
-from mbd_core.serving.served_model import ServedModel
+from mbd_core.engine.config import EngineConfig
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.requests import MAX_PROMPTS
+from mbd_core.serving.server.engine_service import EngineService
+from mbd_core.serving.server.openai_server import OpenAIServer
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+from mbd_core.serving.tokens.served_model import ServedModel
 
 if TYPE_CHECKING:
     import openai

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from mbd_core.multitf.workers import torchrun_workers
+from mbd_core.multitf.step.workers import torchrun_workers
 
 
 def main() -> None:

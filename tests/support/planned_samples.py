@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from mbd_core.checkpoint.chat import question
-from mbd_core.evaluation.sample_tables import PLANNED_COLUMNS
+from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS
 
 
 def planned_samples(models: Sequence[str], *, prompts: Sequence[str], buffer_sizes: Sequence[int] = (1,)) -> pa.Table:

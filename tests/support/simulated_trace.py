@@ -2,10 +2,10 @@
 
 import torch
 
-from mbd_core.decoding.acceptance import Prediction
-from mbd_core.decoding.block_buffer import BlockBuffer
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig
-from mbd_core.decoding.request import Request
+from mbd_core.decoding.blocks.acceptance import Prediction
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig
+from mbd_core.decoding.blocks.request import Request
 from mbd_core.trace.recorder import TraceRecorder
 
 EOS, VOCAB, SIZE = 1, 40, 8

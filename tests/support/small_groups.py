@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mbd_core.decoding.decoding_config import T2T, DecodingConfig, Soft
-from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling_config import Sampling
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.engine.engine_config import EngineConfig
+from mbd_core.engine.parallel.group import Rank
+from mbd_core.engine.parallel.leader import ParallelEngine
 from mbd_core.models.model_config import ModelConfig, MoEConfig
-from mbd_core.parallel.group import Rank
-from mbd_core.parallel.leader import ParallelEngine
 
 LIMIT = 120.0  # seconds to wait for what comes by itself, however busy the machine is
 B, VOCAB = 4, 48

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mbd_core.decoding.request import Output, Request
-from mbd_core.decoding.sampling import Draw, Vocab, choose, log_probability
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, log_probability
 from mbd_core.models.decoder import Decoder
-from mbd_core.ops.attention_dense import DenseAttention
+from mbd_core.ops.attention.whole import DenseAttention
 
 
 def check_replay(model: Decoder, request: Request, output: Output, *, vocab_size: int | None = None) -> int:

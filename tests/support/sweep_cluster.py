@@ -8,17 +8,18 @@ import pytest
 import ray
 import ray.data
 
-from actors import evaluation, timing
-from actors.evaluation import DecodeActor, EnginePool
-from actors.timing import TimingActor
+from actors.evaluation import sweep as evaluation
+from actors.evaluation import timing
+from actors.evaluation.sweep import DecodeActor, EnginePool
+from actors.evaluation.timing import TimingActor
 from cluster import local
 from cluster.topology import Topology
-from mbd_core.evaluation.decode_stage import ModelRefused
-from mbd_core.evaluation.endpoint_stage import EndpointStage
-from mbd_core.evaluation.grade_stage import grade_table
-from mbd_core.evaluation.sweep_parts import Part
-from mbd_core.evaluation.sweep_plan import Sweep
-from mbd_core.evaluation.timed_cases import TimedCase
+from mbd_core.evaluation.sweep.decoding import ModelRefused
+from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
+from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.parts import Part
+from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.timing import TimedCase
 
 
 class Cluster:

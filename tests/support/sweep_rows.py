@@ -2,8 +2,8 @@
 
 import json
 
-from mbd_core.evaluation.rates import GradedSample, SampleCounts
-from mbd_core.evaluation.sweep_report import ReportKey, ReportRow, build_rows
+from mbd_core.evaluation.measures.rates import GradedSample, SampleCounts
+from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, build_rows
 
 
 def graded_sample(*, tokens: int, forwards: int, correct: bool = True, problem: str = "p") -> GradedSample:

@@ -15,17 +15,15 @@ from family_models import FAMILIES, random_model
 from torch.distributed.device_mesh import init_device_mesh
 from training_pair import held, held_by, losses, recipe_on, trained
 
-from mbd_core.multitf.checkpoints import Curve
-from mbd_core.multitf.export import base_files, export, join_export
-from mbd_core.multitf.loss import multitf_loss
-from mbd_core.multitf.loss_buckets import BUCKETS
-from mbd_core.multitf.sample import MultiTFBatch
-from mbd_core.multitf.sharding import whole
-from mbd_core.multitf.tensor_parallel import parallelize
-from mbd_core.multitf.trainer import Trainer
-from mbd_core.multitf.training_loop import start
-from mbd_core.multitf.training_recipe import TrainingRecipe
-from mbd_core.multitf.workers import Workers, torchrun_workers
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run.checkpoints import Curve
+from mbd_core.multitf.run.loop import start
+from mbd_core.multitf.run.preparation import base_files, export, join_export
+from mbd_core.multitf.states.sample import MultiTFBatch
+from mbd_core.multitf.step.loss import BUCKETS, multitf_loss
+from mbd_core.multitf.step.parallel import parallelize, whole
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.workers import Workers, torchrun_workers
 
 BASES = {"dense": "model", "expert": "experts", "width": "experts"}
 

@@ -17,20 +17,20 @@ from d2f_states import D2F_STATES
 from torch import distributed
 
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.multitf.checkpoints import MARKER, Checkpoints, Curve
-from mbd_core.multitf.curve_file import CurveFile
-from mbd_core.multitf.data import TinyData
-from mbd_core.multitf.example import IGNORE
-from mbd_core.multitf.export import base_files, export, join_export
-from mbd_core.multitf.memory_plan import Setting, plan_memory
-from mbd_core.multitf.recipes import RECIPES
-from mbd_core.multitf.sharding import own_part
-from mbd_core.multitf.states import StateConfig
-from mbd_core.multitf.train_config import LoraSettings, Sharding, TrainConfig
-from mbd_core.multitf.trainer import Trainer
-from mbd_core.multitf.training_loop import start, train
-from mbd_core.multitf.training_recipe import TrainingRecipe
-from mbd_core.multitf.workers import Workers, torchrun_workers
+from mbd_core.multitf.config import LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.data.prepared import TinyData
+from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run.checkpoints import MARKER, Checkpoints, Curve
+from mbd_core.multitf.run.log import CurveFile
+from mbd_core.multitf.run.loop import start, train
+from mbd_core.multitf.run.preparation import base_files, export, join_export
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.step.memory import Setting, plan_memory
+from mbd_core.multitf.step.parallel import own_part
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.workers import Workers, torchrun_workers
 
 STEPS = 8
 KEPT = 4

@@ -10,13 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from mbd_core.evaluation.sample_tables import COUNTS, GRADED_COLUMNS
-from mbd_core.evaluation.sweep_folder import SweepFolder
-from mbd_core.evaluation.sweep_parts import Part, Shard, cut
-from mbd_core.evaluation.sweep_record import ROWS, SweepRecord
-from mbd_core.evaluation.sweep_summary import write_summary
-from mbd_core.evaluation.timed_cases import Timing
-from mbd_core.evaluation.timed_runs import TIMED_COLUMNS
+from mbd_core.evaluation.report.summary import write_summary
+from mbd_core.evaluation.sweep.folder import SweepFolder
+from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, Shard, cut
+from mbd_core.evaluation.sweep.record import ROWS, SweepRecord
+from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
+from mbd_core.evaluation.sweep.timing import Timing
 
 WHOLE = Shard()
 TIMING = Timing(problems=2, concurrency=3)

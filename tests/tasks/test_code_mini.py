@@ -2,9 +2,9 @@
 
 import itertools
 
-from mbd_core.evaluation.graders import grade
-from mbd_core.evaluation.problem_set import load_problems
-from mbd_core.evaluation.tasks import find_task
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.tasks import code_mini
 
 

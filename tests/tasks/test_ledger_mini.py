@@ -4,9 +4,9 @@ import itertools
 import re
 
 from mbd_core.checkpoint.chat import chat_prompt, question
-from mbd_core.evaluation.graders import grade
-from mbd_core.evaluation.problem_set import load_problems
-from mbd_core.evaluation.tasks import find_task
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.graders import grade
+from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.tasks import ledger_mini
 from mbd_core.tasks.split import Split, split_of
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from simulated_trace import simulate
 
-from mbd_core.decoding.decoding_config import T2T
+from mbd_core.decoding.blocks.config import T2T
 from mbd_core.trace.recorder import TraceRecorder
 from mbd_core.trace.replay import replay_side, write_replay
 from mbd_core.trace.traced_run import TracedRun, traced_run

@@ -1,0 +1,132 @@
+"""Orders of administrators to all replicas of a model: other weights, sleep, the end of what runs.
+
+Every replica carries an order out, or the answer says which did not. What holds for replicas that start later stands
+in the gateway (`Standing`), so orders that must last are refused where there are several gateways.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from ray.exceptions import RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.api.other_requests import SleepOrder, Standing, WeightsOrder, WeightsUpdate
+
+ORDER_SECONDS = 3900.0  # for all replicas to carry out an order: longer than the longest wait that one can ask for
+Done = dict[str, Any]
+
+
+class Administration:
+    """The orders to the replicas of one model, behind their handle.
+
+    Those that last are carried out one after the other, each to its end, also when the client that asked has left:
+    otherwise replicas could differ, and those that start later would know nothing of it.
+    """
+
+    _under_way: ClassVar[set[asyncio.Task[Done]]] = set()
+
+    def __init__(
+        self, handle: DeploymentHandle, standing: Standing, *, turn: asyncio.Lock, lasting: bool, may_be_empty: bool
+    ) -> None:
+        """`turn` is the model's. `lasting`: whether this gateway is the only one. `may_be_empty`: whether there may be
+        no replica."""
+        self._handle, self._standing = handle, standing
+        self._lasting, self._may_be_empty = lasting, may_be_empty
+        self._turn = turn
+
+    async def update_weights(self, asked: WeightsUpdate) -> Done:
+        """Returns when all replicas decode with them."""
+        return await self._in_turn(self._update_weights(asked))
+
+    async def _update_weights(self, asked: WeightsUpdate) -> Done:
+        self._check_lasting()
+        if self._standing.asleep:
+            raise ApiError(409, "the model sleeps, and its weights have no place; wake it up first", code="asleep")
+        known = [state["weights"]["version"] for state in await self._order("state")]
+        if not known:
+            raise ApiError(409, "no replica runs that could take the weights; ask when one does", code="no_replica")
+        stands = 0 if self._standing.weights is None else self._standing.weights.version
+        # A number that some replicas have and others have not is that of an order which is repeated.
+        least = max(*known, min(known) + 1, stands + 1)
+        version = max(*known, stands) + 1 if asked.version is None else asked.version
+        if version < least:
+            message = f"version: {version} must be at least {least}, more than the number of the newest weights"
+            raise ApiError(400, message, param="version", code="invalid_value")
+        order = WeightsOrder(folder=asked.folder, version=version, mode=asked.mode)
+        replies = await self._order("update_weights", order)
+        self._standing.weights = order
+        return {"folder": asked.folder, "version": version, "replicas": len(replies)}
+
+    async def abort(self) -> Done:
+        """End every request that replicas run or hold."""
+        replies = await self._order("abort_all")
+        return {"aborted": sum(replies), "replicas": len(replies)}
+
+    async def sleep(self, asked: SleepOrder) -> Done:
+        """Returns when all replicas sleep; where one cannot, all are awake again."""
+        return await self._in_turn(self._sleep(asked))
+
+    async def _sleep(self, asked: SleepOrder) -> Done:
+        self._check_lasting()
+        self._standing.asleep = True
+        try:
+            if asked.requests == "abort":
+                await self._order("abort_all")
+            freed = await self._order("sleep", asked.seconds, undone=True)
+        except BaseException:
+            self._standing.asleep = False
+            await self._order("wake_up")
+            raise
+        return {"asleep": True, "freed_bytes": sum(freed), "replicas": len(freed)}
+
+    async def wake_up(self) -> Done:
+        """Returns when all replicas serve again."""
+        return await self._in_turn(self._wake_up())
+
+    async def _wake_up(self) -> Done:
+        self._check_lasting()
+        replies = await self._order("wake_up")
+        self._standing.asleep = False
+        return {"asleep": False, "replicas": len(replies)}
+
+    async def _in_turn(self, order: Coroutine[Any, Any, Done]) -> Done:
+        async def carry_out() -> Done:
+            async with self._turn:
+                return await order
+
+        task = asyncio.create_task(carry_out())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    def _check_lasting(self) -> None:
+        if not self._lasting:
+            message = "this needs one gateway (gateways: 1): others would not know what holds for replicas that start"
+            raise ApiError(409, message, code="several_gateways")
+
+    async def _order(self, method: str, *arguments: Any, undone: bool = False) -> list[Any]:
+        """What each replica returns; `ApiError` where one has not done it. `undone`: the others then undo it."""
+        try:
+            replies = await self._handle.broadcast(method, *arguments).results_async(
+                timeout_s=ORDER_SECONDS, return_exceptions=True
+            )
+        except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
+            if self._may_be_empty and not isinstance(error, TimeoutError):
+                return []
+            raise ApiError(503, f"no replica answers: {clipped(str(error))}", code="no_replica") from error
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failures:
+            raise _failure(failures, len(failures) if undone else len(replies))
+        return list(replies)
+
+
+def _failure(failures: list[BaseException], number: int) -> ApiError:
+    """One error for those of several replicas; what all refuse alike has changed nothing."""
+    causes = [error.cause if isinstance(error, RayTaskError) else error for error in failures]
+    if len(causes) == number and all(isinstance(cause, ValueError) for cause in causes):
+        return ApiError(409, str(causes[0]), code="refused")
+    cause = f"{type(causes[0]).__name__}: {causes[0]}"
+    message = f"{len(failures)} of {number} replicas have not done it; /health shows each one's state. {cause}"
+    return ApiError(500, message, code="incomplete")

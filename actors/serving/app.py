@@ -1,0 +1,34 @@
+"""The serving application: gateways before the engines of one or several models.
+
+`build` is what `serve deploy`, `jobs/serve.py` and the manifests of Kubernetes name.
+"""
+
+from ray import serve
+from ray.serve.config import BackpressureConfig
+
+from actors.serving.args import ServingArgs
+from actors.serving.gateway import STOP_SECONDS, Gateway
+from actors.serving.replica import engine_replicas
+
+GATEWAY_CPUS = 0.1  # it waits most of the time; what it asks for counts beside the engines' own CPUs
+
+
+def build(args: ServingArgs) -> serve.Application:
+    """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
+    fixed = args.model_copy(update={"models": [model.without_content() for model in args.models]})
+    engines = [engine_replicas(args, model) for model in args.models]
+    # A gateway holds what waits for its engines, which bound it: what stands before it waits only to be handed over.
+    most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
+    return Gateway.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
+        num_replicas=args.gateways,
+        max_ongoing_requests=most,
+        max_queued_requests=most,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+        max_constructor_retry_count=2,
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": GATEWAY_CPUS},
+        user_config=args.content.model_dump(),
+    ).bind(fixed, engines)

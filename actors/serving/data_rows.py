@@ -1,0 +1,47 @@
+"""Rows of Ray Data as requests: `ServeDeploymentProcessorConfig` calls the gateway for each row beside its clients."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from mbd_core.serving.api.errors import api_error
+from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.tokens.stream import TooManyRequests
+
+log = logging.getLogger("ray.serve")
+
+ROWS_KEY = "ray data"  # where requests wait, all rows together take turns with each client
+ADDED_FIELDS = ("request_id", "idx_in_batch")  # by Ray Data, to each row
+WAIT_SECONDS = 0.2  # of a row that is refused, until it is sent again
+
+
+async def answer_row(
+    ask: Callable[[bytes], Awaitable[Answer]], row: Mapping[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """The whole answer to a row, alone in its stream. A row for which there is no room waits and is sent again.
+
+    Raises `ValueError` for a row that cannot be answered, which Ray Data can leave out, and `RuntimeError` otherwise.
+    """
+    if row.get("stream"):
+        raise ValueError("stream: a row gets its answer whole; leave it out")
+    body = json.dumps({name: value for name, value in row.items() if name not in ADDED_FIELDS}).encode()
+    while True:
+        try:
+            answer = await ask(body)
+            try:
+                whole = await answer.whole()
+            finally:
+                answer.close()
+        except TooManyRequests:
+            await asyncio.sleep(WAIT_SECONDS)
+        except Exception as error:  # ours are made of more than a message, and do not travel between processes
+            seen = api_error(error)
+            if seen.status < 500:
+                raise ValueError(seen.message) from None
+            log.error("a row failed", exc_info=error)
+            raise RuntimeError(seen.message) from None
+        else:
+            yield whole
+            return

@@ -1,0 +1,375 @@
+"""The gateway: OpenAI's HTTP routes before the engines' replicas, as a Ray Serve deployment.
+
+It holds each request until its answer has ended. A replica that dies under it is replaced by another one, which goes
+on after the last committed token (`mbd_core/serving/tokens/resumable.py`).
+
+Annotations in this file are evaluated when it is imported: FastAPI under `serve.ingress` cannot resolve postponed
+ones, so `from __future__ import annotations` must not be added.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+
+from actors.serving.administration import Administration
+from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
+from actors.serving.data_rows import ROWS_KEY, answer_row
+from actors.serving.http import HANDLERS, check_query, client_key, playground_file, read_body, reply, respond
+from actors.serving.logs import join_core_logs, keep_to_loopback
+from actors.serving.metrics import CONTENT_TYPE, ExportTimer, RequestExporter, metrics_page
+from actors.serving.replica_source import ReplicaSource
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.serving.api.access import ApiKeys
+from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clipped
+from mbd_core.serving.api.openapi import openapi_document
+from mbd_core.serving.api.other_requests import ModelOrder, SleepOrder, Standing, WeightsUpdate
+from mbd_core.serving.api.requests import parse
+from mbd_core.serving.server.openai_server import OpenAIServer
+from mbd_core.serving.tokens.resumable import ResumingSource
+from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
+
+log = logging.getLogger("ray.serve")
+
+LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
+STATE_SECONDS = 5.0  # for all replicas to answer `/health`
+RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
+STOP_SECONDS = 10.0
+Order = TypeVar("Order", bound=ModelOrder)
+
+
+@dataclass(kw_only=True)
+class ModelRoute:
+    """A served model behind its Serve handle."""
+
+    model: ModelArgs
+    handle: DeploymentHandle
+    standing: Standing = field(default_factory=Standing)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
+    _asked: asyncio.Future[list[dict[str, Any]]] | None = None
+    _asked_until: float = 0.0
+
+    async def served_model(
+        self, adapter: str | None, *, retry_seconds: float, on_loss: Callable[[], None]
+    ) -> ServedModel:
+        """The model as the API sees it, with an adapter or without.
+
+        A replica is asked for its limits; where there is none, one is started, and waited for.
+        """
+        limits = await self._limits()
+        args = await asyncio.to_thread(self.model.checked)
+        folder = await asyncio.to_thread(read_folder, Path(args.folder))
+        return ServedModel(
+            name=adapter or self.model.served_name,
+            tokenizer=folder.tokenizer,
+            limits=limits,
+            source=ResumingSource(
+                ReplicaSource(self.handle, self.standing), retry_seconds=retry_seconds, on_loss=on_loss
+            ),
+            num_engines=self.model.most_replicas,
+            adapter=adapter,
+        )
+
+    async def _limits(self) -> EngineLimits:
+        """The limits, from the first replica that lives long enough to tell them."""
+        while True:
+            try:
+                return await self.handle.limits.remote()
+            except RayActorError:
+                await asyncio.sleep(LIMITS_PAUSE)
+
+    async def states(self, *, recent: bool) -> list[dict[str, Any]]:
+        """`EngineReplica.state` of each replica; of one that does not answer, why.
+
+        Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
+        """
+        if self._asked is None or (self._asked.done() and not (recent and time.monotonic() < self._asked_until)):
+            self._asked = asyncio.ensure_future(self._ask_states())
+        return await asyncio.shield(self._asked)
+
+    def forget_states(self) -> None:
+        """An order has changed them: the next who asks gets new ones."""
+        self._asked = None
+
+    async def _ask_states(self) -> list[dict[str, Any]]:
+        try:
+            replies = await self.handle.broadcast("state").results_async(
+                timeout_s=STATE_SECONDS, return_exceptions=True
+            )
+        except Exception as error:  # Serve has no one type for a deployment without replicas, or for one that is late
+            return [] if self.model.least_replicas == 0 else [_unreachable(error)]
+        finally:
+            self._asked_until = time.monotonic() + RECENT_SECONDS
+        return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
+
+
+def _authorization(request: Request) -> str:
+    return request.headers.get("authorization", "")
+
+
+def _unreachable(error: Exception) -> dict[str, Any]:
+    return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
+
+
+def _state_response(body: dict[str, Any], *, ready: bool, asleep: bool) -> Response:
+    """200, or 503; a server that sleeps says when to ask again."""
+    headers = {"Retry-After": str(ASLEEP_SECONDS)} if asleep else {}
+    return JSONResponse(body, status_code=200 if ready else 503, headers=headers)
+
+
+api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDLERS)
+
+
+# `serve.ingress` copies the class while this module is being imported: what its methods use must stand above it.
+@serve.deployment
+@serve.ingress(api)
+class Gateway:
+    """One `OpenAIServer` and its routes."""
+
+    def __init__(self, args: ServingArgs, handles: list[DeploymentHandle]) -> None:
+        """`handles` go with `args.models`."""
+        join_core_logs()
+        keep_to_loopback()
+        self._args = args
+        self._routes = {
+            model.served_name: ModelRoute(model=model, handle=handle)
+            for model, handle in zip(args.models, handles, strict=True)
+        }
+        self._keys = None if args.api_keys is None else ApiKeys(args.api_keys)
+        self.server = OpenAIServer(
+            {},
+            request_seconds=args.request_seconds,
+            client_requests=args.client_requests,
+            body_prompts=args.body_prompts,
+            log=log,
+        )
+        self._serves = False
+        self._refused: str | None = None  # why the newest content was not taken over
+        least = {name: route.model.least_replicas for name, route in self._routes.items()}
+        self._exports = ExportTimer(RequestExporter(self.server.measures, least_replicas=least))
+
+    def reconfigure(self, content: dict[str, Any]) -> None:
+        """Serve the models and their adapters by name; called by Serve with `GatewayContent`.
+
+        Content that cannot be taken over fails a start. Later the gateway keeps what it has, and `/health` says why.
+        """
+        try:
+            adapters = GatewayContent.read(content).adapters
+            for base in adapters.keys() - self._routes.keys():
+                raise ValueError(f"user_config.adapters: '{base}' is no model; served here: {', '.join(self._routes)}")
+        except ValueError as error:
+            if not self._serves:
+                raise
+            log.error("adapters were not taken over", exc_info=error)
+            self._refused = str(error)
+            return
+        offered = {name: self._model(name, route, None) for name, route in self._routes.items()}
+        for base, names in adapters.items():
+            offered |= {name: self._model(name, self._routes[base], name) for name in names}
+        self.server.offer(offered)
+        self._serves, self._refused = True, None
+
+    def _model(self, name: str, route: ModelRoute, adapter: str | None) -> Callable[[], Awaitable[ServedModel]]:
+        def on_loss() -> None:
+            self.server.measures.by_model[name].on_loss()
+
+        return lambda: route.served_model(adapter, retry_seconds=self._args.retry_seconds, on_loss=on_loss)
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order."""
+        if hasattr(self, "_exports"):
+            await asyncio.to_thread(self._exports.stop)
+            await self.server.stop()
+
+    async def describe(self) -> list[str]:
+        """The start lines of the models that have a replica."""
+        return [await route.handle.describe.remote() for route in self._routes.values() if route.model.least_replicas]
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests from now on, wait for those under way for `seconds` at most; how many are left."""
+        self.server.begin_drain()
+        return await self.server.drained(seconds)
+
+    async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a row of Ray Data, a chat request."""
+        async for answer in answer_row(lambda body: self.server.chat(body, key=ROWS_KEY, limited=False), row):
+            yield answer
+
+    async def answer_completion(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The answer to a row of Ray Data, a completion request."""
+        async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY, limited=False), row):
+            yield answer
+
+    @api.head("/health")
+    @api.get("/health")
+    async def health(self, request: Request) -> Response:
+        """The whole state for whoever may ask the models, for others whether it serves."""
+        whole = self._keys is None or self._keys.has(_authorization(request))
+        body = await self._health(recent=not whole)
+        shown = body if whole else {name: body[name] for name in ("ready", "asleep", "draining")}
+        return _state_response(shown, ready=body["ready"], asleep=body["asleep"])
+
+    async def _health(self, *, recent: bool) -> dict[str, Any]:
+        states = await asyncio.gather(*(route.states(recent=recent) for route in self._routes.values()))
+        models: list[dict[str, Any]] = []
+        for (name, route), replicas in zip(self._routes.items(), states, strict=True):
+            ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
+            models.append({"name": name, "ready": ready, "replicas": replicas})
+        everybody = [replica for model in models for replica in model["replicas"]]
+        asleep = any(route.standing.asleep for route in self._routes.values())
+        return {
+            "ready": not (self.server.draining or asleep) and all(model["ready"] for model in models),
+            "draining": self.server.draining,
+            "asleep": asleep,
+            "refused_content": self._refused,
+            "running": sum(r["running"] for r in everybody),
+            "waiting": sum(r["waiting"] for r in everybody),
+            "models": models,
+        }
+
+    @api.head("/ready")
+    @api.get("/ready")
+    async def ready(self) -> Response:
+        body = await self._health(recent=True)
+        ready, asleep = body["ready"], body["asleep"]
+        return _state_response({"ready": ready, "asleep": asleep}, ready=ready, asleep=asleep)
+
+    @api.get("/version")
+    async def version(self) -> Response:
+        return JSONResponse({"version": version("mbd-cluster")})
+
+    @api.get("/openapi.json")
+    async def openapi(self) -> Response:
+        return JSONResponse(openapi_document(body_prompts=self._args.body_prompts, keys=self._keys is not None))
+
+    @api.get("/")
+    async def playground(self) -> Response:
+        return playground_file("index.html")
+
+    @api.get("/playground.css")
+    async def playground_style(self) -> Response:
+        return playground_file("playground.css")
+
+    @api.get("/playground.js")
+    async def playground_script(self) -> Response:
+        return playground_file("playground.js")
+
+    # What follows needs an API key, where keys are set.
+
+    def _client(self, request: Request) -> str:
+        """Who asks; `ApiError` (401) for one whom no key lets in."""
+        if self._keys is None:
+            return client_key(request)
+        return self._keys.client(_authorization(request))
+
+    @api.get("/v1/models")
+    async def models(self, request: Request) -> Response:
+        self._client(request)
+        return JSONResponse(self.server.models())
+
+    @api.get("/v1/models/{name:path}")
+    async def model(self, name: str, request: Request) -> Response:
+        self._client(request)
+        return JSONResponse(self.server.model(name))
+
+    @api.post("/v1/completions")
+    async def completions(self, request: Request) -> Response:
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.complete(read, key=key))
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Response:
+        key, read = self._client(request), partial(read_body, request, self._args.body_bytes)
+        return await respond(lambda: self.server.chat(read, key=key))
+
+    @api.post("/tokenize")
+    async def tokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = await read_body(request, self._args.body_bytes)
+        return await reply(self.server.tokenize(body))
+
+    @api.post("/detokenize")
+    async def detokenize(self, request: Request) -> Response:
+        self._client(request)
+        body = await read_body(request, self._args.body_bytes)
+        return await reply(self.server.detokenize(body))
+
+    @api.get("/tokenizer_info")
+    async def tokenizer_info(self, request: Request) -> Response:
+        self._client(request)
+        return await reply(self.server.tokenizer_info(request.query_params.get("model")))
+
+    # What follows needs an administrator's key, and is not offered without keys.
+
+    async def _administration(self, request: Request, kind: type[Order]) -> tuple[Order, Administration]:
+        """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
+        self._administrator(request)
+        check_query(request, taken={"level": "1"} if kind is SleepOrder else {})
+        order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
+        if order.model is None and len(self._routes) > 1:
+            message = f"model: several are served here; name one of {', '.join(self._routes)}"
+            raise ApiError(400, message, param="model", code="missing_field")
+        name = next(iter(self._routes)) if order.model is None else order.model
+        if name not in self._routes:
+            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._routes)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        route = self._routes[name]
+        return order, Administration(
+            route.handle,
+            route.standing,
+            turn=route.turn,
+            lasting=self._args.gateways == 1,
+            may_be_empty=route.model.least_replicas == 0,
+        )
+
+    async def _carried_out(self, order: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return await order
+        finally:
+            for route in self._routes.values():
+                route.forget_states()
+
+    def _administrator(self, request: Request) -> None:
+        if self._keys is None:
+            message = "this needs an administrator's key, and the server was started without api_keys"
+            raise ApiError(403, message, code="not_an_administrator")
+        log.info("%s %s by %s", request.method, request.url.path, self._keys.administrator(_authorization(request)))
+
+    @api.get("/metrics")
+    async def metrics(self, request: Request) -> Response:
+        self._administrator(request)
+        nodes = await asyncio.to_thread(ray.nodes)
+        page = await metrics_page(nodes, application=serve.get_replica_context().app_name)
+        return PlainTextResponse(page, media_type=CONTENT_TYPE)
+
+    @api.post("/update_weights")
+    async def update_weights(self, request: Request) -> Response:
+        order, administration = await self._administration(request, WeightsUpdate)
+        return await reply(self._carried_out(administration.update_weights(order)))
+
+    @api.post("/sleep")
+    async def sleep(self, request: Request) -> Response:
+        order, administration = await self._administration(request, SleepOrder)
+        return await reply(self._carried_out(administration.sleep(order)))
+
+    @api.post("/wakeup")
+    async def wakeup(self, request: Request) -> Response:
+        _, administration = await self._administration(request, ModelOrder)
+        return await reply(self._carried_out(administration.wake_up()))
+
+    @api.post("/abort_requests")
+    async def abort_requests(self, request: Request) -> Response:
+        _, administration = await self._administration(request, ModelOrder)
+        return await reply(self._carried_out(administration.abort()))

@@ -1,0 +1,154 @@
+"""HTTP around the API's answers: bodies read within bounds, errors and answers as responses, the playground."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+import mbd_core.serving
+from actors.serving.logs import logged
+from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.server.answer import Answer
+
+# HTTP around the API's answers: bodies read within bounds, errors and answers as responses.
+
+BODY_SECONDS = 60.0  # for a request's body to arrive
+KEY_LENGTH = 16
+
+
+class EventStream(StreamingResponse):
+    """An answer as server-sent events, those of a step in one piece; however the response ends, the engine drops what
+    is unfinished."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        groups = ("".join(group) async for group in answer.event_groups(logged) if group)
+        super().__init__(groups, media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (unknown route, wrong method) in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {error.detail}"
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ApiError: _on_api_error,
+    HTTPException: _on_http_error,
+}
+
+
+async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
+    """The response to a generating request; every error becomes one in OpenAI's shape."""
+    try:
+        result = await answer()
+        if result.streamed:
+            return EventStream(result)
+        try:
+            return JSONResponse(await result.whole())
+        finally:
+            result.close()
+    except Exception as error:  # the last line of defence: the client must not get a traceback
+        return error_response(logged(error))
+
+
+async def reply(found: Awaitable[dict[str, Any]]) -> Response:
+    """The response of a route that generates nothing."""
+    try:
+        return JSONResponse(await found)
+    except Exception as error:
+        return error_response(logged(error))
+
+
+def client_key(request: Request) -> str:
+    """What tells a client from others where no keys are checked: a hash of the one it sends; "" without one."""
+    given = request.headers.get("authorization", "")
+    return hashlib.sha256(given.encode()).hexdigest()[:KEY_LENGTH] if given else ""
+
+
+def check_query(request: Request, *, taken: Mapping[str, str]) -> None:
+    """`ApiError` (400) for a parameter behind the route's `?` that is not `taken` with that value."""
+    for name, value in request.query_params.items():
+        if taken.get(name) != value:
+            message = f"{clipped(name)}: '{clipped(value)}' is not supported here; leave it out"
+            raise ApiError(400, message, param=name, code="invalid_value")
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body; `ApiError` for one of more than `most` bytes, for a packed one, and for one that ends early."""
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed not in ("", "identity"):
+        message = f"content-encoding: '{clipped(packed)}' is not read here; send the body as it is"
+        raise ApiError(415, message, code="body_encoded")
+    declared = request.headers.get("content-length", "")
+    if len(declared) > len(str(most)) or (declared.isdecimal() and int(declared) > most):
+        raise _too_large(most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise _too_large(most)
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its body was complete", code="invalid_json") from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body has more than {most} bytes, the most that is read here; send less at once"
+    return ApiError(413, message, code="body_too_large")
+
+
+# The playground's files, which travel with the package, as responses that let a browser ask this server alone.
+
+FOLDER = Path(mbd_core.serving.__file__).with_name("playground")
+TYPES = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+@cache
+def _content(name: str) -> bytes:
+    return (FOLDER / name).read_bytes()
+
+
+def playground_file(name: str) -> Response:
+    """One of the files in `TYPES`."""
+    return Response(_content(name), media_type=TYPES[name], headers=HEADERS)

@@ -1,0 +1,228 @@
+"""Our engine as a server class of Ray Serve LLM: `LLMConfig(server_cls="actors.serving.llm_server:DiffusionServer")`.
+
+`build_openai_app` then deploys it behind Ray's own OpenAI ingress. That ingress parses requests with the types of vLLM
+or SGLang, and one of both must be installed for it, though nothing of them runs. This class imports neither: requests
+of Ray's types are answered in Ray's types, and those of `ray.data.llm`, plain dicts, in dicts.
+"""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from copy import deepcopy
+from typing import Any, NoReturn
+
+import torch
+from pydantic import BaseModel
+from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
+
+from actors.serving.args import ModelArgs
+from actors.serving.data_rows import ADDED_FIELDS, answer_row
+from actors.serving.logs import logged
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.other_requests import SleepOrder
+from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.engine_service import EngineService
+from mbd_core.serving.server.openai_server import OpenAIServer
+from mbd_core.serving.tokens.served_model import ServedModel
+
+log = logging.getLogger("ray.serve")
+
+CONFIG_FIELDS = ("model", "name", "replicas", "routing", "adapters", "weights")  # ours, given elsewhere or not at all
+
+
+def model_args(config: LLMConfig) -> ModelArgs:
+    """The model that Ray's config describes: `engine_kwargs` are `ModelArgs`' fields.
+
+    Raises `ValueError` for what cannot be honoured.
+    """
+    loading = config.model_loading_config
+    source = loading.model_id if loading.model_source is None else loading.model_source
+    if not isinstance(source, str):
+        source = source.bucket_uri
+    if config.lora_config is not None:
+        raise ValueError(
+            "lora_config: Ray's ingress gives this server no adapters; actors.serving.app:build serves them"
+        )
+    for name in CONFIG_FIELDS:
+        if name in config.engine_kwargs:
+            raise ValueError(
+                f"engine_kwargs.{name} has no effect here; the model stands in model_loading_config, the number of "
+                "replicas in deployment_config; adapters and weights are served by actors.serving.app:build"
+            )
+    return ModelArgs(model=source, name=loading.model_id, **config.engine_kwargs)
+
+
+def fields_given(request: BaseModel) -> dict[str, Any]:
+    """The fields that the client gave, of a request as Ray's ingress hands it on.
+
+    `decoding` is ours. vLLM's types keep such a field; SGLang's drop it, but keep `custom_params`, in which it may
+    stand instead.
+    """
+    given = request.model_dump(exclude_unset=True, warnings=False)
+    for name in ADDED_FIELDS:
+        given.pop(name, None)
+    if not given.get("tools") and given.get("tool_choice") == "none":  # set by the types themselves
+        del given["tool_choice"]
+    for number, message in enumerate(given.get("messages") or ()):
+        given["messages"][number] = {name: value for name, value in message.items() if value is not None}
+    custom = given.get("custom_params")
+    if isinstance(custom, dict) and set(custom) == {"decoding"} and "decoding" not in given:
+        given["decoding"] = given.pop("custom_params")["decoding"]
+    return given
+
+
+class DiffusionServer:
+    """`LLMServerProtocol` over one engine; Ray looks at its methods, not at its bases."""
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
+        """Serve's options: `deployment_config`, with the CPUs and GPUs that the ranks need."""
+        options = deepcopy(llm_config.deployment_config)
+        model, kind = model_args(llm_config), llm_config.accelerator_config.kind
+        if kind not in ("cpu", "gpu"):
+            raise ValueError(f"accelerator_config.kind={kind} is not supported; give cpu or gpu")
+        ranks = model.tensor_parallel
+        actor = {"num_cpus": ranks, "num_gpus": ranks if kind == "gpu" else 0}
+        if llm_config.accelerator_type is not None:
+            actor["accelerator_type"] = llm_config.accelerator_type
+        if llm_config.runtime_env is not None:
+            actor["runtime_env"] = llm_config.runtime_env
+        options["ray_actor_options"] = actor | options.get("ray_actor_options", {})
+        # Serve holds back what an engine has no room for; what one request asks too much is refused.
+        options.setdefault("max_ongoing_requests", model.engine.max_rows + model.max_waiting)
+        return options
+
+    def __init__(self, llm_config: LLMConfig) -> None:
+        """Load the model; Ray has nothing to start afterwards."""
+        model = model_args(llm_config)
+        args = model.checked()
+        torch.set_num_threads(args.num_threads)
+        self._config = llm_config
+        self.service = EngineService(args)
+        self.server = OpenAIServer({args.name: self._served_model}, log=log)
+        log.info(self.service.describe())
+
+    async def _served_model(self) -> ServedModel:
+        return self.service.served_model()
+
+    async def start(self) -> None:
+        """Part of the protocol; the constructor has started the engine."""
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order."""
+        if hasattr(self, "server"):
+            await self.server.stop()
+            await self.service.stop()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        """One answer in Ray's type, or server-sent events as text where they were asked for."""
+        async for part in self._answers(self.server.chat, request, "ChatCompletionResponse"):
+            yield part
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        """As `chat`."""
+        async for part in self._answers(self.server.complete, request, "CompletionResponse"):
+            yield part
+
+    async def _answers(
+        self, ask: Callable[[bytes], Awaitable[Answer]], request: Any, response: str
+    ) -> AsyncIterator[Any]:
+        if not isinstance(request, BaseModel):
+            async for row in answer_row(ask, request):
+                yield row
+            return
+        from ray.llm._internal.serve.core.configs import openai_api_models  # needs vLLM or SGLang, as did the request
+
+        try:
+            answer = await ask(json.dumps(fields_given(request)).encode())
+            try:
+                if answer.streamed:
+                    async for event in answer.events(logged):
+                        yield event
+                else:
+                    yield getattr(openai_api_models, response)(**await answer.whole())
+            finally:
+                answer.close()
+        except Exception as error:
+            yield ray_error(logged(error))
+
+    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        yield not_supported("embeddings", request)
+
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        yield not_supported("transcriptions", request)
+
+    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        yield not_supported("score", request)
+
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        yield not_supported("tokenize", request)
+
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        yield not_supported("detokenize", request)
+
+    # -- operation ----------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises once no request can be served any more."""
+        self.service.check_health()
+
+    async def llm_config(self) -> LLMConfig:
+        return self._config
+
+    async def is_sleeping(self) -> bool:
+        return self.service.asleep
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def sleep(self, *, level: int = 1, **options: Any) -> None:
+        """Give the engine's memory back; `options` are `SleepOrder`'s. Raises `ValueError` for other ones, and where
+        requests do not end in time."""
+        order = SleepOrder.model_validate(options)
+        if level != 1:
+            raise ValueError(f"level={level} is not supported: weights wait in the host's memory (level 1)")
+        await self.service.sleep(seconds=order.seconds, abort=order.requests == "abort")
+
+    async def wakeup(self, **options: Any) -> None:
+        if options:
+            raise ValueError(f"wakeup takes no options, it wakes up everything; given: {', '.join(sorted(options))}")
+        await self.service.wake_up()
+
+    async def pause(self, **_: Any) -> None:
+        refuse("pause")
+
+    async def resume(self, **_: Any) -> None:
+        refuse("resume")
+
+    async def reset_prefix_cache(self) -> None:
+        refuse("reset_prefix_cache")
+
+    async def start_profile(self) -> None:
+        refuse("start_profile")
+
+    async def stop_profile(self) -> None:
+        refuse("stop_profile")
+
+
+def ray_error(error: ApiError) -> Any:
+    """The error as Ray's ingress takes it, which makes its number the HTTP status."""
+    from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
+
+    shape = error.body["error"]
+    kind, param = shape["type"], shape["param"]
+    return ErrorResponse(error=ErrorInfo(message=error.message, type=kind, param=param, code=error.status))
+
+
+def not_supported(route: str, request: Any) -> Any:
+    """The error for a route that this engine has not; a row raises it."""
+    message = f"{route}: not supported; this engine answers chat and completions"
+    if not isinstance(request, BaseModel):
+        raise ValueError(message)
+    return ray_error(ApiError(501, message))
+
+
+def refuse(method: str) -> NoReturn:
+    raise NotImplementedError(f"{method}: not supported by this engine")

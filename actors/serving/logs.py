@@ -1,0 +1,58 @@
+"""Logs of the serving processes, JSON lines with the request's id; and a replica's port on loopback.
+
+Serve's id of a request is its `X-Request-ID`, else one of its own; it stands in the reply's header, and a call through
+a handle takes it along, so that the proxy, the gateway and the engine's replica log one id.
+"""
+
+import logging
+
+import ray
+from ray.serve._private import replica
+from ray.serve.schema import LoggingConfig
+
+from mbd_core.serving.api.errors import ApiError, api_error
+
+# Logs of the serving processes: JSON lines, each with the request's id where there is a request.
+
+SERVE_LOG, CORE_LOG = "ray.serve", "mbd_core"
+LOGGING = LoggingConfig(encoding="JSON")
+
+
+class ServeHandler(logging.Handler):
+    """Hands records to Serve's log, which has a new handler whenever its configuration changes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        serve_log = logging.getLogger(SERVE_LOG)
+        if serve_log.isEnabledFor(record.levelno):
+            serve_log.handle(record)
+
+
+def join_core_logs() -> None:
+    """What `mbd_core` logs in this process goes to Serve's log, and nowhere else."""
+    core = logging.getLogger(CORE_LOG)
+    core.handlers, core.propagate = [ServeHandler()], False
+    core.setLevel(logging.INFO)
+
+
+def logged(error: Exception) -> ApiError:
+    """The error that the client sees; a failure of ours goes to the log with its traceback."""
+    seen = api_error(error)
+    if seen.status >= 500:
+        logging.getLogger(SERVE_LOG).error("request failed", exc_info=error)
+    return seen
+
+
+# A replica's port for calls from other replicas, on loopback where its node is.
+#
+# Ray Serve opens it on every interface, and takes pickled calls there from anybody, without Ray's token. On a node
+# that has one machine's loopback for its address (`cluster/local.py`) nobody else has to reach it.
+
+LOOPBACK, EVERYWHERE = "127.0.0.1", "[::]"
+
+
+def keep_to_loopback() -> None:
+    """Call it in a replica's constructor: Serve opens the port after that."""
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        return
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(EVERYWHERE, LOOPBACK))

@@ -1,0 +1,247 @@
+"""A replica of a model: one engine in a Serve actor, which takes requests of tokens and streams tokens.
+
+HTTP, text and retries are the gateway's (`actors/serving/gateway.py`). A replica whose engine has failed ends its
+process, so that Serve starts another one and the gateways go on elsewhere.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from actors.serving.args import EngineContent, ModelArgs, ServingArgs
+from actors.serving.logs import join_core_logs, keep_to_loopback
+from actors.serving.metrics import EngineExporter, ExportTimer
+from actors.serving.routing import KV_LOAD, REQUESTS, TokenPolicy
+from actors.serving.tracing import annotate
+from cluster.storage import fetch_model
+from mbd_core.decoding.blocks.request import Output, Request, StepOutput
+from mbd_core.engine.parallel.group import RankLost
+from mbd_core.serving.api.other_requests import WeightsOrder
+from mbd_core.serving.server.engine_service import EngineService
+from mbd_core.serving.tokens.served_model import EngineLimits
+from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost
+from mbd_core.trace.recorder import TraceRecorder
+
+log = logging.getLogger("ray.serve")
+
+TRACE_ROWS_PER_FILE, TRACE_FILES = 20_000, 64
+STOP_SECONDS = 10.0  # for a replica's own end, once no request is under way
+PREFIX_TOKENS = 16  # of a page, for routing, where the engine chooses its page size
+LAST_WORDS_SECONDS = 0.5  # from an engine's failure to the end of its process: what waits is told first
+
+
+def note_end(output: Output) -> None:
+    """A request's counts, in the log and on its span."""
+    counts = output.counts
+    numbers: dict[str, str | int | float] = {
+        "finish_reason": output.finish_reason,
+        "prompt_tokens": counts.num_prompt_tokens,
+        "cached_tokens": counts.num_cached_tokens,
+        "tokens": counts.num_tokens,
+        "forwards": counts.num_forwards,
+        "preemptions": counts.num_preemptions,
+        "decode_seconds": round(counts.decode_seconds, 6),
+    }
+    log.info("request ended", extra={"engine_request": output.request_id, **numbers})
+    annotate(**numbers)
+
+
+@serve.deployment
+class EngineReplica:
+    """A thin coat over `EngineService`."""
+
+    def __init__(self, model: ModelArgs) -> None:
+        args = model.checked()
+        torch.set_num_threads(args.num_threads)
+        join_core_logs()
+        keep_to_loopback()
+        trace = None if args.trace is None else self._recorder(Path(args.trace))
+        self.service = EngineService(args, trace=trace)
+        self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))
+        self._ending = self._serves = False
+        self._refused: str | None = None  # why the newest content was not taken over
+        log.info(self.describe())
+
+    async def __del__(self) -> None:
+        """Awaited by Serve when it ends a replica in good order."""
+        if hasattr(self, "_exports"):  # the model could be loaded
+            await asyncio.to_thread(self._exports.stop)
+            await self.service.stop()
+
+    def _recorder(self, folder: Path) -> TraceRecorder:
+        own = folder / f"replica-{serve.get_replica_context().replica_id.unique_id}"
+        return TraceRecorder(folder=own, rows_per_file=TRACE_ROWS_PER_FILE, max_files=TRACE_FILES)
+
+    async def reconfigure(self, content: dict[str, Any]) -> None:
+        """Take over `EngineContent`; called by Serve at the start, and where it has changed.
+
+        Content that cannot be taken over fails a start. Later the replica keeps what it has, and `/health` says why:
+        Serve would otherwise end replicas that serve well.
+        """
+        try:
+            asked = EngineContent.read(content)
+            weights = None if asked.weights is None else Path(await asyncio.to_thread(fetch_model, asked.weights))
+            adapters = {n: Path(await asyncio.to_thread(fetch_model, f)) for n, f in asked.adapters.items()}
+            await self.service.arrange(weights=weights, adapters=adapters)
+        except ValueError as error:
+            if not self._serves:
+                raise
+            log.error("weights or adapters were not taken over", exc_info=error)
+            self._refused = str(error)
+        else:
+            self._serves, self._refused = True, None
+
+    async def generate(
+        self, request: Request, key: str = "", weights: WeightsOrder | None = None
+    ) -> AsyncIterator[StepOutput | None]:
+        """The request's steps; before them `None`, once the engine has taken it. `weights` are those that replicas
+        were ordered to decode with: one that started later takes them over now.
+
+        Raises `RequestRefused`, `TooManyRequests`, `Asleep`, and `ReplicaLost` once the engine has failed, and where
+        it cannot take the weights over.
+        """
+        try:
+            if weights is not None and weights.version > self.service.weights_version:
+                await self._follow(weights)
+            stream = await self.service.engine.open(request, key=key)
+            try:
+                yield None
+                async for step in stream:
+                    if step.output is not None:
+                        note_end(step.output)
+                    yield step
+            finally:
+                stream.close()
+        except EngineFailed as error:
+            self._end(error)
+            raise ReplicaLost(str(error)) from error
+
+    async def _follow(self, weights: WeightsOrder) -> None:
+        try:
+            await self.update_weights(weights)
+        except ValueError as error:
+            log.error("weights that were ordered before this replica started cannot be taken over", exc_info=error)
+            raise ReplicaLost(str(error)) from error
+
+    # -- orders of administrators, which every replica gets ------------------------------------------------------
+
+    async def update_weights(self, order: WeightsOrder) -> None:
+        """As `EngineService.update_weights`; the folder is fetched where it is a URL."""
+        folder = Path(await asyncio.to_thread(fetch_model, order.folder))
+        await self.service.update_weights(folder, version=order.version, mode=order.mode)
+
+    async def abort_all(self) -> int:
+        return await self.service.abort_all()
+
+    async def sleep(self, seconds: float) -> int:
+        return await self.service.sleep(seconds=seconds)
+
+    async def wake_up(self) -> None:
+        await self.service.wake_up()
+
+    # -- what it says of itself ---------------------------------------------------------------------------------
+
+    async def limits(self) -> EngineLimits:
+        """What the gateways check requests against."""
+        return self.service.limits
+
+    def describe(self) -> str:
+        """The start line."""
+        return self.service.describe()
+
+    async def state(self) -> dict[str, Any]:
+        """This replica's part of `/health`."""
+        return {
+            "replica": serve.get_replica_context().replica_id.unique_id,
+            "pid": os.getpid(),
+            "refused_content": self._refused,
+            **self.service.state(),
+        }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, where a model's number of replicas follows its load."""
+        load = self.service.engine.load
+        return {REQUESTS: float(load.running + load.waiting), KV_LOAD: self.service.kv_load}
+
+    def check_health(self) -> None:
+        """Called by Serve. A replica that can serve nothing any more ends at once, not after three such calls."""
+        try:
+            self.service.check_health()
+        except (EngineFailed, RankLost) as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        log.error("this replica ends, because its engine has failed", exc_info=error)
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, os._exit, 1)
+
+
+def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
+    """A model's replicas as a Serve deployment.
+
+    A replica refuses requests beyond its engine's own bound at once; Serve's queue, where requests wait only while
+    there is no replica, is bounded too. Replicas on CPUs divide the machine's memory for keys and values, as they may
+    be on one machine. A replica that Serve ends alone, in a redeployment, has `drain_seconds` to finish its requests:
+    it gets no more, and is killed after that.
+    """
+    engine, topology = model.engine, args.topology(model)
+    capacity = engine.max_rows + model.max_waiting
+    if args.device == "cpu":
+        engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / model.most_replicas)
+    return EngineReplica.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
+        name=model.served_name.replace("/", "-").replace("#", "-"),
+        user_config=model.content.model_dump(),
+        **_number(model),
+        **_routing(model),
+        max_ongoing_requests=2 * capacity,
+        max_queued_requests=2 * capacity * model.most_replicas,
+        max_constructor_retry_count=2,
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
+    ).bind(model.without_content().model_copy(update={"engine": engine}))
+
+
+def _number(model: ModelArgs) -> dict[str, Any]:
+    """Serve's options for how many replicas there are."""
+    scaling = model.replicas
+    if isinstance(scaling, int):
+        return {"num_replicas": scaling}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min,
+            max_replicas=scaling.max,
+            target_ongoing_requests=scaling.target_requests,
+            upscale_delay_s=scaling.up_seconds,
+            downscale_delay_s=scaling.down_seconds,
+            look_back_period_s=scaling.window_seconds,
+            policy=AutoscalingPolicy(
+                policy_function=TokenPolicy, policy_kwargs={"target_kv_load": scaling.target_kv_load}
+            ),
+        )
+    }
+
+
+def _routing(model: ModelArgs) -> dict[str, Any]:
+    """Serve's options for which replica gets a request; Serve's own are those of `load`."""
+    if model.routing == "load" or model.most_replicas == 1 or not model.engine.prefix_caching:
+        return {}
+    settings = {"page_size": model.engine.page_size or PREFIX_TOKENS, "balance": model.engine.max_rows // 2}
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class="actors.serving.routing.PrefixRouter", request_router_kwargs=settings
+        )
+    }

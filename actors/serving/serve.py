@@ -1,0 +1,229 @@
+"""Serve an endpoint until a signal: connect to Ray, start Serve, wait, drain, and stop what was started."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private import worker
+from ray._private.worker import get_dashboard_url
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from actors.serving.app import build
+from actors.serving.args import ModelArgs, ServingArgs
+from actors.serving.logs import LOGGING
+from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from actors.serving.tracing import serve_variables
+from cluster.local import connect
+from cluster.signals import interrupt_on
+from cluster.topology import plan_topology
+
+APPLICATION = "mbd"
+POLL_SECONDS = 0.5  # between two looks at a drain
+REPLY_SECONDS = 10.0  # for a gateway to answer, beyond the time that it was given
+PASS_ON_SECONDS = 1.0  # for the HTTP proxy, which Serve kills, to send what the replicas have handed to it
+# As in the manifests: a proxy that has died is replaced after 3 failed checks, sooner than with Serve's 10 s each. One
+# that starts has as long as Serve waits for it: after 5 s, Serve's own, a busy machine would kill it again and again.
+# The controller reads them when it starts, so they hold for a Ray that is started here.
+PROXY_CHECKS = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
+QUESTION = "Tom has 12 pens. Tom buys 3 bags with 4 pens each. Tom sells 5 pens. How many pens does Tom have now?"
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ValueError` where this machine cannot listen on the port.
+
+    Nothing is checked if an existing cluster is used: its head node may be another machine.
+    """
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
+            probe.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"--port {port} on --host {host} cannot be listened on: {error.strerror}; give another"
+        ) from None
+
+
+def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: Any) -> None:
+    """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until SIGINT or SIGTERM.
+
+    `options` are `ServingArgs`' fields but for the models and the device: every rank gets a GPU on a cluster that has
+    GPUs; else all run on CPUs. Requests under way at the first signal have `drain_seconds` to end; a second signal
+    ends the wait.
+
+    What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
+    be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
+    """
+    with _messages() as silence, ExitStack() as started:
+        try:
+            for name, value in {CALLBACK_VARIABLE: CALLBACK, **PROXY_CHECKS}.items():
+                os.environ.setdefault(name, value)  # for the proxy and the controller of a Ray that is started here
+            os.environ.update(serve_variables())  # for its replicas too
+            with _ray_signals():
+                if connect(num_cpus=max(4, model.most_replicas * model.tensor_parallel + 2), worker_logs=False):
+                    started.callback(ray.shutdown)
+            _check_no_serve()
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            topology = plan_topology(nodes, processes=model.most_replicas, ranks=model.tensor_parallel)
+            args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
+            name = model.checked().name
+            started.callback(serve.shutdown)
+            started.callback(silence)
+            _start_proxy(host, port)
+            handle = _deploy(args)
+            try:
+                for line in handle.describe.remote().result():
+                    print(line, flush=True)
+                url = f"http://{host}:{port}"
+                print(f"serving {name} at {url}/v1", flush=True)
+                print(curl_example(url, name, with_key=args.api_keys is not None), flush=True)
+                signal.pause()
+            except KeyboardInterrupt:
+                if args.drain_seconds > 0:
+                    interrupt_on(signal.SIGINT, signal.SIGTERM)
+                    _drain(handle, seconds=args.drain_seconds)
+        except KeyboardInterrupt:
+            pass
+        except (RayError, RayServeException) as error:  # a process of Serve has died meanwhile
+            raise RuntimeError(f"Serve could not serve {model.model}: {_last_line(str(error))}") from error
+        print("stopping", flush=True)
+
+
+def curl_example(url: str, name: str, *, with_key: bool) -> str:
+    """A command that asks the endpoint; where keys are set, with a place for one, never a key itself."""
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{QUESTION}"}}]}}'
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+@contextmanager
+def _ray_signals() -> Iterator[None]:
+    """One SIGINT or SIGTERM interrupts, also while Ray starts: `ray.init` sets a handler that exits instead."""
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _messages() -> Iterator[Callable[[], None]]:
+    """What silences, to the end of the block, Ray's messages of tasks that fail on the cluster.
+
+    Serve's end fails two of its controller's tasks, since the controller kills itself; Ray prints each, and that it
+    will be tried again for ever.
+    """
+    original = worker.print_to_stdstream
+
+    def silence() -> None:
+        worker.print_to_stdstream = lambda *_, **__: None
+
+    try:
+        yield silence
+    finally:
+        worker.print_to_stdstream = original
+
+
+def _start_proxy(host: str, port: int) -> None:
+    """Start Serve with its HTTP proxy; `RuntimeError`, one sentence, for a proxy that does not come up."""
+    try:
+        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly", logging_config=LOGGING)
+    except RayActorError:  # Serve's controller has killed it
+        raise RuntimeError(
+            f"Serve's HTTP proxy did not start on {host}:{port}; the machine may be too busy, or the port is taken on "
+            "the cluster's head node; try again"
+        ) from None
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"Serve's HTTP proxy was not ready on {host}:{port} in time ({error}); the machine may be too busy; "
+            "try again"
+        ) from None
+
+
+def _check_no_serve() -> None:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return
+    dashboard = f"http://{get_dashboard_url()}"
+    raise RuntimeError(
+        "Serve already runs on this cluster, and its address cannot be changed; end it with "
+        f"`serve shutdown -y --address {dashboard}`"
+    )
+
+
+def _deploy(args: ServingArgs) -> DeploymentHandle:
+    """Start the gateways and the replicas; a handle to the gateways."""
+    try:
+        return serve.run(build(args), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
+    except RuntimeError as error:
+        raise start_failure(_status_message(APPLICATION) or str(error)) from error
+
+
+def _drain(handle: DeploymentHandle, *, seconds: float) -> None:
+    """Let every gateway refuse new requests, and wait for those under way, for `seconds` at most.
+
+    `serve.shutdown` does not wait: it kills the HTTP proxy, and with it every connection, before the replicas end.
+    """
+    deadline = time.monotonic() + seconds
+    count = left = _drain_gateways(handle, seconds=0)
+    if count == 0:
+        return
+    noun = "request" if count == 1 else "requests"
+    print(f"draining {count} {noun}, at most {seconds:g} s; a second signal stops at once", flush=True)
+    while left and (remaining := deadline - time.monotonic()) > 0:
+        left = _drain_gateways(handle, seconds=min(POLL_SECONDS, remaining))
+    if left:
+        print(f"cutting {left} of them, which did not end in {seconds:g} s", flush=True)
+    time.sleep(PASS_ON_SECONDS)
+
+
+def _drain_gateways(handle: DeploymentHandle, *, seconds: float) -> int:
+    """Drain every gateway for `seconds` more; how many requests are left.
+
+    A gateway that has ended has none; one that does not answer in time counts as having one.
+    """
+    try:
+        answers = handle.broadcast("drain", seconds).results(timeout_s=seconds + REPLY_SECONDS, return_exceptions=True)
+    except RayServeException:  # no gateway is left
+        return 0
+    except TimeoutError as error:
+        answers = [error]
+    return sum(answer if isinstance(answer, int) else isinstance(answer, TimeoutError) for answer in answers)
+
+
+def start_failure(message: str) -> Exception:
+    """A replica's traceback as one sentence, its last line.
+
+    A `ValueError` there is bad input that only a replica can find out: its GPU, its copy of the model.
+    """
+    reason = _last_line(message)
+    if reason.startswith("ValueError: "):
+        return ValueError(reason.removeprefix("ValueError: "))
+    return RuntimeError(reason)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1].strip() if text.strip() else "it gave no reason"
+
+
+def _status_message(name: str) -> str:
+    """What Serve reports of why an application's replicas could not start: a traceback, or nothing."""
+    application = serve.status().applications.get(name)
+    if application is None:
+        return ""
+    return "\n".join(d.message for d in application.deployments.values()).strip()

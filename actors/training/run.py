@@ -1,0 +1,151 @@
+"""A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.storage import Folder, fetch_model
+from cluster.topology import Device
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.saving import MODEL_KIND
+from mbd_core.checkpoint.shipped import model_folder, named_model
+from mbd_core.multitf.config import Precision, ShardingChoice, check_workers
+from mbd_core.multitf.data.prepared import PreparedData, named_data
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
+
+RECORD = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A recipe, and where and how it runs.
+
+    Everything of the run lies in `folder`, which all workers must be able to reach. The model is written to `out`;
+    `overwrite` replaces a model folder that is there. A checkpoint is written every `checkpoint_every` steps and after
+    the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
+    each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
+    where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
+    """
+
+    recipe: TrainingRecipe
+    name: str
+    storage: Folder
+    out: Folder
+    overwrite: bool = False
+    num_workers: int = 2
+    device: Device | None = None
+    sharding: ShardingChoice = "replicated"
+    checkpoint_every: int = 100
+    max_failures: int = 3
+    log_targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        batch_size, group = self.recipe.train.batch_size, self.recipe.train.tensor_parallel
+        if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
+            raise ValueError(
+                f"num_workers={self.num_workers} and checkpoint_every={self.checkpoint_every} must be at least 1, "
+                f"max_failures={self.max_failures} at least 0"
+            )
+        if group > 1:
+            check_workers(self.recipe.train, self.num_workers)
+        elif batch_size % self.num_workers:
+            raise ValueError(
+                f"batch_size={batch_size} of recipe {self.recipe.name} does not divide over {self.num_workers} workers"
+            )
+        if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
+            raise ValueError(f"run name {self.name!r} must be one folder name")
+        for folder in (self.storage, self.out):
+            if not folder.is_shared:
+                raise ValueError(
+                    f"{folder} lies in the memory of one process; workers need a path or a URL they share"
+                )
+        if self.out.holds(self.folder):
+            raise ValueError(f"out={self.out} would hold the run's own folder {self.folder}; give another folder")
+
+    @property
+    def folder(self) -> Folder:
+        return self.storage / self.name
+
+
+def checked_base(model: str) -> str:
+    """A model to start from as recipes name it: a shipped model's name, an absolute path, or a URL of remote storage.
+
+    Raises `ValueError` for a name that is not known, and for a folder whose files are incomplete or disagree.
+    """
+    here = fetch_model(model)
+    read_folder(model_folder(here))
+    return model if here != model else named_model(model)
+
+
+def checked_data(data: str) -> PreparedData:
+    """Prepared data as recipes name them, by an absolute path or a URL; `ValueError` for a folder that holds none."""
+    folder = Folder.at(data)
+    here = Path(fetch_model(folder.location))
+    return named_data(here, folder.location)
+
+
+def fetched(recipe: TrainingRecipe) -> TrainingRecipe:
+    """The recipe with its model and its prepared data where they lie on this machine, downloaded if need be."""
+    data = recipe.data
+    if isinstance(data, PreparedData):
+        data = replace(data, path=fetch_model(data.path))
+    return replace(recipe, base=recipe.base and fetch_model(recipe.base), data=data)
+
+
+def check_run(run: TrainingRun, *, resume: bool) -> None:
+    """Check that run and model can be written, and that there is no run yet or, with `resume`, the one to go on with.
+
+    Raises `ValueError` for a target that `Folder.check_target` refuses, for a folder that is there already, and with
+    `resume` for a run that is not there or has another recipe. A resumed run computes in its recorded precision.
+    """
+    run.folder.check_writable()
+    run.out.check_target(MODEL_KIND, overwrite=run.overwrite)
+    if not resume:
+        if run.folder.exists():
+            raise ValueError(f"a run already lies in {run.folder}; go on with --resume, or choose another --run-name")
+        return
+    recorded, wanted = _read_record(run), as_recorded(run.recipe)
+    if recorded is None:
+        raise ValueError(f"--resume: there is no run in {run.folder}")
+    if "attention" not in recorded["train"]:
+        raise ValueError(
+            f"--resume: the run in {run.folder} was begun by an older version, whose checkpoints (trainer.pt) are not "
+            "read; choose another --run-name"
+        )
+    if wanted["train"]["precision"] == "auto":
+        wanted["train"]["precision"] = recorded["train"]["precision"]
+    if different := other_settings(recorded, wanted):
+        raise ValueError(
+            f"--resume: the run in {run.folder} was started with other settings ({RECORD}): {different}; give those, "
+            "or another --run-name"
+        )
+
+
+def begin(run: TrainingRun, *, resume: bool) -> None:
+    """Claim the run's folder, or find there the run to be resumed. Raises `ValueError` as `check_run` does."""
+    check_run(run, resume=resume)
+    if not resume:
+        record_recipe(run, run.recipe)
+
+
+def recorded_precision(run: TrainingRun) -> Precision:
+    """The precision that the run was started in; `auto` before its first start."""
+    recorded = _read_record(run)
+    if recorded is None:
+        raise ValueError(f"there is no run in {run.folder}")
+    return recorded["train"]["precision"]
+
+
+def record_recipe(run: TrainingRun, recipe: TrainingRecipe) -> None:
+    """Write the recipe as it runs into the run's record; its precision is `auto` until the workers have started."""
+    run.folder.write_text(RECORD, json.dumps(as_recorded(recipe), indent=2, allow_nan=False) + "\n")
+
+
+def _read_record(run: TrainingRun) -> dict[str, Any] | None:
+    text = run.folder.read_text(RECORD)
+    if text is None:
+        return None
+    recipe = json.loads(text)
+    assert isinstance(recipe, dict)
+    return recipe

@@ -1,0 +1,333 @@
+"""What must hold on a GPU before its times mean anything: every kernel is its definition, a replayed step is the eager
+one, and a step that decodes never waits for the device.
+
+All checks also run on a CPU, at sizes that fit it; there nothing is captured, which the rows say. Sizes for a GPU are
+chosen so that its kernels take them: bfloat16, 128 channels, 32-token pages.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.step_timing import StepCase, filled_engine
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.step_kind import StepKind
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.mlp import with_shared
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.ops.attention.choice import resolve
+from mbd_core.ops.attention.definition import RowLayout, paged_attention
+from mbd_core.ops.experts import fp8
+from mbd_core.ops.experts.choice import loop_experts, resolve_experts
+from mbd_core.ops.experts.expert_products import SharedExperts, expert_parts
+from mbd_core.ops.launch import triton_serves
+from mbd_core.ops.layer.confidence import confidence
+from mbd_core.ops.layer.residual_norm import sum_experts
+
+Row = dict[str, object]
+
+PAGE = 32
+GPU_DTYPE = torch.bfloat16
+
+
+class CheckFailed(RuntimeError):
+    """A kernel, a captured step or a steady step is not what it must be; the message says where."""
+
+
+def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
+    """A small model of "sdar" or "llada2": on a GPU with the head size and blocks of the real ones, else tiny."""
+    if not on_gpu:
+        return SHAPES[f"tiny-{family}"]
+    whole = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
+    moe = None if whole.moe is None else replace(whole.moe, num_experts=32, intermediate_size=128)
+    return replace(
+        whole, vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=3, num_heads=8, num_kv_heads=2,
+        max_positions=1024, mask_token_id=2047, eos_token_ids=(2046,), moe=moe,
+    )  # fmt: skip
+
+
+def check_model(family: str, device: torch.device) -> Decoder:
+    """`check_config` with random weights, in the dtype of the device's checks."""
+    on_gpu = device.type == "cuda"
+    config = check_config(family, on_gpu=on_gpu)
+    return random_model(config, device=device, dtype=GPU_DTYPE if on_gpu else torch.float32, std=0.1)
+
+
+METHODS: dict[str, DecodingConfig] = {
+    "single": DecodingConfig(block_size=32, buffer_size=1, tau_m2t=0.4),
+    "multi": DecodingConfig(block_size=32, buffer_size=4, tau_m2t=0.4, tau_add=0.1),
+    "t2t": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, t2t=T2T(tau=0.2, max_edits=4)),
+    "soft": DecodingConfig(block_size=32, buffer_size=3, tau_m2t=0.4, soft=Soft(stop_confidence=0.5)),
+    "several": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, tokens_per_step=4),
+    "margin": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, fallback="margin"),
+}
+SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_p=0.9, seed=2))
+
+
+def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
+    """Every method, and every kind of work that a step may have to do for it, without adapters."""
+    generator = torch.Generator().manual_seed(0)
+    out: list[Request] = []
+    for number, (name, decoding) in enumerate(METHODS.items()):
+        for sampling in SAMPLINGS if name == "multi" else SAMPLINGS[:1]:
+            prompt = torch.randint(config.vocab_size - 8, (20 + 30 * number,), generator=generator).tolist()
+            out.append(
+                Request(
+                    request_id=f"{name} {len(out)}", prompt=tuple(prompt), max_tokens=max_tokens, decoding=decoding,
+                    sampling=sampling, ignore_eos=True,
+                )
+            )  # fmt: skip
+    return out
+
+
+def graphs_are_eager(
+    model: Decoder, *, adapters: Mapping[str, Path] | None = None, max_tokens: int = 48, max_rows: int = 4
+) -> Row:
+    """Serve all requests eagerly, capture the kinds of steps that came up, and serve them again from graphs.
+
+    With `adapters`, folders by name, requests have one of them or none, in turn. Raises `CheckFailed` if a token
+    differs, or if on a GPU a step of the second time was not a replay.
+    """
+    on_gpu = model.model.norm.weight.is_cuda
+    sizes = EngineConfig(
+        max_rows=max_rows, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False,
+        max_adapters=len(adapters or {}), max_rank=8,
+    )  # fmt: skip
+    requests = check_requests(model.config, max_tokens=max_tokens)
+    if adapters:
+        names = cycle((None, *adapters))
+        requests = [replace(request, adapter=next(names)) for request in requests]
+    eager = _with_adapters(Engine(model, replace(sizes, graphs=False)), adapters or {})
+    wanted, kinds = _served(eager, requests)
+    replayed = _with_adapters(Engine(model, sizes), adapters or {})
+    captured = replayed._graphs.capture(kinds)
+    found, _ = _served(replayed, requests)
+    differing = [name for name, output in wanted.items() if found[name].tokens != output.tokens]
+    if differing:
+        raise CheckFailed(f"replayed steps decode other tokens than eager ones, for {', '.join(sorted(differing))}")
+    report = replayed.graph_report()
+    if on_gpu and (captured != len(kinds) or report["steps_eager"]):
+        raise CheckFailed(f"of {len(kinds)} kinds {captured} were captured, {report['steps_eager']} steps ran eagerly")
+    return {
+        "model": model.config.architecture, "attention": replayed.attention.name, "kinds": len(kinds),
+        "captured": captured, "replayed": report["steps_replayed"], "eager": report["steps_eager"], "same": True,
+    }  # fmt: skip
+
+
+def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
+    for name, folder in adapters.items():
+        engine.load_adapter(name, folder)
+    return engine
+
+
+def _served(engine: Engine, requests: list[Request]) -> tuple[dict[str, Output], set[StepKind]]:
+    """The outputs by request, and the kinds of the static steps, also of those that store prompts."""
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, Output] = {}
+    kinds: set[StepKind] = set()
+    with torch.inference_mode():
+        while engine.has_work:
+            plan = engine.schedule()
+            if engine._is_static(plan):
+                kinds.add(plan.kind)
+            for step in engine.collect(engine.launch(plan)):
+                if step.output is not None:
+                    outputs[step.request_id] = step.output
+    return outputs, kinds
+
+
+def steady_steps_never_wait(model: Decoder, case: StepCase) -> Row:
+    """Steps that only decode, torch's own waits being errors; a step's report is waited for by an event."""
+    engine = filled_engine(model, case)
+    for _ in range(4):
+        engine.step()
+    on_gpu = model.model.norm.weight.is_cuda
+    with _waits_are_errors() if on_gpu else _nothing():
+        for _ in range(case.steps):
+            engine.step()
+    engine.land()
+    return {"steps": case.steps, "checked": on_gpu, **engine.graph_report()}
+
+
+@contextmanager
+def _waits_are_errors() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
+    """Each kernel beside its definition: name, size, largest error. Raises `CheckFailed` behind them if one is off."""
+    checks: tuple[Callable[..., Row], ...] = (
+        _attention_row, _long_attention_row, _experts_row, _shared_experts_row, _fp8_experts_row,
+        partial(_fp8_experts_row, block=fp8.RELEASED), _fp8_linear_row, _confidence_row,
+    )  # fmt: skip
+    generator = torch.Generator(device=device).manual_seed(0)
+    wrong = []
+    for check in checks:
+        row = check(device, GPU_DTYPE if device.type == "cuda" else torch.float32, generator, small)
+        yield row
+        if row["right"] is False:
+            wrong.append(f"{row['kernel']} by {row['largest_error']}")
+    if wrong:
+        raise CheckFailed(f"not its definition: {', '.join(wrong)}")
+
+
+def _row(kernel: str, size: str, found: Tensor, wanted: Tensor, *, rtol: float, atol: float) -> Row:
+    """`found` beside `wanted`; both errors are allowed in sum, as in `torch.testing.assert_close`."""
+    error = (found.float() - wanted.float()).abs()
+    right = bool(found.isfinite().all()) and bool((error <= atol + rtol * wanted.float().abs()).all())
+    return {"kernel": kernel, "size": size, "largest_error": float(error.max()), "right": right}
+
+
+def _attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    return _attention(device, dtype, generator, prefixes=(40, 8) if small else (512, 2048, 31, 1, 700, 64, 5, 1024))
+
+
+def _long_attention_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    return _attention(device, dtype, generator, prefixes=(100,) if small else (16000,))
+
+
+def _attention(
+    device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, prefixes: tuple[int, ...]
+) -> Row:
+    """Two slots of each sequence, the last sequence's second slot not resident. On a GPU values that no row may read
+    are NaN; the CPU's attention masks them instead."""
+    heads, kv_heads, channels, slots, size = 16, 4, 128, 2, 32
+    kernel = resolve(device, dtype, channels, PAGE, num_heads=heads, num_kv_heads=kv_heads)
+    width = -(-(max(prefixes) + slots * size) // PAGE)
+    pages = len(prefixes) * width + 1
+    unread = torch.nan if device.type == "cuda" else 0.0
+    k, v = torch.full((2, pages, PAGE, kv_heads, channels), unread, dtype=dtype, device=device)
+    table = (torch.randperm(pages - 1, generator=generator, device=device) + 1).view(len(prefixes), width)
+    lens = [prefix + size * (slot + 1) for prefix in prefixes for slot in range(slots)]
+    lens[-1] = 1
+    for row in range(len(prefixes)):
+        at = torch.arange(max(lens[row * slots : (row + 1) * slots]), device=device)
+        for part in (k, v):
+            values = torch.randn(len(at), kv_heads, channels, generator=generator, device=device)
+            part[table[row, at // PAGE], at % PAGE] = values.to(dtype)
+    q = torch.randn(len(lens) * size, heads, channels, generator=generator, device=device).to(dtype)
+    layout = RowLayout(
+        cu_seqlens_q=torch.arange(0, len(q) + 1, size, device=device),
+        kv_lens_R=torch.tensor(lens, device=device),
+        page_table_RP=table.repeat_interleave(slots, 0),
+        page_size=PAGE,
+        max_q=size,
+        rows_each=slots,
+    )
+    wanted = paged_attention(q.float(), k.float(), v.float(), layout)
+    found = kernel.bind(layout)(q, k, v)
+    size_said = f"{len(prefixes)} x {slots} slots, prefix up to {max(prefixes)}"
+    return _row(f"attention: {kernel.name}", size_said, found, wanted, rtol=2e-2, atol=1e-2)
+
+
+def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
+    """x, gate, up, down, ids, weights: LLaDA2-mini's experts for 64 tokens, or few small ones."""
+    tokens, depth, width, experts, each = (9, 32, 48, 6, 2) if small else (64, 2048, 512, 256, 8)
+    device = generator.device
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5).to(dtype)
+
+    ids = torch.rand(tokens, experts, generator=generator, device=device).topk(each).indices
+    weights = torch.rand(tokens, each, generator=generator, device=device)
+    x = draw(tokens, depth) * depth**0.5
+    return x, draw(experts, width, depth), draw(experts, width, depth), draw(experts, depth, width), ids, weights
+
+
+def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
+    experts = resolve_experts(device, dtype, expert_size=gate.shape[1], hidden_size=gate.shape[2])
+    found = experts.call(x, gate, up, down, ids, weights)
+    wanted = loop_experts(x, gate, up, down, ids, weights)
+    return _row(
+        f"experts: {experts.name}", f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2
+    )
+
+
+def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    """Two shared experts among the routed ones."""
+    name = "experts: the shared among them"
+    if not triton_serves(device, dtype):
+        why = "needs CUDA and Triton"
+        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": why}
+    x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
+    wanted = loop_experts(x, gate, up, down, ids, weights).float()
+    wide_gate, wide_up, wide_down = gate[:2].flatten(0, 1), up[2:4].flatten(0, 1), torch.cat((*down[:2],), 1)
+    wanted += F.linear(F.silu(F.linear(x, wide_gate)) * F.linear(x, wide_up), wide_down).float()
+    joint = with_shared(ids, weights, len(gate), 2)
+    parts = expert_parts(x, gate, up, down, *joint, shared=SharedExperts(wide_gate, wide_up, wide_down))
+    found = sum_experts(parts, dtype)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+
+
+def _fp8_experts_row(
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    small: bool,
+    *,
+    block: fp8.Block | None = None,
+) -> Row:
+    name = "experts in FP8" if block is None else "experts in FP8 blocks"
+    x, *stacks, ids, weights = _expert_layer(dtype, generator, small)
+    rounded = [fp8.quantize(stack, block=block) for stack in stacks]
+    obstacle = fp8.fp8_obstacle(stacks[0], block=block)
+    if obstacle is not None:
+        return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": obstacle}
+    found = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
+    gate, up, down = (fp8.dequantize(stack, dtype) for stack in rounded)
+    wanted = loop_experts(x, gate, up, down, ids, weights)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+
+
+def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    """FP8 on a GPU rounds the inputs too: the bound is that of both roundings."""
+    tokens, inner, outer = (9, 32, 48) if small else (64, 2048, 3072)
+    weight = torch.randn(outer, inner, generator=generator, device=device) / inner**0.5
+    obstacle = fp8.fp8_obstacle(weight)
+    if obstacle is not None:
+        return {"kernel": "product in FP8", "size": "", "largest_error": None, "right": None, "not_run": obstacle}
+    x = torch.randn(tokens, inner, generator=generator, device=device).to(dtype)
+    found = fp8.linear(x, fp8.quantize(weight))
+    bound = (x.float().abs() @ weight.abs().T) * 0.14 + 1e-2
+    error = (found.float() - x.float() @ weight.T).abs()
+    return {
+        "kernel": "product in FP8", "size": f"{tokens} x {inner} x {outer}", "largest_error": float(error.max()),
+        "right": bool((error <= bound).all()),
+    }  # fmt: skip
+
+
+def _confidence_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
+    positions, vocabulary = (5, 500) if small else (64, 157184)
+    if device.type != "cuda":
+        return {"kernel": "confidence", "size": "", "largest_error": None, "right": None, "not_run": "needs CUDA"}
+    logits = torch.randn(positions, vocabulary, generator=generator, device=device).mul_(4).to(dtype)
+    vocab = Vocab(mask_token_id=3, size=vocabulary - vocabulary // 10)
+    token, probability = confidence(logits, mask_token_id=vocab.mask_token_id, size=vocab.size)
+    wanted_token, wanted = vocab.likeliest(logits)
+    row = _row("confidence", f"{positions} x {vocabulary}", probability, wanted, rtol=1e-3, atol=1e-7)
+    return {**row, "right": row["right"] is True and torch.equal(token, wanted_token)}

@@ -1,0 +1,109 @@
+"""On a GPU: the forms of the model and of the step that Triton kernels compute, beside those in torch's operations.
+
+The router and the layers differ by rounding alone. A step's work on the Block Buffer is the same to the bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from benchmarks.gpu.checks import CheckFailed, Row, check_model
+from benchmarks.step_timing import StepCase, filled_engine
+from mbd_core.engine.graphs import static_step
+from mbd_core.engine.runner import PagedAttention
+from mbd_core.engine.step_kind import ALL_WORK, StepKind, Work
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.fused import fuse
+from mbd_core.models.mlp import Router
+from mbd_core.models.shapes import SHAPES
+from mbd_core.ops.launch import triton_serves
+
+WORKS = (Work(), Work(revises=True, softens=True), replace(ALL_WORK, adapts=False))
+
+
+def kernel_form_rows(device: torch.device) -> Iterator[Row]:
+    """A row a comparison. Raises `CheckFailed` if a form is not the other one."""
+    if not triton_serves(device, torch.bfloat16):
+        for name in ("router", "layers", "steps"):
+            yield {"kernel": f"{name} by kernels", "right": None, "not_run": "needs CUDA and Triton"}
+        return
+    yield router_row(device)
+    for family in ("sdar", "llada2"):
+        model, case = check_model(family, device), StepCase(rows=3, buffer_size=3, prefix=64, steps=6)
+        yield layers_row(model, case)
+        yield steps_row(model, case)
+
+
+def router_row(device: torch.device) -> Row:
+    """LLaDA2-mini's router: the share of tokens whose experts are the same, where the logits are not rounded alike."""
+    config = SHAPES["llada2-mini"]
+    assert config.moe is not None
+    generator = torch.Generator(device=device).manual_seed(0)
+    router = Router(config.hidden_size, config.moe).to(device, torch.bfloat16).requires_grad_(False)
+    router.weight.normal_(0.0, 0.02, generator=generator)
+    router.expert_bias.normal_(0.0, 0.1, generator=generator)
+    x_TD = torch.randn(256, config.hidden_size, generator=generator, device=device).bfloat16()
+    with torch.no_grad():
+        wanted, weights = router(x_TD)
+    with torch.inference_mode():
+        found, its = router(x_TD)
+    same = (found.sort(-1).values == wanted.sort(-1).values).all(-1)
+    error = float((its.sum(-1) - weights.sum(-1)).abs().max())
+    share = float(same.float().mean())
+    if share < 0.98 or error > 1e-3:
+        raise CheckFailed(f"the router by kernels: {share:.3f} of the tokens have its experts, weights off by {error}")
+    return {"kernel": "router by kernels", "size": "256 tokens", "largest_error": error, "right": True}
+
+
+def layers_row(model: Decoder, case: StepCase) -> Row:
+    """The hidden states of a decoding batch by kernels, by each token's distance from the torch form's in its norm.
+
+    No token of a dense model may be far off. In a mixture rounding sends some tokens to other experts, which changes
+    them by far more: there the median and the share of such tokens are bounded.
+    """
+    engine = filled_engine(model, case)
+    for _ in range(2):
+        engine.step()
+    engine.land()
+    runner, batch = engine.runner, engine.runner.last_batch
+    assert batch is not None
+    hidden = []
+    for kernels in (True, False):
+        form = fuse(model, num_positions=4096, kernels=kernels)
+        attend = PagedAttention(runner.cache, batch.write_loc_T, runner.bind(batch))
+        hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
+    live = slice(None) if batch.live_T is None else batch.live_T
+    found, wanted = (states[live] for states in hidden)
+    error_T = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    engine.close()
+    if model.config.moe is None:
+        error, right = float(error_T.max()), bool((error_T < 5e-2).all())
+    else:
+        error = float(error_T.median())
+        right = error < 2e-2 and float((error_T > 0.1).float().mean()) < 0.2
+    if not right:
+        raise CheckFailed(f"{model.config.architecture}: layers by kernels are off by {error}, a share of the norm")
+    return {
+        "kernel": "layers by kernels", "size": model.config.architecture, "largest_error": error, "right": True,
+    }  # fmt: skip
+
+
+def steps_row(model: Decoder, case: StepCase) -> Row:
+    """The same step done twice from the same state, by kernels and in torch's operations."""
+    engine = filled_engine(model, replace(case, static=True, graphs=False))
+    state, buffer = engine._state, engine.buffer
+    for _ in range(case.steps):
+        engine.step()
+        for work in WORKS:
+            kind = StepKind(num_rows=case.rows, num_slots=case.buffer_size, num_asked=None, work=work)
+            saved, remembered, results = buffer.save_all(), state.runner.last_RD.clone(), []
+            for kernels in (True, False):
+                report = static_step(replace(state, kernels=kernels), kind, num_pages=state.tables_RP.shape[1])
+                results.append([report.clone(), *buffer.save_all()])
+                buffer.restore_all(saved)
+                state.runner.last_RD.copy_(remembered)
+            if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+                raise CheckFailed(f"{model.config.architecture}: a step by kernels is not the step ({work})")
+    engine.close()
+    return {"kernel": "steps by kernels", "size": model.config.architecture, "largest_error": 0.0, "right": True}

@@ -1,0 +1,319 @@
+"""A bystander's latency while a crowd attacks, as a ratio to its quiet one."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+import psutil
+import typer
+
+from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS, attack_body
+from benchmarks.load.soak_parts import ROLES
+from benchmarks.load.stream_client import Target, failure_kind, open_session, record_stream, served_models
+from jobs.command_line import DATA, MODEL, command, names
+
+# What the serving processes of this machine hold in memory, by role.
+
+
+def served_memory(url: str) -> dict[str, int]:
+    """Resident bytes of the processes behind an endpoint of this machine, by role and pid.
+
+    They are those of the node whose proxy listens on the port of `url`. Raises `ValueError` where there is none here.
+    """
+    port = urlsplit(url).port
+    proxy = next((process for process in psutil.process_iter() if _listens(process, port)), None)
+    if proxy is None or (node := proxy.parent()) is None:
+        raise ValueError(f"no process of this machine that we may look at listens on the port of {url}")
+    found = {}
+    for process in node.children():
+        with suppress(psutil.Error, IndexError):
+            title = process.cmdline()[0]
+            role = next((role for role, begin in ROLES.items() if title.startswith(begin)), None)
+            if role is not None:
+                found[f"{role} {process.pid}"] = process.memory_info().rss
+    return found
+
+
+def _listens(process: psutil.Process, port: int | None) -> bool:
+    with suppress(psutil.Error, IndexError):
+        if process.cmdline()[0].startswith(ROLES["proxy"]):
+            listening = (c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+            return any(connection.laddr.port == port for connection in listening)
+    return False
+
+
+# How long a short request takes while a crowd attacks, against how long it takes in quiet, in one run.
+
+TURNS = 4
+NUM_HEADERS, HEADER_BYTES = 100, 2**20  # of a request whose headers are the attack
+HEADER_PIECE = 2**16  # bytes of a header that are sent at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bystander:
+    """Seconds of short requests, from their sending to their end, in quiet and beside the crowd's.
+
+    num_ended     the crowd's requests that ended meanwhile
+    crowd_errors  the kinds of failures among them: what is refused loads a server as well
+    """
+
+    quiet: tuple[float, ...]
+    crowded: tuple[float, ...]
+    num_ended: int
+    crowd_errors: tuple[str, ...]
+
+    def ratio(self, percentile: float) -> float:
+        """The crowded percentile over the quiet one."""
+        return float(np.percentile(self.crowded, percentile) / np.percentile(self.quiet, percentile))
+
+    @property
+    def slowest(self) -> float:
+        """The slowest crowded request over the median of the quiet ones."""
+        return float(max(self.crowded) / np.median(self.quiet))
+
+
+async def measure_bystander(
+    session: aiohttp.ClientSession,
+    target: Target,
+    *,
+    crowd_session: aiohttp.ClientSession,
+    prompt: str,
+    attack: str,
+    characters: int,
+    requests: int,
+    crowd: int,
+    user: str = CROWD,
+) -> Bystander:
+    """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns. The crowd's
+    session has its own key, and its bodies name `user`.
+
+    Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
+    """
+    quiet: list[float] = []
+    crowded: list[float] = []
+    ended: list[str | None] = []
+    for turn in range(TURNS):
+        count = requests // TURNS + (turn < requests % TURNS)
+        quiet += await _short(session, target, prompt, count)
+        senders = [
+            asyncio.create_task(
+                _send_headers(target.url, ended)
+                if attack == HEADERS
+                else _send(crowd_session, target, attack, characters, f"{turn}x{i}", user, ended)
+            )
+            for i in range(crowd)
+        ]
+        try:
+            await asyncio.sleep(0)
+            crowded += await _short(session, target, prompt, count)
+        finally:
+            for sender in senders:
+                sender.cancel()
+            await asyncio.gather(*senders, return_exceptions=True)
+    if not ended:
+        raise RuntimeError(f"no request of the crowd ({attack}) was answered meanwhile; raise --requests")
+    errors = sorted({error for error in ended if error is not None})
+    return Bystander(quiet=tuple(quiet), crowded=tuple(crowded), num_ended=len(ended), crowd_errors=tuple(errors))
+
+
+async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, count: int) -> list[float]:
+    seconds = []
+    for number in range(count):
+        record = await record_stream(session, target, f"{prompt} {number}", time.perf_counter())
+        if record.error is not None:
+            raise RuntimeError(f"a short request to {target.url} failed: {record.error}")
+        seconds.append(record.seconds)
+    return seconds
+
+
+async def _send(
+    session: aiohttp.ClientSession,
+    target: Target,
+    attack: str,
+    characters: int,
+    name: str,
+    user: str,
+    ended: list[str | None],
+) -> None:
+    """An attack's requests one after the other; adds each one's failure, or `None`, to `ended`."""
+    number = 0
+    while True:
+        route, body = attack_body(attack, target.model, f"{name}x{number}", characters, user=user)
+        try:
+            async with session.post(f"{target.url}/v1/{route}", json=body) as response:
+                await response.read()
+                ended.append(None if response.status == 200 else f"HTTP {response.status}")
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            ended.append(failure_kind(failure))
+        number += 1
+
+
+async def _send_headers(url: str, ended: list[str | None]) -> None:
+    """Requests of `NUM_HEADERS` headers of `HEADER_BYTES`, one after the other, each to its answer or its end."""
+    parts = urlsplit(url)
+    while True:
+        answer = b""
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            reading = asyncio.ensure_future(reader.read(4096))
+            sending = asyncio.ensure_future(_write_headers(writer))
+            try:  # it may answer before all is sent
+                await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
+                answer = await reading
+            finally:
+                sending.cancel()
+                reading.cancel()
+                writer.transport.abort()
+                await asyncio.gather(sending, reading, return_exceptions=True)
+        status = answer[len("HTTP/1.1 ") :][:3].decode()
+        ended.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")
+
+
+async def _write_headers(writer: asyncio.StreamWriter) -> None:
+    piece = b"a" * HEADER_PIECE
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
+    for number in range(NUM_HEADERS):
+        writer.write(b"X-%d: " % number)
+        for _ in range(HEADER_BYTES // HEADER_PIECE):
+            writer.write(piece)
+            await writer.drain()
+        writer.write(b"\r\n")
+    writer.write(b"\r\n")
+
+
+# A bystander's latency while a crowd attacks, as a ratio to its quiet one.
+
+LOAD = "Load"  # a panel of --help
+KEY = "OPENAI_API_KEY"
+BYSTANDER = "bystander"
+SETTLE_SECONDS = 3.0  # after an attack, for its last requests to be dropped
+CHOICES = (*ATTACKS, HEADERS)
+SHORT = "Tom has 12 pens and buys 9 pens. How many pens does Tom have now?"
+
+
+def run(
+    url: Annotated[str, typer.Option(help="The endpoint, without /v1.", rich_help_panel=MODEL)],
+    model: Annotated[
+        str | None, typer.Option(help="Its model.", show_default="the first it serves", rich_help_panel=MODEL)
+    ] = None,
+    attacks: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...", help=f"What the crowd sends, in turn: {', '.join(CHOICES)}.", rich_help_panel=DATA
+        ),
+    ] = "prompts",
+    characters: Annotated[int, typer.Option(help="Of a long text.", min=1, rich_help_panel=DATA)] = 100_000,
+    crowd: Annotated[int, typer.Option(help="Senders of the attack.", min=1, rich_help_panel=LOAD)] = 8,
+    requests: Annotated[
+        int,
+        typer.Option(help="Short requests in quiet, and as many beside the crowd's.", min=4, rich_help_panel=LOAD),
+    ] = 40,
+    max_tokens: Annotated[int, typer.Option(help="Of a short request.", min=1, rich_help_panel=LOAD)] = 16,
+    request_seconds: Annotated[
+        float, typer.Option(help="Time limit of a request.", min=0.1, rich_help_panel=LOAD)
+    ] = 600.0,
+    crowd_key: Annotated[
+        str,
+        typer.Option(
+            metavar="VARIABLE", help="The environment variable that holds the crowd's API key.", rich_help_panel=LOAD
+        ),
+    ] = KEY,
+    one_client: Annotated[
+        bool, typer.Option("--one-client", help="The crowd's bodies name the bystander's user.", rich_help_panel=LOAD)
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="How often to send all attacks.", min=1, rich_help_panel=LOAD)] = 1,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Print what the server's processes hold, which run on this machine.", rich_help_panel=LOAD
+        ),
+    ] = False,
+) -> None:
+    """Measure how long short requests take in quiet and beside a crowd's, in turns, and print the ratio.
+
+    python -m benchmarks bystander --url http://127.0.0.1:8000 --attacks prompts,stops --characters 100000
+
+    The key of OPENAI_API_KEY, if there is one, is sent.
+
+    A request that the endpoint refuses after it has looked at it is a load too. The crowd and the bystander are two
+    clients: on a server without keys by their field `user`, on one with keys where --crowd-key names another one.
+    """
+    chosen = names(attacks, "--attacks")
+    if unknown := [name for name in chosen if name not in CHOICES]:
+        raise ValueError(f"--attacks {unknown[0]} is unknown; choose among {', '.join(CHOICES)}")
+    if crowd_key != KEY and not os.environ.get(crowd_key):
+        raise ValueError(f"--crowd-key {crowd_key}: this environment variable holds nothing; put a key there")
+    url = url.rstrip("/")
+    user = BYSTANDER if one_client else CROWD
+    if memory:
+        _print_memory(url)
+    for _ in range(rounds):
+        for name in chosen:
+            load = partial(
+                measure_bystander, attack=name, characters=characters, requests=requests, crowd=crowd, user=user
+            )
+            _print(name, asyncio.run(_measure(load, url, model, max_tokens, request_seconds, crowd_key)))
+            if memory:
+                time.sleep(SETTLE_SECONDS)
+                _print_memory(url)
+
+
+def _print_memory(url: str) -> None:
+    held = served_memory(url)
+    print("memory, MiB: " + ", ".join(f"{name} {n / 2**20:.0f}" for name, n in held.items()), end="; ")
+    print(f"in all {sum(held.values()) / 2**20:.0f}", flush=True)
+
+
+def _print(attack: str, found: Bystander) -> None:
+    print(f"{attack}:")
+    for name, seconds in (("quiet", found.quiet), ("crowded", found.crowded)):
+        middle, late = np.percentile(seconds, [50, 95])
+        print(
+            f"{name:>8}: {len(seconds)} requests, median {1e3 * middle:.1f} ms, 95th percentile {1e3 * late:.1f} ms, "
+            f"slowest {1e3 * max(seconds):.1f} ms"
+        )
+    errors = f"; of them refused or failed: {', '.join(found.crowd_errors)}" if found.crowd_errors else ""
+    print(f"beside {found.num_ended} requests of the crowd{errors}")
+    print(
+        f"crowded / quiet: median {found.ratio(50):.2f}, 95th percentile {found.ratio(95):.2f}, "
+        f"slowest / quiet median {found.slowest:.2f}",
+        flush=True,
+    )
+
+
+async def _measure(
+    load: Callable[..., Awaitable[Bystander]],
+    url: str,
+    model: str | None,
+    max_tokens: int,
+    seconds: float,
+    crowd_key: str,
+) -> Bystander:
+    keys = [os.environ.get(name) for name in (KEY, crowd_key)]
+    async with (
+        open_session(seconds=seconds, api_key=keys[0]) as session,
+        open_session(seconds=seconds, api_key=keys[1]) as crowd_session,
+    ):
+        served = await served_models(session, url)
+        if model is None and not served:
+            raise RuntimeError(f"{url} serves no model")
+        target = Target(
+            name="bystander",
+            url=url,
+            model=model or served[0],
+            route="completions",
+            max_tokens=max_tokens,
+            extra={"user": BYSTANDER},
+        )
+        return await load(session, target, crowd_session=crowd_session, prompt=SHORT)
+
+
+main = command(run, "python -m benchmarks bystander")

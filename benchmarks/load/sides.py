@@ -1,0 +1,174 @@
+"""The targets of a load test, each as a function that sends it a load, and the rounds in which they take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from benchmarks.load.load_records import RequestRecord
+from benchmarks.load.stream_client import Route, Target, open_session, record_stream, served_models
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from benchmarks.load.load_generator import Load, LoadRun
+    from mbd_core.serving.tokens.endpoint_args import EndpointArgs
+    from mbd_core.serving.tokens.load import LoadedModel
+
+ALONE = "engine alone"
+Side = Callable[["Load", Sequence[str]], "LoadRun"]
+"""Sends a load of prompts to one target and waits for its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """What all targets are asked: the model's name, the route, the tokens of an answer, more fields, a time limit."""
+
+    model: str | None
+    route: Route
+    max_tokens: int
+    extra: Sequence[Mapping[str, Any]]
+    seconds: float
+
+    def extra_of(self, number: int) -> Mapping[str, Any]:
+        """The more fields of the target with this number."""
+        return self.extra[number if len(self.extra) > 1 else 0]
+
+
+def url_sides(urls: Sequence[str], asking: Asking) -> dict[str, Side]:
+    """One side for each endpoint; its name is its URL, with a number where a URL is given twice."""
+    addresses = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    sides: dict[str, Side] = {}
+    for number, address in enumerate(addresses):
+        name = address if addresses.count(address) == 1 else f"{address} ({number + 1})"
+        target = asyncio.run(_target(name, address, asking, asking.extra_of(number)))
+        sides[name] = http_side(target, seconds=asking.seconds)
+    return sides
+
+
+async def _target(name: str, url: str, asking: Asking, extra: Mapping[str, Any]) -> Target:
+    async with open_session(seconds=30, api_key=os.environ.get("OPENAI_API_KEY")) as session:
+        models = await served_models(session, url)
+    if asking.model is None and len(models) != 1:
+        raise ValueError(f"{url} serves {', '.join(models) or 'no model'}; choose one with --model")
+    if asking.model is not None and asking.model not in models:
+        raise ValueError(f"{url} does not serve '{asking.model}'; it serves {', '.join(models) or 'no model'}")
+    model = asking.model or models[0]
+    return Target(name=name, url=url, model=model, route=asking.route, max_tokens=asking.max_tokens, extra=extra)
+
+
+def http_side(target: Target, *, seconds: float) -> Side:
+    """A target behind HTTP; each load has connections of its own."""
+    from benchmarks.load.load_generator import send_load
+
+    async def sent(load: Load, prompts: Sequence[str]) -> LoadRun:
+        async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
+
+            async def send(number: int, due: float) -> RequestRecord:
+                return await record_stream(session, target, prompts[number], due)
+
+            return await send_load(send, load, len(prompts))
+
+    return lambda load, prompts: asyncio.run(sent(load, prompts))
+
+
+def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
+    """The engine in this process, given prompts that are tokenised before the load begins."""
+    from benchmarks.load.load_generator import load_engine_alone
+    from mbd_core.checkpoint.chat import plain_prompt, question_prompt
+
+    decoding = loaded.decoding(asking.extra_of(0).get("decoding", {}))
+
+    def send(load: Load, prompts: Sequence[str]) -> LoadRun:
+        ids = question_prompt if asking.route == "chat/completions" else plain_prompt
+        requests = [
+            Request(
+                request_id=str(number),
+                prompt=tuple(ids(loaded.tokenizer, text)),
+                max_tokens=asking.max_tokens,
+                decoding=decoding,
+            )
+            for number, text in enumerate(prompts)
+        ]
+        return load_engine_alone(loaded.engine, requests, load)
+
+    return send
+
+
+@contextmanager
+def own_sides(
+    asking: Asking, engine: EngineConfig, *, threads: int, replicas: Sequence[int]
+) -> Iterator[dict[str, Side]]:
+    """The engine alone in this process, and an endpoint of ours for each number of replicas."""
+    import torch
+
+    from benchmarks.random_folder import write_random_folder
+    from mbd_core.models.shapes import SHAPES
+    from mbd_core.serving.tokens.endpoint_args import endpoint_args
+    from mbd_core.serving.tokens.load import load_engine
+
+    with ExitStack() as started:
+        scratch = Path(started.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-")))
+        model = asking.model or "sdar-50m"
+        folder = scratch / model if model in SHAPES else model_folder(model).resolve()
+        if model in SHAPES:
+            write_random_folder(SHAPES[model], folder)
+        args = endpoint_args(str(folder), engine=engine, num_threads=threads)  # bad input before anything is started
+        torch.set_num_threads(threads)
+        loaded = started.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
+        sides = {ALONE: engine_side(loaded, asking)}
+        from benchmarks.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
+
+        for count in replicas:
+            options = _serve_options(args, count)
+            endpoint = started.enter_context(own_endpoint(options, log=scratch / f"serve-{count}.log"))
+            name = f"endpoint, {count} replica" + ("s" if count > 1 else "")
+            target = asyncio.run(_target(name, endpoint.url, replace(asking, model=args.name), asking.extra_of(0)))
+            sides[name] = http_side(target, seconds=asking.seconds)
+        yield sides
+
+
+def _serve_options(args: EndpointArgs, replicas: int) -> list[str]:
+    engine = args.engine
+    options = ["--model", args.folder, "--replicas", str(replicas), "--threads", str(args.num_threads)]
+    options += ["--max-rows", str(engine.max_rows), "--buffer-size", str(engine.buffer_size)]
+    return options + ([] if engine.num_pages is None else ["--num-pages", str(engine.num_pages)])
+
+
+def measure(
+    sides: Mapping[str, Side],
+    loads: Sequence[Load],
+    counts: Sequence[int],
+    prompts: Sequence[str],
+    *,
+    warm_up: int,
+    repeats: int,
+) -> dict[str, list[list[LoadRun]]]:
+    """The runs of each target, load by load. In a round all get the same prompts; each round begins with another."""
+    from benchmarks.load.load_generator import Concurrency
+
+    names = list(sides)
+    runs: dict[str, list[list[LoadRun]]] = {name: [[] for _ in loads] for name in names}
+    if warm_up:
+        for side in sides.values():
+            side(Concurrency(warm_up), prompts[:warm_up])
+    used = warm_up
+    with tqdm(total=repeats * len(names) * sum(counts), unit="request", mininterval=1.0) as bar:
+        for turn in range(repeats):
+            first = turn % len(names)
+            for number, (load, count) in enumerate(zip(loads, counts, strict=True)):
+                for name in names[first:] + names[:first]:
+                    bar.set_description(f"{name}, {load}")
+                    runs[name][number].append(sides[name](load, prompts[used : used + count]))
+                    bar.update(count)
+                used += count
+    return runs

@@ -1,0 +1,212 @@
+"""Soak an endpoint of our own: the options, the requests beside the kills, and the verdict."""
+
+import asyncio
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.tables import markdown
+from jobs.command_line import (
+    CLUSTER,
+    OUTPUT,
+    JsonFile,
+    MaxRows,
+    MaxTokens,
+    ModelName,
+    NumPages,
+    Seed,
+    command,
+    command_text,
+)
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.problems import load_problems
+from mbd_core.files import check_new_file, write_json
+
+LOAD = "Load"
+SETTLE_SECONDS = 60.0
+NUM_PROMPTS = 40
+END_COLUMNS = {k: k for k in ("request", "whole", "refused", "hung up", "error", "lost", "wrong")}
+MEMORY_COLUMNS = {
+    "role": "process",
+    "processes": "processes",
+    **{f"quarter_{n}": f"quarter {n} (MiB)|.0f" for n in (1, 2, 3, 4)},
+    "flat": "flat",
+}
+
+Minutes = Annotated[float, typer.Option(help="How long requests are sent.", min=0.01, rich_help_panel=LOAD)]
+Clients = Annotated[int, typer.Option(help="Clients, each with one request at a time.", min=1, rich_help_panel=LOAD)]
+KillEvery = Annotated[
+    float, typer.Option(help="Seconds between kills of a replica; 0: none.", min=0, rich_help_panel=LOAD)
+]
+SampleEvery = Annotated[float, typer.Option(help="Seconds between memory samples.", min=0.1, rich_help_panel=OUTPUT)]
+RecoverySeconds = Annotated[
+    float, typer.Option(help="Time limit of a recovery, and of a request.", min=1, rich_help_panel=LOAD)
+]
+Replicas = Annotated[int, typer.Option(help="Replicas of the engine.", min=1, rich_help_panel=CLUSTER)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions:
+    """What is served and sent, and for how long."""
+
+    model: str
+    replicas: int
+    max_rows: int
+    num_pages: int
+    minutes: float
+    clients: int
+    kill_every: float
+    sample_every: float
+    recovery_seconds: float
+    max_tokens: int
+    seed: int
+
+
+def run(
+    context: typer.Context,
+    *,
+    model: ModelName = "tiny-mbd",
+    seed: Seed = 0,
+    minutes: Minutes = 10.0,
+    clients: Clients = 8,
+    kill_every: KillEvery = 60.0,
+    recovery_seconds: RecoverySeconds = 300.0,
+    max_tokens: MaxTokens = 96,
+    max_rows: MaxRows = 8,
+    num_pages: NumPages = 400,
+    replicas: Replicas = 2,
+    sample_every: SampleEvery = 5.0,
+    json: JsonFile = None,
+) -> int:
+    """Serve a model on a Ray of its own and load it for long: streams, whole answers, clients that hang up, bad
+    requests, and replicas that are killed.
+
+    Exit code 1 where a request was lost or ended wrongly, a page is held although nothing runs, or memory grew.
+    """
+    if json is not None:
+        check_new_file(json)
+    options = SoakOptions(
+        model=model,
+        replicas=replicas,
+        max_rows=max_rows,
+        num_pages=num_pages or 400,
+        minutes=minutes,
+        clients=clients,
+        kill_every=kill_every,
+        sample_every=sample_every,
+        recovery_seconds=recovery_seconds,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    report = soak(options)
+    report["settings"] = {"command": command_text(context)}
+    if json is not None:
+        write_json(json, report)
+    _print(report)
+    return 1 if report["failures"] else 0
+
+
+def soak(options: SoakOptions) -> dict[str, Any]:
+    """Serve, load, and report; `failures` are sentences, none where all is well."""
+    from benchmarks.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
+
+    serve = ["--model", options.model, "--replicas", str(options.replicas), "--max-rows", str(options.max_rows)]
+    serve += ["--num-pages", str(options.num_pages), "--batch-invariant"]
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as scratch,
+        own_endpoint(serve, log=Path(scratch) / "serve.log") as endpoint,
+    ):
+        return asyncio.run(_load(options, endpoint))
+
+
+async def _load(options: SoakOptions, endpoint: Any) -> dict[str, Any]:
+    from benchmarks.load.soak_parts import SoakClient, SoakWatch, memory_rows
+    from benchmarks.load.stream_client import Target, open_session, served_models
+
+    problems = load_problems(find_task("gsm-mini"), seed=options.seed, limit=NUM_PROMPTS).problems
+    rng, seconds = random.Random(options.seed), 60 * options.minutes
+    async with open_session(seconds=options.recovery_seconds) as session:
+        (name,) = await served_models(session, endpoint.url)
+        target = Target(name=name, url=endpoint.url, model=name, max_tokens=options.max_tokens)
+        client = SoakClient(session, target, [p.prompt for p in problems], rng)
+        watch = SoakWatch(endpoint, session)
+        ends: list[Any] = []
+
+        async def send_until_the_end() -> None:
+            while watch.seconds < seconds:
+                ends.append(await client.send())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(options.clients):
+                group.create_task(send_until_the_end())
+            group.create_task(watch.sample_memory(every=options.sample_every, until=seconds))
+            if options.kill_every:
+                kills = watch.kill_replicas(
+                    rng, every=options.kill_every, until=seconds, limit=options.recovery_seconds
+                )
+                group.create_task(kills)
+        idle = await watch.wait_until(
+            lambda states: len(states) == options.replicas and not any(map(held_pages, states)), limit=SETTLE_SECONDS
+        )
+        states = await watch.replicas()
+    rows, memory = end_rows(ends), memory_rows(watch.samples, seconds)
+    report: dict[str, Any] = {
+        "ends": rows,
+        "details": dict(Counter(f"{e.kind}: {e.end}: {e.detail}" for e in ends if e.detail)),
+        "memory": memory,
+        "recoveries": watch.recoveries,
+        "held_pages": [held_pages(state) for state in states],
+    }
+    return report | {"failures": failures(report, idle=idle)}
+
+
+def held_pages(state: dict[str, Any]) -> int:
+    """Pages that a replica's sequences hold; the null page belongs to none. A replica that does not answer holds 1."""
+    kv_cache = state.get("kv_cache")
+    return 1 if kv_cache is None else kv_cache["num_pages"] - 1 - kv_cache["free_pages"]
+
+
+def end_rows(ends: Sequence[Any]) -> list[dict[str, Any]]:
+    """How many requests of each kind ended how."""
+    kinds = sorted({ended.kind for ended in ends})
+    counts = Counter((ended.kind, ended.end) for ended in ends)
+    return [{"request": kind, **{end: counts[kind, end] for end in list(END_COLUMNS)[1:]}} for kind in kinds]
+
+
+def failures(report: dict[str, Any], *, idle: bool) -> list[str]:
+    """What should not have been, each as a sentence."""
+    found = []
+    for end, text in (("lost", "were lost"), ("wrong", "ended in another way than promised")):
+        if count := sum(row[end] for row in report["ends"]):
+            found.append(f"{count} requests {text}")
+    if not idle:
+        pages = ", ".join(map(str, report["held_pages"]))
+        found.append(f"{SETTLE_SECONDS:g} s after the last request the replicas hold pages: {pages}")
+    for row in report["memory"]:
+        if row["flat"] is False:
+            grown = row["quarter_4"] - row["quarter_2"]
+            found.append(f"the memory of a {row['role']} grew by {grown:.0f} MiB")
+    return found
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(markdown(report["ends"], END_COLUMNS))
+    for detail, count in sorted(report["details"].items()):
+        print(f"{count} x {detail}")
+    print("\n" + markdown(report["memory"], MEMORY_COLUMNS))
+    if report["recoveries"]:
+        times = ", ".join(f"{seconds:.1f}" for seconds in report["recoveries"])
+        print(f"\n{len(report['recoveries'])} replicas killed; all were ready again after {times} s")
+    print(f"pages held at the end: {', '.join(map(str, report['held_pages']))}")
+    for failure in report["failures"]:
+        print(f"soak: {failure}", file=sys.stderr)
+
+
+main = command(run, "python -m benchmarks soak")

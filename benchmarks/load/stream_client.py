@@ -1,0 +1,139 @@
+"""A client of any OpenAI endpoint that notes when each event came; for loads, so it does little else."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+
+from benchmarks.load.load_records import Arrival, RequestRecord, shared_out
+
+Route = Literal["chat/completions", "completions"]
+LINE_BYTES = 2**24  # the longest event that is read
+TOGETHER_SECONDS = 1e-3  # events that follow each other within it came together: a block's, an event a token
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An endpoint, and how it is asked: `extra` are fields of the body beside the prompt and `max_tokens`."""
+
+    name: str
+    url: str
+    model: str
+    route: Route = "chat/completions"
+    max_tokens: int = 64
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, prompt: str, *, stream: bool) -> dict[str, Any]:
+        """The request's JSON object; a stream says at its end how many tokens it had."""
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
+        if self.route == "completions":
+            asked["prompt"] = prompt
+        else:
+            asked["messages"] = [{"role": "user", "content": prompt}]
+        return asked | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+
+class NoUsage(RuntimeError):
+    """The endpoint does not say how many tokens a stream had, so its tokens cannot be counted."""
+
+
+class StreamError(RuntimeError):
+    """The request did not end as promised; the text is the kind of the failure."""
+
+
+def open_session(*, seconds: float, api_key: str | None = None) -> aiohttp.ClientSession:
+    """A session without a bound on its connections; `seconds` is the time limit of a request."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=seconds),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        read_bufsize=LINE_BYTES,
+    )
+
+
+async def record_stream(session: aiohttp.ClientSession, target: Target, prompt: str, due: float) -> RequestRecord:
+    """Send one streamed request and record it. Raises `NoUsage`; every other failure is in the record."""
+    times: list[float] = []
+    weights: list[int] = []
+    exact, total, error, last = True, None, None, 0.0
+    try:
+        async for chunk, at in stream_chunks(session, target, target.body(prompt, stream=True)):
+            text, num_logprobs = _content(chunk)
+            if text or num_logprobs:
+                if not times or at - last > TOGETHER_SECONDS:
+                    times.append(at)
+                    weights.append(0)
+                last = at
+                weights[-1] += num_logprobs or len(text)
+                exact = exact and num_logprobs > 0
+            usage = chunk.get("usage")
+            total = usage["completion_tokens"] if usage else total
+    except (StreamError, aiohttp.ClientError, TimeoutError) as failure:
+        error = failure_kind(failure)
+    ended = time.perf_counter()
+    if error is None and total is None:
+        raise NoUsage(f"{target.url} sends no usage at the end of a stream, so its tokens cannot be counted")
+    if total and not times:  # all tokens without text of their own
+        times, weights = [ended], [total]
+    counts = weights if exact and times else shared_out(total if total is not None else len(times), weights)
+    arrivals = tuple(Arrival(at=at, num_tokens=n) for at, n in zip(times, counts, strict=True) if n)
+    return RequestRecord(due=due, arrivals=arrivals, ended=ended, error=error)
+
+
+async def stream_chunks(
+    session: aiohttp.ClientSession, target: Target, body: Mapping[str, Any]
+) -> AsyncGenerator[tuple[dict[str, Any], float], None]:
+    """Each object of a stream with the time it came; raises `StreamError` unless it ends with [DONE]."""
+    async with session.post(f"{target.url}/v1/{target.route}", json=body) as response:
+        if response.status != 200:
+            await response.read()
+            raise StreamError(f"HTTP {response.status}")
+        async for line in response.content:
+            if not line.startswith(b"data:"):
+                continue
+            at, data = time.perf_counter(), line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                chunk = json.loads(data)
+            except ValueError as error:
+                raise StreamError("event that is not JSON") from error
+            if "error" in chunk:
+                raise StreamError("error event")
+            yield chunk, at
+    raise StreamError("stream without an end")
+
+
+def failure_kind(failure: BaseException) -> str:
+    """A failure as a short text under which its like are counted."""
+    if isinstance(failure, StreamError):
+        return str(failure)
+    if isinstance(failure, TimeoutError):
+        return "time limit"
+    return f"connection: {type(failure).__name__}"
+
+
+async def served_models(session: aiohttp.ClientSession, url: str) -> list[str]:
+    """The names at /v1/models. Raises `RuntimeError`, one sentence, where nothing answers as an OpenAI endpoint."""
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            response.raise_for_status()
+            return [model["id"] for model in (await response.json())["data"]]
+    except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RuntimeError(f"{url}/v1/models does not answer as an OpenAI endpoint: {reason}") from error
+
+
+def _content(chunk: Mapping[str, Any]) -> tuple[str, int]:
+    """The text of a stream's object, and the number of its tokens where log-probabilities show it."""
+    text, num_logprobs = "", 0
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text += choice.get("text") or "".join(delta.get(name) or "" for name in TEXT_FIELDS)
+        logprobs = choice.get("logprobs") or {}
+        num_logprobs += len(logprobs.get("content") or logprobs.get("tokens") or ())
+    return text, num_logprobs

@@ -1,0 +1,202 @@
+"""Plain loops: one request, no engine, no pages. The baseline of the engine, which generates the same tokens.
+
+Keys and values lie in contiguous tensors; acceptance runs on the host, in Python, after every forward. A canvas runs
+its `CanvasDecoder`; block decoding, D2F included, runs `naive_multibd` of `decoding/blocks/literal_algorithms.py`.
+
+Shape legend: T packed query tokens, L positions, Q one query's tokens, H query heads, K key/value heads, C head
+channels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, naive_multibd
+from mbd_core.decoding.blocks.request import FinishReason
+from mbd_core.decoding.blocks.sampling import Vocab, choose
+from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, Query
+from mbd_core.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """One request decoded: tokens (EOS excluded), why it ended, and its forwards counted as in `Counts`."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+    num_forwards: int
+    num_store_forwards: int = 0
+    num_prefill_forwards: int = 0
+    log_probs: list[float] = field(default_factory=list)
+
+
+class ContiguousCache:
+    """Keys and values (layers, lanes, L, K, C) of a model."""
+
+    def __init__(self, model: Decoder, *, num_lanes: int, length: int) -> None:
+        config, weight = model.config, model.lm_head.weight
+        shape = (config.num_layers, num_lanes, length, config.num_kv_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.v = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    def copy_lane(self, source: int, target: int) -> None:
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]
+
+    def positions(self, lane: int) -> Tensor:
+        """A lane's keys and values (L, D), one row for each position."""
+        both = torch.stack((self.k[:, lane], self.v[:, lane]))
+        return both.permute(2, 0, 1, 3, 4).flatten(1)
+
+
+Watch = Callable[[CanvasPlan, ContiguousCache], None]
+
+
+@dataclass(frozen=True)
+class LaneAttention:
+    """The `Attend` of a canvas forward: it writes all queries' keys; then each query attends to its whole lane."""
+
+    cache: ContiguousCache
+    queries: list[Query]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries (T, H, C), keys and values (T, K, C) -> (T, H, C)."""
+        lengths = [row.stop - row.start for row in self.queries]
+        for row, new_k, new_v in zip(self.queries, k.split(lengths), v.split(lengths), strict=True):
+            self.cache.k[layer, row.lane, row.start : row.stop] = new_k
+            self.cache.v[layer, row.lane, row.start : row.stop] = new_v
+        return torch.cat(
+            [
+                attend_to(row_q, self.cache.k[layer, row.lane], self.cache.v[layer, row.lane])
+                for row, row_q in zip(self.queries, q.split(lengths), strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class GridAttention:
+    """The block-causal `Attend` of positions from `start` on; the block grid begins at `origin`."""
+
+    cache: ContiguousCache
+    origin: int
+    start: int
+    block_size: int
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries (T, H, C), keys and values (T, K, C) -> (T, H, C); positions before `origin` are one block."""
+        stop = self.start + len(q)
+        self.cache.k[layer, 0, self.start : stop] = k
+        self.cache.v[layer, 0, self.start : stop] = v
+        mask = None
+        if stop > self.origin and len(q) > self.block_size:
+            block = (torch.arange(stop, device=q.device) - self.origin).clamp(min=-1) // self.block_size
+            mask = block[self.start :, None] >= block
+        return attend_to(q, self.cache.k[layer, 0, :stop], self.cache.v[layer, 0, :stop], mask)
+
+
+def attend_to(q_QHC: Tensor, k_LKC: Tensor, v_LKC: Tensor, mask_QL: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention of one sequence -> (Q, H, C)."""
+    out = F.scaled_dot_product_attention(
+        q_QHC.transpose(0, 1)[None],
+        k_LKC.transpose(0, 1)[None],
+        v_LKC.transpose(0, 1)[None],
+        attn_mask=mask_QL,
+        enable_gqa=q_QHC.shape[1] != k_LKC.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def run_canvas(model: Decoder, decoder: CanvasDecoder, *, watch: Watch | None = None) -> PlainRun:
+    """Decode one canvas to its end; `watch` is called after each forward, before its logits are used."""
+    device = model.lm_head.weight.device
+    cache = ContiguousCache(model, num_lanes=decoder.num_lanes, length=decoder.length)
+    while not decoder.done:
+        plan = decoder.plan()
+        for source, target in plan.copies:
+            cache.copy_lane(source, target)
+        logits = forward_canvas(model, cache, plan.queries, device)
+        if watch is not None:
+            watch(plan, cache)
+        decoder.update(logits)
+    tokens, log_probs = decoder.tokens, decoder.log_probs
+    if tokens and tokens[-1] in model.config.eos_token_ids and len(tokens) < decoder.length:
+        return PlainRun(tokens[:-1], "stop", decoder.num_forwards, log_probs=log_probs[:-1])
+    return PlainRun(tokens, "length", decoder.num_forwards, log_probs=log_probs)
+
+
+def forward_canvas(model: Decoder, cache: ContiguousCache, queries: list[Query], device: torch.device) -> list[Tensor]:
+    """One packed forward of `queries`; returns the logits (A, V) of each query."""
+    ids = torch.cat([q.tokens for q in queries]).to(device)
+    positions = torch.cat([torch.arange(q.start, q.stop) for q in queries]).to(device)
+    hidden = model(ids, positions, LaneAttention(cache, queries))
+    begins = [0]
+    for q in queries:
+        begins.append(begins[-1] + q.stop - q.start)
+    rows = torch.cat([q.logits_at - q.start + b for q, b in zip(queries, begins[:-1], strict=True)]).to(device)
+    return list(model.logits(hidden[rows]).split([len(q.logits_at) for q in queries]))
+
+
+@torch.inference_mode()
+def multi_bd(
+    model: Decoder, prompt: list[int], max_tokens: int, config: DecodingConfig, *, ignore_eos: bool = False
+) -> PlainRun:
+    """Naive MultiBD (Alg. 4), greedy, with at most `buffer_size` resident blocks; `ValueError` for other methods.
+
+    A prefill forward stores the prompt's whole blocks. Then every step is one forward of the resident blocks, which
+    writes their keys at their positions and so stores final blocks. The prefill of a D2F prompt stores all of it, and
+    the algorithm begins with an empty prompt.
+    """
+    if config.canvas is not None or config.ranks_by_score:
+        raise ValueError(
+            "the plain block loop decodes no canvas (run_canvas does), and has no fallback by margin or entropy"
+        )
+    if config.prompt_attention == "full" and model.config.attention != "full":
+        raise ValueError(
+            f"prompt_attention='full' needs full attention; {model.config.architecture} attends in blocks"
+        )
+    size, device, shift = config.block_size, model.lm_head.weight.device, model.config.shift_logits
+    origin = config.grid_origin(len(prompt))
+    num_stored = origin + (len(prompt) - origin) // size * size
+    span = origin + -(-(len(prompt) - origin + max_tokens) // size) * size
+    cache = ContiguousCache(model, num_lanes=1, length=span)
+    vocab = Vocab(model.config.mask_token_id, model.config.vocab_size)
+    hidden, hidden_start = torch.zeros(0), 0  # the last forward's hidden states, and its first position
+    last_hidden: Tensor | None = None  # that of the last committed position, for a model with shifted logits
+
+    def forward(ids: list[int], start: int, weights: list[float] | None = None) -> Tensor:
+        nonlocal hidden, hidden_start, last_hidden
+        positions = torch.arange(start, start + len(ids), device=device)
+        if start > hidden_start:
+            last_hidden = hidden[start - 1 - hidden_start]
+        soft = None if weights is None else torch.tensor(weights, device=device)
+        attend = GridAttention(cache, origin, start, size)
+        hidden = model(torch.tensor(ids, device=device), positions, attend, soft_weight=soft)
+        hidden_start = start
+        if not shift:
+            return hidden
+        return torch.cat((hidden[:1] if last_hidden is None else last_hidden[None], hidden[:-1]))
+
+    def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[list[tuple[int, float]]]:
+        ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
+        soft = [w for block in weights for w in block] if config.soft else None
+        token, confidence = choose(model.logits(forward(ids, origin + len(cached), soft)), vocab)
+        pairs = list(zip(token.tolist(), confidence.tolist(), strict=True))
+        return [pairs[i : i + size] for i in range(0, len(pairs), size)]
+
+    if num_stored:
+        forward(prompt[:num_stored], 0)
+    eos = () if ignore_eos else model.config.eos_token_ids
+    run = naive_multibd(prompt[origin:], max_tokens, config, predict, eos=eos, cap=config.buffer_size)
+    assert run.finish_reason is not None
+    return PlainRun(
+        run.tokens,
+        run.finish_reason,
+        run.num_forwards,
+        run.num_store_forwards,
+        num_prefill_forwards=int(num_stored > 0),
+    )

@@ -1,0 +1,208 @@
+"""The least time a decode step can take on a machine, counted from the model, and which experts a step touches.
+
+The count has only the work that no implementation avoids: one read of every weight in use, one read of the prefix's
+keys and values for each sequence, one write and one read of the buffer's, and the multiplications. Activations and
+logits are not counted: a perfect kernel keeps them on the chip.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.mlp import MoE, Router, with_shared
+from mbd_core.models.model_config import ModelConfig, MoEConfig, head_flops, matrix_flops, pair_flops
+from mbd_core.ops.machine import best_seconds, measure_flops
+
+# The least time a decode step can take on a machine: bytes and FLOPs counted from the model, speeds measured.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """The bytes that one decode step must move and its floating-point operations (two for each multiply-add)."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The measured speed of a device: bytes and floating-point operations a second."""
+
+    bandwidth: float
+    flops: float
+
+
+def distinct_experts(num_experts: int, per_token: int, tokens: int) -> float:
+    """The mean number of experts that T tokens use if each picks K of E at random: E (1 - (1 - K/E)^T)."""
+    return num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens)
+
+
+def step_cost(
+    config: ModelConfig,
+    *,
+    rows: int,
+    buffer_size: int,
+    prefix: int,
+    block_size: int | None = None,
+    dtype_bytes: float = 2,
+    matrix_bytes: float | None = None,
+    expert_bytes: float | None = None,
+    logit_tokens: int | None = None,
+    touched_experts: float | None = None,
+) -> StepCost:
+    """The cost of one step of `rows` sequences with `buffer_size` slots each after `prefix` stored tokens.
+
+    `block_size` is by default the model's. `matrix_bytes` and `expert_bytes` are the bytes of one weight in the
+    layers' matrices and in the experts, by default `dtype_bytes` (1 for FP8). `logit_tokens` is the number of
+    positions with logits, by default all of the buffer. `touched_experts` is the number of experts that a layer's
+    tokens use, as counted; by default that of independent choices, which a router need not make. Raises `ValueError`
+    for counts that are not positive.
+    """
+    block = config.block_size if block_size is None else block_size
+    if min(rows, buffer_size, block) < 1 or prefix < 0:
+        raise ValueError(
+            f"rows={rows}, buffer_size={buffer_size}, block_size={block} must be at least 1, prefix={prefix} 0 or more"
+        )
+    tokens = rows * buffer_size * block
+    logit_tokens = tokens if logit_tokens is None else logit_tokens
+    matrix_bytes = dtype_bytes if matrix_bytes is None else matrix_bytes
+    expert_bytes = dtype_bytes if expert_bytes is None else expert_bytes
+    d, c = config.hidden_size, config.head_dim
+    attention = d * c * (2 * config.num_heads + 2 * config.num_kv_heads)
+    dense = 3 * d * config.intermediate_size
+    weight_bytes = 0.0
+    for layer in range(config.num_layers):
+        weight_bytes += attention * matrix_bytes
+        moe = config.moe if config.is_sparse(layer) else None
+        if moe is None:
+            weight_bytes += dense * matrix_bytes
+            continue
+        expert = 3 * d * moe.intermediate_size
+        router, shared = d * moe.num_experts, 3 * d * moe.shared_size
+        even = distinct_experts(moe.num_experts, moe.experts_per_token, tokens)
+        touched = even if touched_experts is None else touched_experts
+        weight_bytes += router * dtype_bytes + shared * matrix_bytes + touched * expert * expert_bytes
+    head = config.vocab_size * d
+    weight_bytes += tokens * d * dtype_bytes + (head * dtype_bytes if logit_tokens else 0)
+
+    # Slot i of a sequence attends to the prefix and slots 0..i.
+    num_scores = sum(prefix + (slot + 1) * block for slot in range(buffer_size)) * block * rows
+    attention_flops = pair_flops(config) * num_scores
+    kv_token = 2 * config.num_layers * config.num_kv_heads * c * dtype_bytes
+    return StepCost(
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_token * (rows * prefix + 2 * tokens),
+        flops=tokens * matrix_flops(config) + attention_flops + logit_tokens * head_flops(config),
+    )
+
+
+def floor_seconds(cost: StepCost, machine: Machine) -> float:
+    """The least time of a step: the larger of the times for its bytes and for its operations."""
+    return max(cost.bytes / machine.bandwidth, cost.flops / machine.flops)
+
+
+def measure_bandwidth(device: torch.device, *, num_bytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes a second between the device's memory and its cores: the best of a sum (1 pass, it only reads, as a decode
+    step almost does), a copy (2 passes) and a triad (3 passes).
+
+    Arrays of `num_bytes` each, by default 1 GiB on CUDA and 128 MiB elsewhere; three of them must fit.
+    """
+    if num_bytes is None:
+        num_bytes = 2**30 if device.type == "cuda" else 2**27
+    a, b, c = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
+    copy = 2 * num_bytes / best_seconds(lambda: a.copy_(b), device, repeats)
+    triad = 3 * num_bytes / best_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), device, repeats)
+    read = num_bytes / best_seconds(lambda: torch.sum(a), device, repeats)
+    return max(read, copy, triad)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Measure both speeds of this device."""
+    return Machine(bandwidth=measure_bandwidth(device), flops=measure_flops(device, dtype))
+
+
+# Which experts a step touches: counted on the device, and a routing under which they are touched evenly.
+#
+# Routers with random weights choose alike for most tokens: they touch far fewer experts than as many independent
+# draws would. A floor that assumes independent draws then lies above what the step must read.
+#
+# Shape legend: T tokens, K experts a token, E experts.
+
+
+def moe_layers(model: Decoder) -> list[MoE]:
+    """The layers with experts, in their order."""
+    return [layer for layer in model.model.modules() if isinstance(layer, MoE)]
+
+
+@contextmanager
+def counted_experts(model: Decoder) -> Iterator[Callable[[], float | None]]:
+    """Inside, every eager forward counts. The function gives the mean number of experts that a layer touched in it,
+    `None` where no layer has experts; the counts stay on the device until it is called.
+    """
+    counts: list[Tensor] = []
+
+    def count(num_experts: int, module: nn.Module, arguments: object, chosen: tuple[Tensor, Tensor]) -> None:
+        ids_TK, _ = chosen
+        touched_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+        touched_E[ids_TK.flatten().clamp(max=num_experts)] = 1  # the last one: shared experts, and no expert
+        counts.append(touched_E[:num_experts].sum())
+
+    hooks = [
+        layer.gate.register_forward_hook(partial(count, layer.gate.config.num_experts)) for layer in moe_layers(model)
+    ]
+    try:
+        yield lambda: float(torch.stack(counts).float().mean()) if counts else None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class UniformRouter(nn.Module):
+    """Stands in a router's place: the t-th token of a forward has K experts that were drawn once, evenly.
+
+    It touches as many experts as independent draws do, whatever the weights are. All chosen experts count alike. The
+    router itself runs too, and its choice is dropped: so a step costs what it does with the router, and one operation.
+    """
+
+    def __init__(self, like: "Router | UniformRouter", *, num_tokens: int, seed: int) -> None:
+        super().__init__()
+        self.config: MoEConfig = like.config
+        self._router: Router = like._router if isinstance(like, UniformRouter) else like
+        device = next(iter(like.state_dict().values())).device
+        generator = torch.Generator().manual_seed(seed)
+        scores_TE = torch.rand(num_tokens, self.config.num_experts, generator=generator)
+        ids_TK = scores_TE.topk(self.config.experts_per_token).indices
+        share = self.config.routed_scaling / self.config.experts_per_token
+        weights_TK = torch.full(ids_TK.shape, share)
+        for num_shared in {0, self.config.num_shared_experts}:
+            joint = with_shared(ids_TK, weights_TK, self.config.num_experts, num_shared)
+            for name, tensor in zip(("ids", "weights"), joint, strict=True):
+                self.register_buffer(f"{name}_{num_shared}", tensor.to(device))
+            nobody = torch.tensor(self.config.num_experts + num_shared, device=device)
+            self.register_buffer(f"nobody_{num_shared}", nobody)
+
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+        """As `Router.forward`; `num_shared` is 0 or all."""
+        tokens = len(x_TD)
+        self._router(x_TD, live_T, num_shared)
+        ids_TK = self.get_buffer(f"ids_{num_shared}")[:tokens]
+        if live_T is not None:
+            ids_TK = torch.where(live_T[:, None], ids_TK, self.get_buffer(f"nobody_{num_shared}"))
+        return ids_TK, self.get_buffer(f"weights_{num_shared}")[:tokens]
+
+
+def route_uniformly(model: Decoder, *, num_tokens: int, seed: int = 0) -> Decoder:
+    """Give every layer a `UniformRouter` for forwards of at most `num_tokens`; returns the model."""
+    for number, layer in enumerate(moe_layers(model)):
+        layer.gate = UniformRouter(layer.gate, num_tokens=num_tokens, seed=seed + number)  # type: ignore[assignment]
+    return model

@@ -1,0 +1,210 @@
+"""What a sweep on Ray costs over calling the engine: the same samples both ways, and the ratio of their wall times."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from benchmarks.tables import markdown
+from cluster.storage import Folder
+from jobs.command_line import CLUSTER, DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
+from jobs.eval_sweep import cut_sweep, run_on_cluster
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.parts import Shard
+from mbd_core.evaluation.sweep.timing import Timing
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.evaluation.sweep.plan import Sweep
+
+TRIAL = 32  # problems by which the length of the run is found
+MOST = 1.10  # what the ratio is to stay below on a run of 5 minutes
+LEAST = 1.7  # what two engines are to be worth, where there are cores for them
+COLUMNS = {"what": "what", "seconds": "seconds|.1f"}
+
+Texts = Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCost:
+    """Seconds of the runs. Those of a sweep have the start of its workers, grading, writing and the report in them;
+    `ray_start` is apart.
+
+    several  of the same sweep with `num_actors` engines, `None` if there is none
+    """
+
+    num_samples: int
+    num_differing: int
+    load: float
+    decode: float
+    ray_start: float
+    sweep: float
+    num_actors: int = 1
+    several: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.sweep / (self.load + self.decode)
+
+    @property
+    def ratio_with_start(self) -> float:
+        return (self.ray_start + self.sweep) / (self.load + self.decode)
+
+    @property
+    def text(self) -> str:
+        rows = [
+            {"what": "engine called directly: load", "seconds": self.load},
+            {"what": "engine called directly: decode", "seconds": self.decode},
+            {"what": "start of Ray", "seconds": self.ray_start},
+            {"what": "sweep: workers, load, decode, grade, write, report", "seconds": self.sweep},
+        ]
+        gain = ""
+        if self.several is not None:
+            rows.append({"what": f"the same sweep with {self.num_actors} engines", "seconds": self.several})
+            gain = f"\n{self.num_actors} engines / 1: {self.sweep / self.several:.2f}"
+            gain += f" times as fast; to be at least {LEAST:.2f} with 2, where there are cores for them"
+        return (
+            f"{self.num_samples} samples, of which {self.num_differing} have another text in the sweep\n\n"
+            f"{markdown(rows, COLUMNS)}\n\n"
+            f"sweep / direct: {self.ratio:.3f} (with the start of Ray {self.ratio_with_start:.3f}); to stay at most "
+            f"{MOST:.2f} on a run of 5 minutes{gain}"
+        )
+
+
+def run(
+    model: ModelName = "tiny-mbd",
+    tasks: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Generated tasks.", rich_help_panel=DATA)
+    ] = "gsm-mini,code-mini",
+    grid: Annotated[
+        str, typer.Option(metavar="FIELD=VALUE,...;...", help="As eval_sweep's.", rich_help_panel=DECODING)
+    ] = "tau_m2t=0.7,0.9",
+    seconds: Annotated[
+        float, typer.Option(help="Length of the direct run, about; a trial finds the problems.", min=1)
+    ] = 300.0,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Problems a task.", show_default="by --seconds", min=1, rich_help_panel=DATA),
+    ] = None,
+    max_rows: MaxRows = EngineConfig.max_rows,
+    actors: Annotated[
+        int, typer.Option(help="Run the sweep again with so many engines; 1: not.", min=1, rich_help_panel=CLUSTER)
+    ] = 1,
+    threads: Annotated[
+        int, typer.Option(help="Torch's threads of the direct run; a sweep's engine has one.", rich_help_panel=ENGINE)
+    ] = 1,
+) -> None:
+    """Decode one plan by the engine in this process, all samples at once, and by a sweep with one engine on Ray.
+
+    python -m benchmarks sweep --tasks gsm-mini --seconds 300 --actors 2
+
+    The direct run only decodes; the sweep also grades, writes every part, and reports. The engine's time to load is in
+    both, the start of Ray apart. Nothing is timed by itself (--timed 0), and nothing else should run beside it.
+    Programs are graded by processes of their own: where no core is left for them, they take the engine's time.
+    """
+    import torch
+
+    from mbd_core.evaluation.sweep.decoding import DecodingModel
+    from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.serving.tokens.load import load_engine
+
+    torch.set_num_threads(threads)
+    options = SweepOptions(
+        models=[model],
+        tasks=names(tasks, "--tasks"),
+        grid=grid,
+        limit=TRIAL if limit is None else limit,
+        engine=EngineConfig(max_rows=max_rows),
+    )
+    sweep = plan_sweep(options)
+    began = time.perf_counter()
+    loaded = load_engine(model_folder(model), sweep.engine)
+    with loaded:
+        loaded.prepare()
+        load = time.perf_counter() - began
+        directly = partial(decode_all, DecodingModel(loaded.engine, loaded.tokenizer))
+        tried = list(plan_sweep(replace(options, limit=min(TRIAL, limit or TRIAL))).rows())
+        directly(tried)  # warms up
+        if limit is None:
+            trial, _ = directly(tried)
+            sweep = plan_sweep(replace(options, limit=problems_in(seconds, trial=trial)))
+        decode, texts = directly(list(sweep.rows()))
+    print(compared(sweep, texts, load=load, decode=decode, num_actors=actors).text)
+
+
+def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
+    """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
+    ray_start, swept, found = run_sweep(sweep)
+    return SweepCost(
+        num_samples=len(texts),
+        num_differing=differing(texts, found),
+        load=load,
+        decode=decode,
+        ray_start=ray_start,
+        sweep=swept,
+        num_actors=num_actors,
+        several=run_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
+    )
+
+
+def problems_in(seconds: float, *, trial: float) -> int:
+    """The problems a task of a run that is to take `seconds`, if `TRIAL` of them took `trial`."""
+    return max(TRIAL, round(TRIAL * seconds / trial))
+
+
+def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple[float, Texts]:
+    """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
+    from mbd_core.checkpoint.chat import decode_text
+    from mbd_core.evaluation.sweep.decoding import before_stop, generate_until, sample_requests, sample_stops
+
+    model.engine.forget_prefixes()
+    began = time.perf_counter()
+    stops, decode = sample_stops(rows), partial(decode_text, model.tokenizer)
+    outputs = generate_until(model.engine, sample_requests(model, rows), stops, decode)
+    texts = {int(one.request_id): before_stop(decode(one.tokens), stops[one.request_id]) for one in outputs}
+    return time.perf_counter() - began, texts
+
+
+def run_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
+    """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
+    import ray
+
+    from cluster.local import connect
+    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.sweep.folder import FILES, KIND, read_samples
+
+    began = time.perf_counter()
+    is_ours = connect(num_cpus=max(4, num_actors + 2), worker_logs=False)
+    started = time.perf_counter()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="mbd-bench-sweep-") as place,
+            EndpointStage({}, {}, concurrency=1) as stage,
+            Folder.at(Path(place) / "sweep").mirrored(KIND, FILES) as mirror,
+        ):
+            work = cut_sweep(sweep, shard=Shard(), timing=Timing(problems=0))
+            run_on_cluster(work, mirror, stage=stage, urls={}, num_actors=num_actors, overwrite=False)
+            ended = time.perf_counter()
+            texts = {row["sample"]: row["text"] for row in read_samples(mirror.path)}
+    finally:
+        if is_ours:
+            ray.shutdown()
+    return started - began, ended - started, texts
+
+
+def differing(first: Texts, second: Texts) -> int:
+    """How many samples have another text; `RuntimeError` if they are not the same samples."""
+    if first.keys() != second.keys():
+        raise RuntimeError(f"the sweep has {len(second)} samples, not the {len(first)} of the direct run")
+    return sum(first[sample] != second[sample] for sample in first)
+
+
+main = command(run, "python -m benchmarks sweep")

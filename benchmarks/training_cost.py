@@ -1,0 +1,283 @@
+"""What a shared clean stream saves in training: operations and padding counted, steps timed.
+
+A third run has the shared sequence with the last layer's MLP on all its tokens, not on the labelled ones alone.
+
+On a CPU the seconds are the processor's, of all threads: what else runs on the machine is not counted.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
+
+from benchmarks.tables import interleaved, medians
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig, matrix_flops, mlp_flops, pair_flops
+from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
+from mbd_core.multitf.states.mask import TrainingAttention, dual_stream_mask
+from mbd_core.multitf.states.sample import MultiTFBatch, Together, alone, collate, corrupt, lay_out, packed_together
+from mbd_core.multitf.step.loss import multitf_loss
+from mbd_core.multitf.step.trainer import batch_indices
+
+# The operations of a training sample's forward, counted: one shared clean stream against separate ones.
+#
+# Counted are the multiplications of the layers' matrices and of the attention; not the embedding, and not the last
+# layer's MLP, the head and the loss, which take the same labelled positions either way. The backward pass is twice
+# the forward.
+
+Attention = Literal["dense", "flex"]
+FLEX_BLOCK = 128
+"""Positions on a side of a block that FlexAttention computes whole or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCost:
+    """A sample's forward: training tokens, pairs of tokens that the attention computes, operations."""
+
+    tokens: int
+    pairs: int
+    flops: float
+
+
+def token_ratio(num_layouts: int) -> float:
+    """2n / (n + 1): tokens of n sequences `[x_t; x_0]` over those of n noisy streams with one clean stream."""
+    return 2 * num_layouts / (num_layouts + 1)
+
+
+def computed_pairs(layouts: Sequence[GroupLayout], block_size: int, attention: Attention) -> int:
+    """Pairs that the attention computes of the streams of `layouts` and their clean stream.
+
+    Dense attention computes all. FlexAttention computes the blocks of `FLEX_BLOCK` squared with a visible pair.
+    """
+    num_blocks = layouts[0].num_blocks
+    length = (len(layouts) + 1) * num_blocks * block_size
+    if attention == "dense":
+        return length**2
+    stream = torch.arange(1, len(layouts) + 2).remainder(len(layouts) + 1).repeat_interleave(num_blocks)
+    block = torch.arange(num_blocks).repeat(len(layouts) + 1)
+    first = torch.tensor([a for layout in layouts for a in layout.first_blocks()] + list(range(1, num_blocks + 1)))
+    queries, keys = np.nonzero(dual_stream_mask(stream, block, first).numpy())
+    side = -(-length // FLEX_BLOCK)
+    computed = np.zeros((side, side), dtype=bool)
+    starts, ends = (np.arange(len(stream)) * block_size // FLEX_BLOCK, _last_block(len(stream), block_size))
+    for rows in range(int((ends - starts).max()) + 1):
+        for columns in range(int((ends - starts).max()) + 1):
+            at = np.minimum(starts[queries] + rows, ends[queries]), np.minimum(starts[keys] + columns, ends[keys])
+            computed[at] = True
+    return int(computed.sum()) * FLEX_BLOCK**2
+
+
+def _last_block(count: int, block_size: int) -> np.ndarray:
+    return (np.arange(1, count + 1) * block_size - 1) // FLEX_BLOCK
+
+
+def sample_cost(
+    config: ModelConfig, layouts: Sequence[GroupLayout], block_size: int, *, attention: Attention, shared: bool
+) -> SampleCost:
+    """The forward of one sample whose layouts are over `layouts[0].num_blocks` blocks.
+
+    `shared`: one sequence with one clean stream; otherwise each layout is a sequence with a clean stream of its own.
+    """
+    sequences = [list(layouts)] if shared else [[layout] for layout in layouts]
+    tokens = sum(len(of) + 1 for of in sequences) * layouts[0].num_blocks * block_size
+    pairs = sum(computed_pairs(of, block_size, attention) for of in sequences)
+    everywhere = matrix_flops(config) - mlp_flops(config, config.num_layers - 1)
+    return SampleCost(tokens=tokens, pairs=pairs, flops=tokens * everywhere + pairs * pair_flops(config))
+
+
+def count_row(
+    config: ModelConfig, *, max_group: int, num_random: int, length: int, seed: int = 0
+) -> dict[str, float | int]:
+    """One row of the table: a group size and a number of random layouts over samples of `length` tokens.
+
+    Raises `ValueError` for a length that is no whole number of the model's blocks.
+    """
+    size = config.block_size
+    if length % size or length < size:
+        raise ValueError(f"--length {length} is no whole number of blocks of {size}")
+    layouts = layout_set(length // size, max_group=max_group, num_random=num_random, rng=random.Random(seed))
+    row: dict[str, float | int] = {
+        "max_group": max_group,
+        "num_random": num_random,
+        "layouts": len(layouts),
+        "length": length,
+        "token_ratio": token_ratio(len(layouts)),
+    }
+    for shared, name in ((False, "separate"), (True, "shared")):
+        for attention in ("dense", "flex"):
+            cost = sample_cost(config, layouts, size, attention=attention, shared=shared)
+            row[f"{name}_{attention}_tflop"] = cost.flops / 1e12
+            row[f"{name}_tokens"] = cost.tokens
+    for attention in ("dense", "flex"):
+        row[f"{attention}_gain"] = row[f"separate_{attention}_tflop"] / row[f"shared_{attention}_tflop"]
+    return row
+
+
+# How much of a training's positions is padding, with short samples packed together and without: counted, not run.
+#
+# Counted are tokens of samples; every noisy stream has as many again, so the shares are those of training sequences
+# but for the last clean blocks, which these leave out.
+
+MOST_STEPS = 200
+PADDING_COLUMNS = {
+    "micro_batch": "at once",
+    "pack": "packed up to",
+    "separate_sequences": "sequences a step|.1f",
+    "packed_sequences": "packed|.1f",
+    "separate_padding": "padding|.3f",
+    "packed_padding": "packed padding|.3f",
+}
+
+
+def padding_row(lengths: Sequence[int], *, batch_size: int, micro_batch: int, pack: int) -> dict[str, Any]:
+    """The steps of one epoch, at most `MOST_STEPS`, of one worker that computes `micro_batch` sequences at once.
+
+    Raises `ValueError` for fewer samples than a batch.
+    """
+    if len(lengths) < batch_size:
+        raise ValueError(f"{len(lengths)} training samples are fewer than a batch of {batch_size}")
+    steps = min(MOST_STEPS, len(lengths) // batch_size)
+    batches = [[lengths[i] for i in batch_indices(lengths, batch_size, seed=0, step=step)] for step in range(steps)]
+    row: dict[str, Any] = {"micro_batch": micro_batch, "pack": pack}
+    for name, packed in (("separate", False), ("packed", True)):
+        counted = [
+            _positions(batch, packed_together(batch, pack) if packed else alone(batch_size), micro_batch)
+            for batch in batches
+        ]
+        tokens, positions, sequences = (sum(numbers) for numbers in zip(*counted, strict=True))
+        row |= {f"{name}_sequences": sequences / steps, f"{name}_padding": 1.0 - tokens / positions}
+    return row
+
+
+def _positions(lengths: Sequence[int], together: Together, at_once: int) -> tuple[int, int, int]:
+    """Tokens, positions with padding, sequences: so many at once are each as long as the longest of them."""
+    sequences = [sum(lengths[number] for number in numbers) for numbers in together]
+    parts = [sequences[start : start + at_once] for start in range(0, len(sequences), at_once)]
+    return sum(sequences), sum(len(part) * max(part) for part in parts), len(sequences)
+
+
+# Training steps timed, and their peak memory: one shared clean stream against separate sequences of each layout.
+
+PROMPT = 0.25
+"""The share of a sample that is its prompt."""
+
+COLUMNS = {
+    "max_group": "G",
+    "num_random": "N",
+    "layouts": "layouts n",
+    "token_ratio": "2n / (n + 1)|.2f",
+    "separate_rate": "separate, samples/s|.3f",
+    "shared_rate": "shared, samples/s|.3f",
+    "speedup": "shared / separate|.2f",
+    "separate_bytes": "separate, peak MB|.0f",
+    "shared_bytes": "shared, peak MB|.0f",
+    "memory_ratio": "separate / shared|.2f",
+    "everywhere_rate": "last MLP everywhere, samples/s|.3f",
+    "last_mlp_gain": "shared / everywhere|.3f",
+    "everywhere_bytes": "everywhere, peak MB|.0f",
+}
+
+
+def measure_row(
+    model: Decoder, attention: TrainingAttention, *, max_group: int, num_random: int, length: int, repeats: int
+) -> dict[str, Any]:
+    """Samples a second and peak memory above the weights: forward and backward of one sample, all ways in turn."""
+    device = next(model.parameters()).device
+    batches = sample_batches(model, max_group=max_group, num_random=num_random, length=length)
+    placed = {name: batch.to(device) for name, batch in batches.items()}
+
+    def step(batch: MultiTFBatch) -> None:
+        loss, _ = multitf_loss(model, batch, attention=attention)
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def step_everywhere(batch: MultiTFBatch) -> None:
+        loss_everywhere(model, batch, attention).backward()
+        model.zero_grad(set_to_none=True)
+
+    runs = {name: _timed(step, batch, device) for name, batch in placed.items()}
+    runs["everywhere"] = _timed(step_everywhere, placed["shared"], device)
+    for run in runs.values():
+        run()
+    seconds = medians(interleaved(runs, repeats=repeats))
+    peaks = {name: _peak_bytes(model, step, batch, device) for name, batch in placed.items()}
+    peaks["everywhere"] = _peak_bytes(model, step_everywhere, placed["shared"], device)
+    layouts = int(batches["shared"].stream.max())
+    return {
+        "max_group": max_group,
+        "num_random": num_random,
+        "layouts": layouts,
+        "length": length,
+        "token_ratio": token_ratio(layouts),
+        **{f"{name}_rate": 1.0 / seconds[name] for name in runs},
+        "speedup": seconds["separate"] / seconds["shared"],
+        **{f"{name}_bytes": peaks[name] / 1e6 for name in runs},
+        "memory_ratio": peaks["separate"] / peaks["shared"],
+        "last_mlp_gain": seconds["everywhere"] / seconds["shared"],
+    }
+
+
+def loss_everywhere(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention) -> Tensor:
+    """`multitf_loss` of a model whose last layer computes every token, and whose head the labelled ones."""
+    rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
+    hidden = model(batch.input_ids, batch.positions, attention.of(batch))
+    logits = model.logits(hidden[rows, batch.source[rows, places]])
+    losses = F.cross_entropy(logits, batch.labels[rows, places], reduction="none")
+    return (losses * batch.weights[rows, places].to(losses.dtype)).sum() / batch.num_samples
+
+
+def sample_batches(model: Decoder, *, max_group: int, num_random: int, length: int) -> dict[str, MultiTFBatch]:
+    """The same noisy streams of one sample: as a sequence for each layout, and as one sequence of all."""
+    c, rng = model.config, random.Random(f"{max_group}/{num_random}/{length}")
+    low, high = 0, c.mask_token_id or c.vocab_size  # any token but the mask
+    if c.mask_token_id == 0:
+        low = 1
+    example = Example(tuple(rng.randrange(low, high) for _ in range(length)), round(PROMPT * length))
+    config = StateConfig(block_size=c.block_size, max_group=max_group, num_random=num_random)
+    layouts = layout_set(length // c.block_size, max_group=max_group, num_random=num_random, rng=rng)
+    streams = [
+        (layout, corrupt(example, layout, start=0, config=config, mask_token_id=c.mask_token_id, rng=rng))
+        for layout in layouts
+    ]
+    return {
+        "separate": collate([lay_out(example, [stream], config, first_block=0) for stream in streams]),
+        "shared": collate([lay_out(example, streams, config, first_block=0)]),
+    }
+
+
+def _timed(step: Callable[[MultiTFBatch], None], batch: MultiTFBatch, device: torch.device) -> Callable[[], float]:
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+
+    def run() -> float:
+        started = clock()
+        step(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock() - started
+
+    return run
+
+
+def _peak_bytes(
+    model: Decoder, step: Callable[[MultiTFBatch], None], batch: MultiTFBatch, device: torch.device
+) -> int:
+    """The most memory that the step's tensors held at once beside the weights; on a CPU, torch's tracker counts."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step(batch)
+        return torch.cuda.max_memory_allocated(device) - before
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        step(batch)
+    return tracker.get_tracker_snapshot("peak")[device]["Total"] - weights

@@ -1,0 +1,209 @@
+"""A model folder's config.json and generation_config.json: read as a `ModelConfig`, checked, and written back."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mbd_core.checkpoint.families import FAMILIES, Json, check_keys, family_of
+from mbd_core.checkpoint.safetensor_files import block_shape, read_json
+from mbd_core.models.model_config import ModelConfig, MoEConfig
+
+# Reads a Hugging Face config.json as a `ModelConfig`, and writes it back.
+
+# Keys that generation_config.json may have instead of config.json.
+DECODING_KEYS = ("mask_token_id", "eos_token_id", "block_size")
+# The least value of each whole number that may be less than 1, and the greatest value of any whole number.
+LEAST = {"mask_token_id": 0, "eos_token_ids": 0, "num_shared_experts": 0, "first_dense_layers": 0, "dense_layers": 0}
+MOST = 2**31 - 1
+
+
+def read_config(config: Json, generation: Json | None = None) -> ModelConfig:
+    """The `ModelConfig` of a parsed config.json; ids and block size that it lacks come from `generation`.
+
+    Raises `ValueError` naming the file and the key if a key is missing, if its value has the wrong type, if the
+    decoder stack does not support the value, or if the key is unknown and may change what the network computes.
+    """
+    architecture, family = family_of(config)
+    block_shape(config)
+    config = {key: value for key, value in _flat_rope(config).items() if value is not None}
+    if config.get("model_type", family.model_types[0]) not in family.model_types:
+        raise ValueError(f"config.json has model_type={config['model_type']!r}, which is not {architecture}'s")
+    for key, value in family.fixed.items():
+        if key in config and (type(config[key]) is not type(value) or config[key] != value):
+            raise ValueError(f"config.json has {key}={config[key]!r}; {architecture} is supported with {value!r} only")
+    check_keys(config, architecture)
+    recommended = {k: v for k, v in (generation or {}).items() if k in DECODING_KEYS and v is not None}
+    published = family.published if config.get("vocab_size") == family.published.get("vocab_size") else {}
+    values = {**family.defaults, **published, **recommended, **config}
+    elsewhere = recommended.keys() - config.keys()
+
+    def field_value(kind: type, ours: str, theirs: str) -> Any:
+        if theirs in values:
+            file = "generation_config.json" if theirs in elsewhere else "config.json"
+            return _typed(get_type_hints(kind)[ours], values[theirs], f"{file} has {theirs}", LEAST.get(ours, 1))
+        if theirs in DECODING_KEYS:
+            raise ValueError(
+                f"config.json and generation_config.json have no '{theirs}', which {architecture} needs; "
+                "add it to generation_config.json"
+            )
+        raise ValueError(f"config.json has no '{theirs}', which {architecture} needs")
+
+    if "rotary_dim" in family.keys:
+        head_dim = field_value(ModelConfig, "head_dim", "head_dim")
+        rotated = _rotary_dim(config, head_dim)
+        values["rotary_dim"] = None if rotated == head_dim else rotated
+    fields = {ours: field_value(ModelConfig, ours, theirs) for ours, theirs in family.keys.items()}
+    if "head_dim" not in family.keys:
+        fields["head_dim"], rest = divmod(fields["hidden_size"], fields["num_heads"])
+        if rest:
+            raise ValueError(
+                f"config.json: hidden size {fields['hidden_size']} has no {fields['num_heads']} equal heads"
+            )
+        if config.get("head_dim", fields["head_dim"]) != fields["head_dim"]:
+            raise ValueError(
+                f"config.json has head_dim={config['head_dim']!r}; {architecture} has heads of {fields['head_dim']}"
+            )
+    if fields["vocab_size"] != config.get("embedding_size", fields["vocab_size"]):
+        raise ValueError(
+            f"config.json has embedding_size={config['embedding_size']!r} and vocab_size={fields['vocab_size']}; "
+            "they must be equal"
+        )
+    experts = {ours: field_value(MoEConfig, ours, theirs) for ours, theirs in (family.moe_keys or {}).items()}
+    try:
+        moe = MoEConfig(**experts, **family.moe_switches) if experts else None
+        return ModelConfig(architecture=architecture, **fields, **family.switches, moe=moe)
+    except ValueError as error:
+        files = "config.json with generation_config.json" if elsewhere else "config.json"
+        raise ValueError(f"{files}: {error}") from None
+
+
+def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
+    """`value` as a field of type `hint`; otherwise `ValueError`, in a sentence that begins with `subject`."""
+
+    def whole(number: Any) -> bool:
+        return type(number) is int and least <= number <= MOST
+
+    if hint is bool:
+        fits, wanted = type(value) is bool, "true or false"
+    elif hint is float:
+        fits, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+    elif hint == tuple[int, ...]:
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if all(whole(number) for number in numbers):
+            return numbers
+        fits, wanted = False, f"a list of whole numbers from {least}"
+    else:
+        fits, wanted = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
+    if not fits:
+        raise ValueError(f"{subject}={value!r}; it must be {wanted}")
+    return float(value) if hint is float else value
+
+
+def write_config(config: ModelConfig, *, fused: bool = False) -> dict[str, Any]:
+    """The `config.json` of a model, the inverse of `read_config`; `ValueError` if the family has no key for a setting.
+
+    `fused`: the checkpoint's experts are stacked.
+    """
+    family = FAMILIES[config.architecture]
+    eos = config.eos_token_ids
+    values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    values["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
+    if family.moe_keys is not None:
+        assert config.moe is not None
+        values |= {theirs: getattr(config.moe, ours) for ours, theirs in family.moe_keys.items()}
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = list(values["mlp_only_layers"])
+    if "rotary_dim" in values:
+        values["rotary_dim"] = config.num_rotated
+        values["partial_rotary_factor"] = config.num_rotated / config.head_dim
+        values["pad_token_id"] = eos[0]
+    if config.architecture == "LLaDAModelLM":
+        values["embedding_size"] = config.vocab_size
+    kinds = family.expert_model_types
+    written = {
+        "architectures": [config.architecture],
+        "model_type": family.model_types[0] if kinds is None else kinds["fused" if fused else "per_expert"],
+        **family.fixed,
+        **values,
+    }
+    whole = config.rotary_dim == config.head_dim
+    if read_config(written) != (replace(config, rotary_dim=None) if whole else config):
+        raise ValueError(f"{config} cannot be written as a config.json of {config.architecture}")
+    return written
+
+
+def _flat_rope(config: Json) -> dict[str, Any]:
+    """`config` with the values of transformers 5's `rope_parameters` under the keys of older files."""
+    config = dict(config)
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json has rope_parameters={rope!r}; it must be an object")
+    for key in ("rope_type", "type"):
+        if rope.get(key, "default") != "default":
+            raise ValueError(f"config.json has {key}={rope[key]!r}; 'default' only is supported")
+    for key, value in rope.items():
+        if value is not None and key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+            raise ValueError(
+                f"config.json has {key}={value!r} in rope_parameters, which is not known; take a release without it"
+            )
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope and config.get(key) is None:
+            config[key] = rope[key]
+    return config
+
+
+def _rotary_dim(config: Json, head_dim: int) -> int:
+    """How many channels of a head rotate, from `rotary_dim` or from `partial_rotary_factor`; by default all."""
+    factor = config.get("partial_rotary_factor")
+    if factor is not None and not _typed(float, factor, "config.json has partial_rotary_factor", 0) <= 1:
+        raise ValueError(f"config.json has partial_rotary_factor={factor!r}; it must be at most 1")
+    by_factor = head_dim if factor is None else int(head_dim * factor)
+    by_number = _typed(int, config.get("rotary_dim", by_factor), "config.json has rotary_dim", 1)
+    if factor is not None and by_number != by_factor:
+        raise ValueError(f"config.json has rotary_dim={by_number} but partial_rotary_factor={factor} of {head_dim}")
+    return by_number
+
+
+# A model folder's config.json and generation_config.json, which must agree with each other.
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The model's configuration: config.json, with ids and block size from generation_config.json where it has none.
+
+    If generation_config.json lists EOS ids, they count; they must include config.json's. Raises `ValueError` where
+    the two files contradict each other.
+    """
+    config, generation = read_json(folder / "config.json"), load_generation_defaults(folder)
+    try:
+        return _with_eos_ids(read_config(config, generation), generation)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _with_eos_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """`config` with the EOS ids of `generation_config.json`, if it has any; the mask id must be the same in both."""
+    mask, value = generation.get("mask_token_id"), generation.get("eos_token_id")
+    if mask is not None and mask != config.mask_token_id:
+        raise ValueError(f"generation_config.json says mask_token_id={mask}, config.json says {config.mask_token_id}")
+    if value is None:
+        return config
+    eos = value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in eos):
+        raise ValueError(f"generation_config.json says eos_token_id={value!r}, which is no list of token ids")
+    ours = list(config.eos_token_ids)
+    if not set(ours) <= set(eos):
+        raise ValueError(f"generation_config.json says eos_token_id={value}, config.json says {ours}")
+    if set(eos) == set(ours):
+        return config
+    try:
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+
+
+def load_generation_defaults(folder: Path) -> dict[str, Any]:
+    """The content of `generation_config.json`, the author's recommended decoding; empty if there is no such file."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,73 @@
+"""A model folder's tokenizer, checked against the model, and the grammars of requests over it."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLTokenizer
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.safetensor_files import read_json
+from mbd_core.decoding.grammar.grammar import GrammarRefused
+from mbd_core.decoding.grammar.guide import Grammars
+from mbd_core.models.model_config import ModelConfig
+
+# Loads a model folder's tokenizer and checks it against the model.
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: Path, config: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder.
+
+    Raises `ValueError` unless its mask id is the model's and all its ids lie in the model's vocabulary. A tokenizer
+    that names no mask token (LLaDA's) must have a special token at the model's mask id.
+    """
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    kind = _tokenizer_kind(folder)
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {' '.join(str(error).split())}") from None
+    added = tokenizer.added_tokens_decoder.get(config.mask_token_id)
+    unnamed = tokenizer.mask_token is None and added is not None and added.special
+    if tokenizer.mask_token_id != config.mask_token_id and not unnamed:
+        raise ValueError(
+            f"{folder}: config.json says mask_token_id={config.mask_token_id} but the tokenizer's mask token "
+            f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}"
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size}")
+    return tokenizer
+
+
+def _tokenizer_kind(folder: Path) -> Any:
+    """The class that loads a folder's tokenizer. It never runs code from the checkpoint."""
+    # imported here: it takes as long as importing torch, and tensor-parallel followers need no tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast  # tokenizer.json is the whole tokenizer
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and read_json(settings).get("tokenizer_class") == "DreamTokenizer":
+        return Qwen2Tokenizer  # DreamTokenizer is Qwen2's tokenizer under another name
+    return AutoTokenizer
+
+
+# The grammars of a model's requests over its own tokenizer.
+
+
+def grammars_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> Grammars:
+    """Answers end with the model's first EOS; its mask and its other EOS tokens are never allowed."""
+    eos, *others = model.eos_token_ids or (0,)
+    return Grammars(partial(_vocabulary, tokenizer, eos), eos_token_id=eos, forbidden=(model.mask_token_id, *others))
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, eos_token_id: int) -> LLTokenizer:
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=eos_token_id)
+    except ValueError as error:
+        raise GrammarRefused(f"the model's tokenizer cannot follow a grammar: {error}") from None

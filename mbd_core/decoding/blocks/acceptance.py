@@ -1,0 +1,123 @@
+"""Which positions become tokens, and which tokens change: pure functions of predictions and open positions.
+
+Shape legend: R rows, N slots, B block size, P positions with logits, A their places in the flattened buffer, V
+vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.config import Fallback
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy
+
+# The number of each fallback, for integer tensors.
+FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
+LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Each position's token, its confidence, and its score in the fallback; all 0 at positions without logits."""
+
+    token_RNB: Tensor
+    confidence_RNB: Tensor
+    score_RNB: Tensor
+
+
+def predict(
+    logits_of: Callable[[slice], Tensor],
+    num_asked: int,
+    at_A: Tensor | None,
+    vocab: Vocab,
+    *,
+    shape: torch.Size,
+    chunk: int,
+    draw: Draw | None = None,
+    fallback_P: Tensor | None = None,
+) -> Prediction:
+    """`predicted` at `num_asked` positions, written to places `at_A` of the flat `shape` (`None`: all).
+
+    `at_A` can have a fixed length: the sentinel `shape.numel()` marks padding.
+    """
+    values = predicted(logits_of, num_asked, vocab, chunk=chunk, draw=draw, fallback_P=fallback_P)
+    if at_A is not None:
+        values = [value.new_zeros(shape.numel() + 1).scatter_(0, at_A, value)[:-1] for value in values]
+    return Prediction(*(value.view(shape) for value in values))
+
+
+def predicted(
+    logits_of: Callable[[slice], Tensor],
+    num_asked: int,
+    vocab: Vocab,
+    *,
+    chunk: int,
+    draw: Draw | None = None,
+    fallback_P: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """The result of `choose` at `num_asked` positions, and their scores: tokens, confidences, scores (A,) each.
+
+    `logits_of` returns the logits (P, V) of a range of the positions; it is called for at most `chunk` of them at a
+    time, so that the logits of a large batch are never in memory together. `fallback_P` (a `FALLBACKS` number a
+    position) is needed if some request ranks by margin or entropy.
+    """
+    parts = []
+    for start in range(0, max(num_asked, 1), chunk):
+        part = slice(start, min(start + chunk, num_asked))
+        logits_PV = logits_of(part)
+        token_P, confidence_P = choose(logits_PV, vocab, None if draw is None else draw.select(part))
+        score_P = confidence_P
+        if fallback_P is not None:
+            score_P = torch.where(fallback_P[part] == MARGIN, margin(logits_PV, vocab), score_P)
+            score_P = torch.where(fallback_P[part] == NEG_ENTROPY, neg_entropy(logits_PV), score_P)
+        parts.append((token_P, confidence_P, score_P))
+    return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def accept_m2t(
+    prediction: Prediction,
+    open_RNB: Tensor,
+    *,
+    gate_RN: Tensor,
+    tau_R: Tensor,
+    leftmost_R: Tensor,
+    quota_R: Tensor | None = None,
+) -> Tensor:
+    """Mask-to-token acceptance (Alg. 5 lines 11 to 14) -> (R, N, B) bool.
+
+    Open positions with confidence > `tau_R` are accepted. A slot with fewer of them than `quota_R` (`None`: 1 in every
+    row) falls back, if `gate_RN` allows, to its best `quota_R` open positions: those of highest score, or the leftmost
+    ones if `leftmost_R`. Ties go to the left.
+    """
+    over = open_RNB & (prediction.confidence_RNB.double() > tau_R[:, None, None])
+    leftness = -torch.arange(open_RNB.shape[-1], device=open_RNB.device, dtype=torch.float32)
+    ranked = torch.where(leftmost_R[:, None, None], leftness, prediction.score_RNB).masked_fill(~open_RNB, -torch.inf)
+    if quota_R is None:  # the best one needs no sort
+        short = ~over.any(-1)
+        best = torch.zeros_like(over).scatter_(-1, ranked.argmax(-1, keepdim=True), True) & open_RNB
+    else:
+        short = over.sum(-1) < quota_R[:, None]
+        order = ranked.argsort(dim=-1, descending=True, stable=True)
+        places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(-1, order, places)
+        best = open_RNB & (rank < quota_R[:, None, None])
+    return torch.where((short & gate_RN)[..., None], best, over)
+
+
+def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:
+    """DMax's acceptance -> (R, N, B) bool: the open positions left of the first one whose confidence does not exceed
+    `tau_R`. If `gate_RN` allows, the leftmost open position is always accepted."""
+    over = confidence_RNB.double() > tau_R[:, None, None]
+    prefix = (over | ~open_RNB).long().cumprod(-1).bool() & open_RNB
+    first = open_RNB & (open_RNB.long().cumsum(-1) == 1)
+    return prefix | (first & gate_RN[..., None])
+
+
+def revise(prediction: Prediction, tokens_RNB: Tensor, filled_RNB: Tensor, *, tau_R: Tensor) -> Tensor:
+    """Token-to-token revision (Alg. 5 line 15) -> (R, N, B) bool: the filled positions at which another token is
+    predicted with confidence > `tau_R`."""
+    differs = prediction.token_RNB != tokens_RNB
+    return filled_RNB & differs & (prediction.confidence_RNB.double() > tau_R[:, None, None])

@@ -1,0 +1,406 @@
+"""The Block Buffer of all running sequences at once: slots, their states, and how they move (paper Alg. 5).
+
+    DUMMY -> ACTIVE -> TO_CACHE -> IN_CACHE
+
+A DUMMY slot holds no block. A forward fills the block of an ACTIVE slot, and revises it if the request edits. A
+TO_CACHE block is final, as are all blocks before it, and the next forward stores it; then it leaves the buffer
+(IN_CACHE: its keys are in pages) and the other slots slide forward. With T2T a block usually skips TO_CACHE: the
+forward that verifies it sees its final tokens, and so stores it.
+
+`activate()` runs before a forward, `commit()` after it. Both are static-shape tensor work on buffers that are never
+reallocated, and every slot of a step reads the state before the step.
+
+Shape legend: R rows (sequences), N slots, B block size, A positions with logits.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.acceptance import LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
+from mbd_core.decoding.blocks.request import Request, SlotState
+from mbd_core.decoding.blocks.row_settings import RowSettings
+from mbd_core.decoding.blocks.sampling import Draw
+from mbd_core.ops.buffer.before_forward import BufferMemory
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one step did, on the buffer's device. Slots are those before the slide.
+
+    num_blocks_R    blocks that this step's forward stored and that have left the buffer
+    tokens_RNB      all tokens after the step; the first `num_blocks_R` slots are the committed ones
+    masked_RNB      which of these positions are masked
+    confidence_RNB  the confidence of each token in the forward that wrote it (with DMax: in the last forward)
+    accepted_RN     the number of positions that this step filled
+    edited_RN       the number of tokens that this step overwrote
+    """
+
+    num_blocks_R: Tensor
+    tokens_RNB: Tensor
+    masked_RNB: Tensor
+    confidence_RNB: Tensor
+    accepted_RN: Tensor
+    edited_RN: Tensor
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Rows (R,) whose tokens the host has chosen, and which of their positions (R, N, B) become tokens."""
+
+    rows_R: Tensor
+    accepted_RNB: Tensor
+
+
+_PER_SLOT = (
+    "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
+)  # fmt: skip
+_DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
+
+
+class BlockBuffer:
+    """Fixed tensors for `num_rows` sequences of `num_slots` slots; in a row without a sequence every slot is DUMMY.
+
+    Masked is a boolean beside the tokens, never "token == mask id": a prompt may contain the mask token's text.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        num_slots: int,
+        block_size: int,
+        mask_token_id: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.num_slots, self.block_size, self.mask_token_id = num_slots, block_size, mask_token_id
+        slots, positions = (num_rows, num_slots), (num_rows, num_slots, block_size)
+        self.tokens_RNB = torch.full(positions, mask_token_id, device=device)
+        self.masked_RNB = torch.ones(positions, dtype=torch.bool, device=device)
+        self.confidence_RNB = torch.zeros(positions, device=device)
+        self.weight_RNB = torch.ones(positions, device=device)
+        self.state_RN = torch.full(slots, int(SlotState.DUMMY), dtype=torch.int8, device=device)
+        self.num_steps_RN = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.stability_RN = torch.ones(slots, dtype=torch.float64, device=device)
+        self.settings = RowSettings(num_rows, device)
+        self.positions_RNB = torch.zeros(positions, dtype=torch.int64, device=device)
+        self.editable_RNB = torch.zeros(positions, dtype=torch.bool, device=device)
+        self.num_editable_RN = torch.zeros(slots, dtype=torch.float64, device=device)
+        self.max_blocks = num_slots
+        self._max_blocks = torch.tensor([num_slots], device=device)  # the same, for steps
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self._slots = torch.arange(num_slots, device=device)
+        self._offsets = torch.arange(block_size, device=device)
+        self._heads: dict[int, BlockBuffer] = {}
+        self._list_slot_tensors()
+        self._derive()
+
+    def _list_slot_tensors(self) -> None:
+        """List the tensors that move with their slots, each with its value in an empty slot."""
+        self._per_slot = {
+            self.tokens_RNB: self.mask_token_id,
+            self.masked_RNB: True,
+            self.confidence_RNB: 0.0,
+            self.weight_RNB: 1.0,
+            self.state_RN: int(SlotState.DUMMY),
+            self.num_steps_RN: 0,
+            self.stability_RN: 1.0,
+        }
+
+    def head(self, num_rows: int) -> "BlockBuffer":
+        """The first `num_rows` rows as a buffer over the same memory."""
+        if num_rows == len(self.state_RN):
+            return self
+        if num_rows in self._heads:
+            return self._heads[num_rows]
+        view = self._heads[num_rows] = copy.copy(self)
+        for name in (*_PER_SLOT, *_DERIVED):
+            setattr(view, name, getattr(self, name)[:num_rows])
+        view.settings = self.settings.head(num_rows)
+        view._list_slot_tensors()
+        return view
+
+    @property
+    def memory(self) -> BufferMemory:
+        """What the kernels of a step read and write (`mbd_core/ops/buffer`)."""
+        whole_RI, real_RF = self.settings.columns
+        return BufferMemory(
+            **{name: getattr(self, name) for name in (*_PER_SLOT, *_DERIVED)},
+            whole_RI=whole_RI,
+            real_RF=real_RF,
+            max_blocks=self._max_blocks,
+            eos=self._eos,
+            mask_token_id=self.mask_token_id,
+            columns=self.settings.places,
+        )
+
+    def _derive(self) -> None:
+        """Compute the tensors that change only when rows slide: the absolute position of every token, whether it may
+        be filled (after the prompt, within the token budget), and each slot's number of such positions.
+        """
+        settings = self.settings
+        block = settings.first_block_R[:, None] + self._slots
+        starts = settings.origin_R[:, None] + block * self.block_size
+        torch.add(starts[..., None], self._offsets, out=self.positions_RNB)
+        begin, end = settings.begin_R[:, None, None], settings.end_R[:, None, None]
+        torch.logical_and(self.positions_RNB >= begin, self.positions_RNB < end, out=self.editable_RNB)
+        self.num_editable_RN.copy_(self.editable_RNB.sum(-1))
+
+    @property
+    def resident_RN(self) -> Tensor:
+        return self.state_RN != SlotState.DUMMY
+
+    @property
+    def active_RN(self) -> Tensor:
+        return self.state_RN == SlotState.ACTIVE
+
+    @property
+    def open_RNB(self) -> Tensor:
+        """The positions that a forward may fill: masked, editable, in an ACTIVE slot."""
+        return self.masked_RNB & self.editable_RNB & self.active_RN[..., None]
+
+    @property
+    def asked_RNB(self) -> Tensor:
+        """The positions that a forward may fill or revise, which therefore need logits."""
+        changes = self.masked_RNB | (self.settings.edits_R + self.settings.softens_R > 0)[:, None, None]
+        return changes & self.editable_RNB & self.active_RN[..., None]
+
+    @property
+    def progress_RN(self) -> Tensor:
+        """Filled share of each slot's editable positions, float64; 1 where nothing is editable."""
+        left = (self.masked_RNB & self.editable_RNB).sum(-1)
+        return 1.0 - left / self.num_editable_RN.clamp(min=1.0)
+
+    def draw(self, at_A: Tensor | None, *, truncates: bool = True) -> Draw:
+        """The inputs of drawing at places `at_A` of the flattened buffer (`None`: all places).
+
+        `truncates` may be false if no row sets top_k or top_p: the vocabulary is then not sorted.
+        """
+        row_A, settings = self._row_of(at_A), self.settings
+        positions = self.positions_RNB.flatten()
+        return Draw(
+            temperature_P=settings.temperature_R[row_A],
+            top_p_P=settings.top_p_R[row_A],
+            top_k_P=settings.top_k_R[row_A],
+            seed_P=settings.seed_R[row_A],
+            position_P=positions if at_A is None else positions[at_A.clamp(max=len(positions) - 1)],
+            forward_P=settings.forward_R[row_A],
+            truncates=truncates,
+        )
+
+    def fallback_at(self, at_A: Tensor | None) -> Tensor:
+        """The rows' `FALLBACKS` numbers at places `at_A` of the flattened buffer (`None`: all places)."""
+        return self.settings.fallback_R[self._row_of(at_A)]
+
+    def _row_of(self, at_A: Tensor | None) -> Tensor:
+        """The row of each place; for the sentinel of padding, one past the last place, the last row."""
+        if at_A is None:
+            at_A = torch.arange(self.masked_RNB.numel(), device=self.masked_RNB.device)
+        return (at_A // (self.num_slots * self.block_size)).clamp(max=len(self.masked_RNB) - 1)
+
+    def join(self, row: int, request: Request) -> None:
+        """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE."""
+        self._clear(row)
+        known = (*request.prompt, *request.committed)
+        origin = request.decoding.grid_origin(len(request.prompt))
+        remainder = known[len(known) - (len(known) - origin) % self.block_size :]
+        if remainder:
+            self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
+            self.masked_RNB[row, 0, : len(remainder)] = False
+        self.state_RN[row, 0] = int(SlotState.ACTIVE)
+        self.settings.write(row, request, block_size=self.block_size)
+        self._derive()
+
+    def leave(self, row: int) -> None:
+        """Free a row and clear its state."""
+        self._clear(row)
+        self._derive()
+
+    @property
+    def _state(self) -> tuple[Tensor, ...]:
+        """The tensors that a step reads and changes; `_derive` computes the others from them."""
+        return *self._per_slot, *self.settings.columns
+
+    def save(self, row: int) -> list[Tensor]:
+        """A copy of a row's state, for `restore`."""
+        return [t[row].clone() for t in self._state]
+
+    def restore(self, row: int, saved: list[Tensor]) -> None:
+        """Write a saved state into any row."""
+        for tensor, value in zip(self._state, saved, strict=True):
+            tensor[row] = value
+        self._derive()
+
+    def save_all(self) -> list[Tensor]:
+        """A copy of all rows' state, for `restore_all`."""
+        return [t.clone() for t in self._state]
+
+    def restore_all(self, saved: list[Tensor]) -> None:
+        for tensor, value in zip(self._state, saved, strict=True):
+            tensor.copy_(value)
+        self._derive()
+
+    def hold_to(self, max_blocks: int) -> None:
+        """From the next `activate()` on, rows of adaptive requests grow to `max_blocks` resident blocks at most.
+
+        Blocks that are resident stay. Every row may have one, and none more than its request's buffer size.
+        """
+        if max_blocks != self.max_blocks:
+            self.max_blocks = max_blocks
+            self._max_blocks.fill_(max_blocks)
+
+    def activate(self) -> None:
+        """DUMMY -> ACTIVE (Alg. 5 lines 4 to 8): at most one slot a row, the first DUMMY one.
+
+        A row grows when its last ACTIVE block has progress > tau_add and stability > tau_stable, or when no block is
+        ACTIVE. It never grows past its buffer size (`hold_to`: or what is left of it) or its token budget, nor while a
+        resident block has a generated EOS (Alg. 4 line 5).
+        """
+        settings, active = self.settings, self.active_RN
+        num_resident_R = self.resident_RN.sum(-1)
+        last_active = torch.where(active, self._slots, -1).amax(-1)
+        last = last_active.clamp(min=0)[:, None]
+        progress = self.progress_RN.gather(1, last)[:, 0]
+        stability = self.stability_RN.gather(1, last)[:, 0]
+        wants = (last_active < 0) | ((progress > settings.tau_add_R) & (stability > settings.tau_stable_R))
+        starts = settings.origin_R + (settings.first_block_R + num_resident_R) * self.block_size
+        limit_R = torch.minimum(settings.limit_R, torch.maximum(settings.kept_R, self._max_blocks))
+        room = (num_resident_R < limit_R) & (starts < settings.end_R)
+        grows = wants & room & ~self._has_eos_R()
+        next_slot = grows[:, None] & (self._slots == num_resident_R[:, None])
+        self.state_RN.masked_fill_(next_slot, int(SlotState.ACTIVE))
+
+    def set_token(self, row: int, slot: int, offset: int, token: int) -> None:
+        """Fill an open position with a token that is certain."""
+        self.tokens_RNB[row, slot, offset] = token
+        self.masked_RNB[row, slot, offset] = False
+        self.confidence_RNB[row, slot, offset] = 1.0
+
+    def close_complete(self, row: int) -> None:
+        """Mark the row's leading complete blocks TO_CACHE: their inputs are final before the forward that follows."""
+        final_N = self._complete_RN[row].long().cumprod(-1).bool()
+        self.state_RN[row] = self.state_RN[row].masked_fill(final_N, int(SlotState.TO_CACHE))
+
+    def commit(
+        self, prediction: Prediction, *, revises: bool = True, quotas: bool = True, chosen: Chosen | None = None
+    ) -> Commit:
+        """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
+
+        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if every row's `tokens_per_step`
+        is 1: that work is then skipped. In `chosen` rows the host has decided what is accepted.
+        """
+        settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
+        stored = self.state_RN == SlotState.TO_CACHE
+        accepted = self._accept(prediction, revises, quotas)
+        if chosen is not None:
+            accepted = torch.where(chosen.rows_R[:, None, None], chosen.accepted_RNB, accepted)
+        written, rated, num_edited_RN = accepted, accepted, torch.zeros_like(self.num_steps_RN)
+        if revises:
+            filled = ~self.masked_RNB & self.editable_RNB & active[..., None]
+            edited = revise(prediction, self.tokens_RNB, filled, tau_R=settings.tau_t2t_R)
+            written, num_edited_RN = accepted | edited, edited.sum(-1)
+            rated = written | (settings.softens_R[:, None, None] > 0) & filled
+            confirmed = filled & (prediction.token_RNB == self.tokens_RNB)
+            self.stability_RN.copy_(torch.where(active, _share(confirmed.sum(-1), filled.sum(-1), empty=1.0), 1.0))
+            self.num_steps_RN.add_(active & ((settings.softens_R[:, None] > 0) | was_complete))
+        self.confidence_RNB.copy_(torch.where(rated, prediction.confidence_RNB, self.confidence_RNB))
+        self.tokens_RNB.copy_(torch.where(written, prediction.token_RNB, self.tokens_RNB))
+        self.masked_RNB.logical_and_(~accepted)
+
+        final = self._complete_RN
+        if revises:
+            changed = written.any(-1)
+            settled = self._settled(final, was_complete, changed)
+            stored = stored | (active & was_complete & ~changed & (settings.edits_R[:, None] > 0))
+            final = (self.state_RN == SlotState.TO_CACHE) | settled
+        final = final.long().cumprod(-1).bool()
+        self.state_RN.masked_fill_(final, int(SlotState.TO_CACHE))
+        if revises:
+            self._mix_embeddings(active & ~final)
+        settings.forward_R.add_(self.resident_RN.any(-1))
+
+        commit = Commit(
+            stored.long().cumprod(-1).sum(-1),
+            self.tokens_RNB.clone(),
+            self.masked_RNB.clone(),
+            self.confidence_RNB.clone(),
+            accepted.sum(-1),
+            num_edited_RN,
+        )
+        self._slide(commit.num_blocks_R)
+        return commit
+
+    @property
+    def _complete_RN(self) -> Tensor:
+        return self.resident_RN & ~(self.masked_RNB & self.editable_RNB).any(-1)
+
+    def _accept(self, prediction: Prediction, revises: bool, quotas: bool) -> Tensor:
+        """Open positions that become tokens. The first slot and those after a semi-complete slot may fall back."""
+        settings, open_RNB = self.settings, self.open_RNB
+        semi = self.progress_RN[:, :-1] >= settings.tau_semi_R[:, None]
+        gate_RN = torch.nn.functional.pad(semi, (1, 0), value=True)
+        by_threshold = accept_m2t(
+            prediction,
+            open_RNB,
+            gate_RN=gate_RN,
+            tau_R=settings.tau_m2t_R,
+            quota_R=settings.quota_R if quotas else None,
+            leftmost_R=settings.fallback_R == LEFTMOST,
+        )
+        if not revises:
+            return by_threshold
+        from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)
+        return torch.where(settings.softens_R[:, None, None] > 0, from_left, by_threshold)
+
+    def _settled(self, complete: Tensor, was_complete: Tensor, changed: Tensor) -> Tensor:
+        """ACTIVE slots (R, N) whose block is complete and needs no more revision.
+
+        Under T2T that is a block that was edited in `max_edits` forwards. A block that a forward leaves unchanged is
+        stored by that same forward and is not meant here.
+        """
+        settings = self.settings
+        edits, softens = settings.edits_R[:, None] > 0, settings.softens_R[:, None] > 0
+        capped = was_complete & changed & (self.num_steps_RN >= settings.max_edits_R[:, None])
+        confident = (self.confidence_RNB >= settings.stop_confidence_R[:, None, None]) | ~self.editable_RNB
+        steady = confident.all(-1) | ~changed | (self.num_steps_RN >= self.block_size)
+        return complete & torch.where(edits, capped, ~softens | steady)
+
+    def _mix_embeddings(self, active: Tensor) -> None:
+        """DMax: the next forward mixes the embeddings of filled positions in `active` slots (R, N) by their
+        confidence. All other tokens are hard, also those of final blocks, so that pages hold hard tokens."""
+        mixed = (self.settings.softens_R[:, None] > 0) & active
+        mixed = mixed[..., None] & self.editable_RNB & ~self.masked_RNB
+        self.weight_RNB.copy_(torch.where(mixed, self.confidence_RNB, 1.0))
+
+    def _slide(self, count_R: Tensor) -> None:
+        """Move each row's slots forward by `count_R`; the slots at its end become empty."""
+        if count_R.device.type == "cpu" and not count_R.any():
+            return  # on a GPU, reading the counts would cost more than the copies
+        source = self._slots + count_R[:, None]
+        empties = source >= self.num_slots
+        source = source.clamp(max=self.num_slots - 1)
+        for tensor, empty in self._per_slot.items():
+            deep = tensor.ndim == 3
+            index = source[..., None].expand_as(tensor) if deep else source
+            tensor.copy_(tensor.gather(1, index).masked_fill(empties[..., None] if deep else empties, empty))
+        self.settings.first_block_R.add_(count_R)
+        self._derive()
+
+    def _has_eos_R(self) -> Tensor:
+        """Rows with a generated EOS in a resident block, where an EOS ends the request."""
+        is_eos = (self.tokens_RNB[..., None] == self._eos).any(-1)
+        generated = is_eos & ~self.masked_RNB & self.editable_RNB & self.resident_RN[..., None]
+        return generated.flatten(1).any(-1) & (self.settings.eos_stops_R > 0)
+
+    def _clear(self, row: int) -> None:
+        for tensor, empty in self._per_slot.items():
+            tensor[row] = empty
+        self.settings.clear(row)
+
+
+def _share(part: Tensor, whole: Tensor, *, empty: float) -> Tensor:
+    """`part / whole` in float64, `empty` where `whole` is 0."""
+    return torch.where(whole > 0, part.double() / whole.double().clamp(min=1.0), empty)

@@ -1,0 +1,210 @@
+"""Decoding methods by name, the rows of the papers' tables; and a model's measured front, where `speed` chooses.
+
+`METHODS` is the one list of methods: sweeps and benchmarks name its entries and change fields of them. `TABLE_4` is
+the MBD-LMs paper's Table 4, one entry for each model and task family: the SingleBD row, and the MultiBD row, which the
+trained MBD-LM shares with the training-free baseline. `NAMED_METHODS` has its rows by name beside `METHODS`, as
+`table-4/LLaDA2-Mini/math/multi`. `D2F_TABLE_8` is the D2F paper's Table 8.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mbd_core.decoding.blocks.config import decoding_config, from_fields
+
+# Decoding methods by name: the rows of the papers' tables as fields of `DecodingConfig`, without the block size.
+
+Fields = Mapping[str, Any]
+
+SINGLE, MULTI = "single", "multi"
+
+METHODS: dict[str, Fields] = {
+    # block by block; for the first two the model's own defaults decide all other fields
+    SINGLE: {"buffer_size": 1},
+    MULTI: {},
+    "single-bd-riding-store": {"buffer_size": 2, "tau_add": 1.0},
+    "multi-bd": {"buffer_size": 4, "tau_add": 0.1, "tau_semi": 0.9},
+    "t2t": {"tau_m2t": 0.7, "t2t": {"tau": 0.5}},
+    "multi-bd-t2t": {"buffer_size": 2, "tau_m2t": 0.7, "t2t": {"tau": 0.5}},
+    "dmax": {"tau_m2t": 0.5, "soft": {}},
+    "multi-bd-dmax": {"buffer_size": 2, "tau_m2t": 0.5, "tau_stable": 0.5, "soft": {}},
+    # full-attention models, block by block
+    "d2f": {"buffer_size": 8, "tau_add": 0.1, "tau_semi": 0.95, "tau_m2t": 0.9, "prompt_attention": "full"},
+    "d2f-cache-only": {"buffer_size": 1, "tau_m2t": 0.9, "prompt_attention": "full"},
+    "d2f-block-causal": {"buffer_size": 8, "tau_add": 0.1, "tau_semi": 0.95, "tau_m2t": 0.9},
+    # full-attention models, on a canvas
+    "llada": {"canvas": {"accept": "quota"}},
+    "llada-random": {"canvas": {"accept": "quota", "score": "random"}},
+    "dream-entropy": {"canvas": {"block_length": None, "accept": "schedule", "score": "neg_entropy"}},
+    "dream-maskgit-plus": {"canvas": {"block_length": None, "accept": "schedule"}},
+    "dream-margin": {"canvas": {"block_length": None, "accept": "schedule", "score": "margin"}},
+    "dream-origin": {"canvas": {"block_length": None, "accept": "origin"}},
+    "fast-dllm": {"canvas": {}},
+    "fast-dllm-prefix": {"canvas": {"cache": "prefix"}},
+    "fast-dllm-dual": {"canvas": {"cache": "dual"}},
+    "fast-dllm-factor": {"canvas": {"cache": "dual", "accept": "factor"}},
+    "dllm-cache": {"canvas": {"refresh": {}}},
+    "local-leap": {"canvas": {"leap": {}}},
+    "block-batch": {"canvas": {"branches": {}}},
+}
+
+Family = Literal["math", "code"]
+
+
+def merge_fields(base: Fields, changes: Fields) -> dict[str, Any]:
+    """`base` with the fields of `changes` replaced. Parts in both ("t2t", "canvas") are merged field by field."""
+    parts = {
+        name: merge_fields(base[name], part)
+        for name, part in changes.items()
+        if isinstance(part, Mapping) and isinstance(base.get(name), Mapping)
+    }
+    return {**base, **changes, **parts}
+
+
+def _rows(single: Fields, multi: Fields) -> dict[str, Fields]:
+    return {"single": {"buffer_size": 1, **single}, "multi": {**single, **multi}}
+
+
+def _both(single: Fields, multi: Fields, code: Fields) -> dict[Family, dict[str, Fields]]:
+    return {"math": _rows(single, multi), "code": _rows(single, {**multi, **code})}
+
+
+_LLADA2 = {"buffer_size": 2, "tau_add": 0.1, "tau_semi": 0.9}
+
+TABLE_4: dict[str, dict[Family, dict[str, Fields]]] = {
+    "LLaDA2-Mini-DMax": {
+        "math": _rows({"tau_m2t": 0.5, "soft": {}}, {**_LLADA2, "tau_stable": 0.5}),
+        "code": _rows({"tau_m2t": 0.65, "soft": {}}, {**_LLADA2, "tau_add": 0.9, "tau_stable": 0.5}),
+    },
+    "LLaDA2-Mini": _both({"tau_m2t": 0.95}, _LLADA2, {"tau_add": 0.9}),
+    "LLaDA2-Mini-CAP": _both({"tau_m2t": 0.95}, _LLADA2, {"tau_add": 0.9}),
+    "SDAR-8B-Chat-b32": _both({"tau_m2t": 0.95}, {**_LLADA2, "buffer_size": 4}, {"tau_add": 0.9}),
+    "SDAR-8B-Chat-b4": _both(
+        {"tau_m2t": 0.95},
+        {"buffer_size": 4, "tau_add": 0.1, "tau_semi": 0.25},
+        {"tau_add": 0.75, "tau_semi": 0.75},
+    ),
+    "LLaDA2.1-Mini": _both({"tau_m2t": 0.7, "t2t": {"tau": 0.5}}, _LLADA2, {"tau_add": 0.9}),
+}
+
+
+NAMED_METHODS: dict[str, Fields] = METHODS | {
+    f"table-4/{model}/{family}/{row}": fields
+    for model, families in TABLE_4.items()
+    for family, rows in families.items()
+    for row, fields in rows.items()
+}
+
+
+def _d2f(max_tokens: int, block: int, tau_add: float, tau_m2t: float = 0.9) -> Fields:
+    return {
+        "block_size": block,
+        "buffer_size": max_tokens // block,
+        "tau_add": tau_add,
+        "tau_semi": 0.95,
+        "tau_m2t": tau_m2t,
+        "prompt_attention": "full",
+    }
+
+
+D2F_TABLE_8: dict[str, Fields] = {
+    "LLaDA/gsm8k": _d2f(512, 64, 0.7),
+    "LLaDA/mbpp": _d2f(512, 32, 0.9),
+    "LLaDA/humaneval": _d2f(512, 32, 0.1),
+    "LLaDA/math": _d2f(512, 32, 0.1),
+    "Dream/gsm8k": _d2f(256, 32, 0.1),
+    "Dream/mbpp": _d2f(256, 48, 0.1),
+    "Dream/humaneval": _d2f(256, 32, 0.9, 0.95),
+    "Dream/math": _d2f(256, 64, 0.1),
+}
+
+
+# A model's measured Pareto front of accuracy against speed, and the decoding that stands at each of its points.
+
+KEY = "speed_front"  # of generation_config.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedPoint:
+    """A measured decoding configuration: percent right, and tokens per forward."""
+
+    decoding: Mapping[str, Any]
+    accuracy: float
+    tpf: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedFront:
+    """Points of which each is faster and less accurate than the one before, and where they were measured.
+
+    `speed` runs along their tokens per forward: 0 is the first point, the most accurate; 1 the last, the fastest.
+    """
+
+    points: tuple[SpeedPoint, ...]
+    tasks: tuple[str, ...] = ()
+    num_samples: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError(f"{KEY}: it has no points")
+        for slow, fast in zip(self.points, self.points[1:], strict=False):
+            if not (slow.tpf < fast.tpf and slow.accuracy > fast.accuracy):
+                raise ValueError(
+                    f"{KEY}: accuracy {fast.accuracy:g} at {fast.tpf:g} tokens per forward follows accuracy "
+                    f"{slow.accuracy:g} at {slow.tpf:g}; each point must be faster and less accurate than the last"
+                )
+
+    @property
+    def speeds(self) -> list[float]:
+        """The speed at which each point stands, rounded to four digits."""
+        first, last = self.points[0].tpf, self.points[-1].tpf
+        return [round((p.tpf - first) / (last - first), 4) if last > first else 0.0 for p in self.points]
+
+    def at(self, speed: float) -> tuple[float, SpeedPoint]:
+        """The point nearest to `speed`, the slower of two, and its own speed."""
+        return min(zip(self.speeds, self.points, strict=True), key=lambda pair: (abs(pair[0] - speed), pair[0]))
+
+    def shown(self) -> dict[str, Any]:
+        """The front as `/health` names it."""
+        points = [{"speed": s, **asdict(p)} for s, p in zip(self.speeds, self.points, strict=True)]
+        return {"tasks": list(self.tasks), "num_samples": self.num_samples, "points": points}
+
+    def stored(self) -> dict[str, Any]:
+        """The front as `generation_config.json` holds it, under `KEY`."""
+        return {"tasks": list(self.tasks), "num_samples": self.num_samples, "points": [asdict(p) for p in self.points]}
+
+
+def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront | None:
+    """The front in a `generation_config.json`, `None` if it has none.
+
+    Raises `ValueError` for one that is no front, or whose decoding the model cannot honour.
+    """
+    stored = generation.get(KEY)
+    if stored is None:
+        return None
+    if not isinstance(stored, Mapping) or not isinstance(stored.get("points"), list):
+        raise ValueError(f"{KEY} must be an object with a list of points; write it with jobs/speed_front.py")
+    points = []
+    for number, point in enumerate(stored["points"]):
+        numbers = [point.get(name) for name in ("accuracy", "tpf")] if isinstance(point, Mapping) else []
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+            raise ValueError(f"{KEY}.points.{number}: needs the numbers accuracy and tpf, and decoding")
+        if not isinstance(point.get("decoding"), Mapping):
+            raise ValueError(f"{KEY}.points.{number}: decoding must be an object")
+        try:
+            decoding_config(generation, point["decoding"], block_size=block_size)
+        except ValueError as error:
+            raise ValueError(f"{KEY}.points.{number}: {error}") from None
+        points.append(from_fields(SpeedPoint, point))
+    return SpeedFront(
+        points=tuple(points), tasks=tuple(stored.get("tasks", ())), num_samples=int(stored.get("num_samples", 0))
+    )
+
+
+def pareto_points(measured: Iterable[SpeedPoint]) -> tuple[SpeedPoint, ...]:
+    """The points that no other one beats in accuracy or speed without losing in the other, the slowest first."""
+    front: list[SpeedPoint] = []
+    for point in sorted(measured, key=lambda p: (-p.tpf, -p.accuracy)):
+        if not front or point.accuracy > front[-1].accuracy:
+            front.append(point)
+    return tuple(reversed(front))

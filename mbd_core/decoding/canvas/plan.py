@@ -1,0 +1,181 @@
+"""The interface between canvas decoders and engines: lanes, the forward that a decoder plans, its update."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling_config import Sampling
+
+# The interface between canvas decoders and engines: the forward that a decoder plans, and its update afterwards.
+#
+# A canvas is one sequence of fixed length, the prompt and `max_tokens` masks, under full attention. A decoder keeps
+# it on one or more lanes (guidance has two, BlockBatch one for each branch), each with keys and values of its own.
+#
+# Shape legend: Q positions of one query, A those with logits, V vocabulary.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasTask:
+    """One request for a decoder; the fields are the arguments of `canvas_decoder`."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    canvas: Canvas
+    sampling: Sampling
+    eos_token_ids: tuple[int, ...]
+    vocab: Vocab
+    shift: bool
+
+
+@dataclass(frozen=True)
+class Query:
+    """One row of a forward: positions [start, stop) of one lane.
+
+    Their keys and values replace the old ones in the lane's cache before any position attends; then each position
+    attends to all `length` keys of the lane, without a mask.
+
+    tokens     (Q,) int64 input ids, the mask id where masked
+    logits_at  (A,) absolute positions in [start, stop) whose logits are returned. If the logits of position p - 1
+               predict p (Dream), a decoder that fills p lists p - 1
+    """
+
+    lane: int
+    start: int
+    stop: int
+    tokens: Tensor
+    logits_at: Tensor
+
+
+@dataclass(frozen=True)
+class CanvasPlan:
+    """The next forward: `copies` (source, target) of whole lanes' keys and values, in this order; then `queries`."""
+
+    copies: list[tuple[int, int]]
+    queries: list[Query]
+
+    @property
+    def num_positions(self) -> int:
+        """Query positions of all lanes, packed without padding."""
+        return sum(q.stop - q.start for q in self.queries)
+
+
+@dataclass(frozen=True)
+class CanvasUpdate:
+    """What one forward changed, by (lane, block); for traces.
+
+    accepted    masks that became tokens
+    mask_ratio  share of the block's positions that were masked before, for every block in `accepted`
+    edited      tokens that were replaced (BlockBatch's sync)
+    """
+
+    accepted: Mapping[tuple[int, int], int]
+    mask_ratio: Mapping[tuple[int, int], float]
+    edited: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+class CanvasDecoder(Protocol):
+    """One request: a state machine without a model. `plan` changes nothing, `update` advances the state.
+
+    `tokens` begin at the prompt's end and stop before the first mask, or after the first EOS before that mask.
+    `log_probs` are their log-probabilities in the forwards that accepted them, `steps` the numbers of these, from 1.
+    """
+
+    @property
+    def num_lanes(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def num_forwards(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def log_probs(self) -> list[float]: ...
+
+    @property
+    def steps(self) -> list[int]: ...
+
+    def plan(self) -> CanvasPlan: ...
+
+    def update(self, logits: list[Tensor]) -> CanvasUpdate: ...
+
+
+# A lane: one copy of a canvas, with keys and values of its own. Guidance has two, BlockBatch one for each branch.
+
+
+@dataclass
+class Lane:
+    """The tokens of a canvas on the host. Masked is a boolean, never "token == mask id".
+
+    log_probs  of each token in the forward that accepted it, whose number is in `steps`
+    """
+
+    tokens: Tensor
+    masked: Tensor
+    log_probs: Tensor
+    steps: Tensor
+
+    @classmethod
+    def fresh(cls, prompt: tuple[int, ...], max_tokens: int, mask_token_id: int) -> "Lane":
+        """The prompt, followed by `max_tokens` masks."""
+        tokens = torch.tensor([*prompt, *[mask_token_id] * max_tokens], dtype=torch.int64)
+        masked = torch.zeros(len(tokens), dtype=torch.bool)
+        masked[len(prompt) :] = True
+        return cls(tokens, masked, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros_like(tokens))
+
+    def copy(self) -> "Lane":
+        return Lane(self.tokens.clone(), self.masked.clone(), self.log_probs.clone(), self.steps.clone())
+
+    def open_positions(self, start: int, stop: int) -> Tensor:
+        """Masked positions in [start, stop), ascending."""
+        return self.masked[start:stop].nonzero()[:, 0] + start
+
+    def fill(self, positions: Tensor, tokens: Tensor, log_probs: Tensor, *, step: int) -> None:
+        self.tokens[positions] = tokens
+        self.log_probs[positions] = log_probs
+        self.steps[positions] = step
+        self.masked[positions] = False
+
+    def first_mask(self, start: int) -> int:
+        """The first masked position from `start` on; the canvas's length if there is none."""
+        rest = self.masked[start:]
+        return start + int(rest.int().argmax()) if bool(rest.any()) else len(self.masked)
+
+    def find(self, ids: tuple[int, ...], start: int, stop: int) -> int | None:
+        """The first decided position in [start, stop) whose token is one of `ids`."""
+        hits = torch.isin(self.tokens[start:stop], torch.tensor(ids, dtype=torch.int64)) & ~self.masked[start:stop]
+        return start + int(hits.int().argmax()) if bool(hits.any()) else None
+
+    def decided_range(self, start: int, eos_token_ids: tuple[int, ...]) -> slice:
+        """The positions from `start` up to the first mask, or up to and including the first EOS before that mask."""
+        stop = self.first_mask(start)
+        eos = self.find(eos_token_ids, start, stop)
+        return slice(start, stop if eos is None else eos + 1)
+
+    def query(self, index: int, start: int, stop: int, logits_at: Tensor) -> Query:
+        """The query of positions [start, stop) for lane `index`, with a copy of the tokens."""
+        return Query(index, start, stop, self.tokens[start:stop].clone(), logits_at)
+
+
+def num_lanes(canvas: Canvas, max_tokens: int) -> int:
+    """How many lanes a request's decoder has."""
+    if canvas.branches is not None:
+        return len(distinct_lengths(canvas.branches, max_tokens))
+    return 2 if canvas.cfg_scale else 1
+
+
+def distinct_lengths(branches: Branches, max_tokens: int) -> list[int]:
+    """The block lengths that decode this canvas differently: all that are shorter, and the first that is not."""
+    lengths = branches.block_lengths
+    return [n for i, n in enumerate(lengths) if i == 0 or lengths[i - 1] < max_tokens]

@@ -1,0 +1,163 @@
+"""Acceptance on a canvas: the guess at each open position, how many a step fills, which become tokens.
+
+Each rule returns a boolean mask (P,) of the positions it accepts.
+
+Shape legend: P open positions, ascending, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.canvas_config import Canvas, Leap
+from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, gumbel, margin, neg_entropy, uniform
+from mbd_core.decoding.blocks.sampling_config import Sampling
+
+# Acceptance on a canvas: the model's guess at each open position, and the positions that become tokens.
+
+# Noise of a position, rather than of a token, is drawn with one of these ids, which no token has.
+RANDOM_SCORE, RANDOM_RANK, RANDOM_TURN = -1, -2, -3
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What the model predicts at each open position, on the host: the token, its probability, and its score (P,)."""
+
+    position_P: Tensor
+    token_P: Tensor
+    confidence_P: Tensor
+    score_P: Tensor
+
+    def select(self, index: Tensor | slice) -> "Guesses":
+        """The guess at some of the positions."""
+        return Guesses(self.position_P[index], self.token_P[index], self.confidence_P[index], self.score_P[index])
+
+
+def noise_source(position_P: Tensor, sampling: Sampling, forward: int) -> Draw:
+    """The request's own noise at `position_P` in forward number `forward`, independent of the rest of the batch."""
+
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full(position_P.shape, value, dtype=dtype, device=position_P.device)
+
+    return Draw(
+        temperature_P=full(sampling.temperature, torch.float32),
+        top_p_P=full(sampling.top_p, torch.float32),
+        top_k_P=full(sampling.top_k, torch.int64),
+        seed_P=torch.full_like(position_P, sampling.seed),
+        position_P=position_P,
+        forward_P=torch.full_like(position_P, forward),
+        truncates=sampling.truncates,
+    )
+
+
+def guess(
+    logits_PV: Tensor, position_P: Tensor, forward: int, canvas: Canvas, sampling: Sampling, vocab: Vocab
+) -> Guesses:
+    """The guess at each open position, in one copy to the host.
+
+    Margin and negative entropy are those of the model's own distribution, whatever the temperature.
+    """
+    device_position_P = position_P.to(logits_PV.device)
+    draw = noise_source(device_position_P, sampling, forward)
+    token_P, confidence_P = choose(logits_PV, vocab, draw if sampling.draws else None)
+    match canvas.score:
+        case "confidence":
+            score_P = confidence_P
+        case "margin":
+            score_P = margin(logits_PV, vocab)
+        case "neg_entropy":
+            score_P = neg_entropy(logits_PV)
+        case "random":
+            score_P = uniform(draw, torch.full_like(device_position_P, RANDOM_SCORE)[:, None])[:, 0]
+    host = torch.stack((token_P.double(), confidence_P.double(), score_P.double())).cpu()
+    return Guesses(position_P, host[0].long(), host[1], host[2])
+
+
+def accept_best(score_P: Tensor, count: int) -> Tensor:
+    """The `count` positions of highest score, or all if there are fewer; ties go to the lowest position."""
+    accepted_P = torch.zeros(score_P.shape, dtype=torch.bool)
+    accepted_P[score_P.argsort(descending=True, stable=True)[:count]] = True
+    return accepted_P
+
+
+def noisy_scores(guesses: Guesses, canvas: Canvas, sampling: Sampling, forward: int) -> Tensor:
+    """Scores (P,) with Gumbel noise: their n highest are n draws without replacement.
+
+    The odds of a position are exp(score / score_temperature). With `score_temperature` 0 they are the scores without
+    noise.
+    """
+    if canvas.score_temperature == 0:
+        return guesses.score_P
+    draw = noise_source(guesses.position_P, sampling, forward)
+    noise_P = gumbel(draw, torch.full_like(guesses.position_P, RANDOM_RANK)[:, None])[:, 0]
+    return guesses.score_P / canvas.score_temperature + noise_P.double()
+
+
+def accept_over_threshold(guesses: Guesses, tau: float, leap: Leap | None) -> Tensor:
+    """Positions with confidence >= tau; with `leap` also those >= tau_relaxed near one of them (LocalLeap).
+
+    Only positions with confidence >= `tau` are anchors: one that the relaxed threshold accepts does not relax others.
+    """
+    sure_P = guesses.confidence_P >= tau
+    if leap is None:
+        return sure_P
+    anchors = guesses.position_P[sure_P]
+    near_P = ((guesses.position_P[:, None] - anchors).abs() <= leap.radius).any(-1)
+    return sure_P | (near_P & (guesses.confidence_P >= leap.tau_relaxed))
+
+
+def accept_by_factor(guesses: Guesses, factor: float) -> Tensor:
+    """The longest sequence of ranks n with (n + 1)(1 - c_n) <= factor, the first rank always (Fast-dLLM, Sec. 3).
+
+    The released code also accepts the last rank if all ranks before it pass; the paper's rule does not.
+    """
+    confidence, order = guesses.confidence_P.sort(descending=True, stable=True)
+    rank = torch.arange(1, len(order) + 1)
+    passes = (rank + 1) * (1.0 - confidence) <= factor
+    passes[:1] = True
+    accepted_P = torch.zeros_like(passes)
+    accepted_P[order[passes.long().cumprod(0).bool()]] = True
+    return accepted_P
+
+
+def accept_by_chance(guesses: Guesses, share: float, sampling: Sampling, forward: int) -> Tensor:
+    """Each position independently with probability `share` (Dream's `origin`)."""
+    draw = noise_source(guesses.position_P, sampling, forward)
+    return uniform(draw, torch.full_like(guesses.position_P, RANDOM_TURN)[:, None])[:, 0] < share
+
+
+# The number of masks that each step of a block fills: LLaDA's even quota, Dream's schedule of times.
+#
+# Offsets count from the prompt's end.
+
+
+def steps_of_block(steps: int, max_tokens: int, start: int, stop: int) -> int:
+    """The number of the canvas's `steps` that the block [start, stop) gets, in proportion to its length."""
+    return steps * stop // max_tokens - steps * start // max_tokens
+
+
+def quota(num_masked: int, num_steps: int, step: int) -> int:
+    """How many masks of a block step `step` fills: equal parts, the remainder to the first steps; 0 after the last."""
+    if step >= num_steps:
+        return 0
+    return num_masked // num_steps + (step < num_masked % num_steps)
+
+
+def unmasking_share(num_steps: int, step: int, eps: float) -> float:
+    """1 - s / t between two of the `num_steps + 1` times from 1 to `eps`; 1 at the last step (Dream).
+
+    In float32, as in the released code, because rounding can change the floor of a product by one.
+    """
+    if step >= num_steps - 1:
+        return 1.0
+    times = torch.linspace(1, eps, num_steps + 1)
+    return float(1 - times[step + 1] / times[step])
+
+
+def scheduled_quota(num_masked: int, num_steps: int, step: int, eps: float) -> int:
+    """How many of the `num_masked` masked positions step `step` fills; all at the last step (Dream)."""
+    if step >= num_steps - 1:
+        return num_masked
+    times = torch.linspace(1, eps, num_steps + 1)
+    return int(num_masked * (1 - times[step + 1] / times[step]))

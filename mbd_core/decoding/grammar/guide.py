@@ -1,0 +1,467 @@
+"""Which tokens one answer may have at its next position, and how it can still end in time.
+
+The positions of an answer are decided from left to right, several in a forward: a grammar knows what may follow a
+text, and nothing of what may stand behind a gap. What the grammar forces is decided at once and needs no forward.
+
+A guide always knows a closing: tokens that complete the answer within its budget. A decision after which no closing is
+found is taken back, and the closing's own token is decided instead. So an answer is never cut in its middle, and one
+whose grammar becomes too complex to go on with is closed.
+
+The matcher is llguidance's. Only compiling a grammar imports it: an engine without grammars, as in the benchmarks of a
+bare GPU machine, runs without it.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Pick = Callable[[int, np.ndarray], tuple[int, float]]
+"""The token at the i-th open position among the allowed ones (V,), and its probability among them."""
+
+# A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
+MAX_COMPILED = 32  # grammars that are kept for other requests
+MAX_SEARCH, MAX_THOROUGH = 256, 16  # tokens of a closing that is looked for between two forwards, in the two ways
+NUM_TRIED, NUM_FOLLOWED = 64, 24  # tokens that are tried at a position, and those whose next position is looked at
+MAX_LITERALS = 32
+MASK_TRIES = 40  # trying a token costs about this part of computing which ones are allowed
+STEP_TRIES = 25_000  # of all rows of a step together, from which on no other row begins to look for a new closing
+
+
+class Search:
+    """What the guides of one step may do together to find closings, counted in tokens that are tried.
+
+    It is counted and not timed: the same rows are always decided alike. A search that has begun goes to its own end.
+
+    error  why the matcher could not go on in the latest walk that found no end; empty where it could
+    """
+
+    def __init__(self, tries: float = math.inf) -> None:
+        self._left = tries
+        self.error = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other search may begin."""
+        return self._left <= 0
+
+    def count(self, tries: int) -> None:
+        self._left -= tries
+
+
+class Vocabulary(Protocol):
+    """What a guide needs of a tokenizer: llguidance's form of it."""
+
+    def __call__(self) -> LLTokenizer: ...
+
+
+class Closings:
+    """Looks for short ends of answers, in two ways. The quick one takes tokens that close something, which ends JSON.
+    The thorough one takes tokens after which little, or something new, may follow. Both try at each position whether
+    one more token ends the answer, or a literal of the grammar."""
+
+    def __init__(self, tokenizer: LLTokenizer, *, eos_token_id: int, forbidden: Sequence[int]) -> None:
+        self.eos_token_id, self._tokenizer, self._size = eos_token_id, tokenizer, tokenizer.vocab_size
+        texts = [tokenizer.decode_bytes([token]) for token in range(self._size)]
+        special = [texts[t].decode(errors="replace") for t in range(self._size) if tokenizer.is_special_token(t)]
+        self._special = [text for text in special if text]
+        self._rank_V = np.array([_rank(text) for text in texts])
+        self._lengths_V = np.array([len(text) for text in texts])
+        self._order_V = np.lexsort((-self._lengths_V, self._rank_V))
+        single = np.flatnonzero(self._lengths_V == 1)
+        self._single = np.array(sorted(single, key=lambda t: _BYTE_RANK[texts[t][0]]), dtype=np.int64)
+        self._quotes = np.flatnonzero([text == b'"' for text in texts])
+        self._never = np.array(sorted(forbidden), dtype=np.int64)
+
+    def literals(self, grammar: Grammar) -> list[list[int]]:
+        """The tokens of plain words and marks that stand in a grammar's text."""
+        if grammar.syntax == "json_schema":
+            return []
+        found = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
+        return [self._tokenizer.tokenize_str(text) for text in list(found)[:MAX_LITERALS]]
+
+    def special_in(self, grammar: Grammar) -> str:
+        """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
+        text = grammar.text.replace("\\", "")
+        found = next((special for special in self._special if special in text), None)
+        return "" if found is None else f"'{found}' is a special token's text, which no answer has"
+
+    def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
+        """The tokens (V,) that may come next; `None` where the matcher cannot say."""
+        if matcher.is_error():
+            return None
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():
+            return None
+        mask_V = np.unpackbits(packed, bitorder="little")[: self._size].astype(bool)
+        mask_V[self._never[self._never < self._size]] = False
+        return mask_V if mask_V.any() else None
+
+    def find(
+        self, matcher: LLMatcher, limit: int, *, literals: Sequence[Sequence[int]], thorough: int, search: Search
+    ) -> list[int] | None:
+        """At most `limit` tokens, the last one an EOS, that complete what the matcher has seen; it is not changed.
+
+        Where the quick way finds none, the thorough one is taken, which costs far more: for `thorough` tokens at most.
+        """
+        closing = self._walk(matcher, limit, literals, self._quick, search)
+        return closing or self._walk(matcher, min(limit, thorough), literals, self._thorough, search)
+
+    def _walk(
+        self, matcher: LLMatcher, limit: int, literals: Sequence[Sequence[int]], choose: _Choose, search: Search
+    ) -> list[int] | None:
+        matcher = matcher.deep_copy()
+        tokens: list[int] = []
+        seen: Counter[int] = Counter()
+        while len(tokens) < limit and not matcher.is_error():
+            if matcher.is_stopped() or matcher.is_accepting():
+                return [*tokens, self.eos_token_id]
+            next_tokens = matcher.compute_ff_tokens()
+            if not next_tokens:
+                mask_V = self.allowed(matcher)
+                search.count(MASK_TRIES)
+                if mask_V is None:
+                    break
+                last = self._last_tokens(matcher, mask_V, literals, search)
+                next_tokens = last or [choose(matcher, mask_V, seen, search)]
+            if not matcher.consume_tokens(next_tokens):
+                break
+            tokens += next_tokens
+        search.error = _first_line(matcher.get_error()) if matcher.is_error() else ""
+        return None
+
+    def _last_tokens(
+        self, matcher: LLMatcher, mask_V: np.ndarray, literals: Sequence[Sequence[int]], search: Search
+    ) -> list[int] | None:
+        """Tokens with which the answer is complete."""
+        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED]
+        single = self._single[mask_V[self._single]]
+        for tokens in (*([t] for t in (*tried.tolist(), *single.tolist())), *literals):
+            search.count(len(tokens))
+            if matcher.validate_tokens([*tokens, self.eos_token_id]) == len(tokens) + 1:
+                return list(tokens)
+        return None
+
+    def _quick(self, matcher: LLMatcher, mask_V: np.ndarray, uses: Counter[int], search: Search) -> int:
+        tried = self._order_V[mask_V[self._order_V]][:NUM_TRIED].tolist()
+        if mask_V.sum() > self._size // 4:  # inside a string, where brackets are text
+            tried = self._quotes[mask_V[self._quotes]].tolist() or tried
+        token = int(min(tried, key=lambda t: self._rank_V[t] + uses[t] / 2))
+        uses[token] += 1
+        return token
+
+    def _thorough(self, matcher: LLMatcher, mask_V: np.ndarray, seen: Counter[int], search: Search) -> int:
+        """`seen` counts what was allowed at earlier positions."""
+        tried = self._order_V[mask_V[self._order_V]][: NUM_FOLLOWED // 4].tolist()
+        tried += self._single[mask_V[self._single]][:NUM_FOLLOWED].tolist()
+        seen[hash(mask_V.tobytes())] += 1
+        follows: dict[int, tuple[int, int, int]] = {}
+        for token in dict.fromkeys(tried):
+            after = matcher.deep_copy()
+            search.count(MASK_TRIES)
+            if after.consume_token(token) and (next_V := self.allowed(after)) is not None:
+                known = seen[hash(next_V.tobytes())]
+                follows[token] = (known, int(next_V.sum()), -int(self._lengths_V[token]))
+        return min(follows, key=lambda t: follows[t]) if follows else int(tried[0])
+
+
+_Choose = Callable[["LLMatcher", np.ndarray, Counter[int], Search], int]
+
+
+def _rank(text: bytes) -> int:
+    """Brackets that close, quotes, digits, other text, brackets that open."""
+    if text and not text.strip(b"}])"):
+        return 0
+    if text and not text.strip(b'}])"'):
+        return 1
+    if text.isdigit():
+        return 2
+    return 4 if any(bracket in text for bracket in b"{[(") else 3
+
+
+def _byte_ranks() -> list[int]:
+    """The place of each byte: ends of lines and strings, closing brackets, other marks, digits, letters, the rest."""
+    first = b"\n\"'}])>;.,:@#|/-+=_ "
+    order = [*first, *b"0123456789", *range(97, 123), *range(65, 91)]
+    order += [byte for byte in (*range(33, 127), *range(128), *range(128, 256)) if byte not in order]
+    ranks = {byte: rank for rank, byte in reversed(list(enumerate(order)))}
+    return [ranks[byte] for byte in range(256)]
+
+
+_BYTE_RANK = _byte_ranks()
+
+
+@dataclass(eq=False)
+class GuideState:
+    """What a decoding engine knows of an answer under a grammar; the guide itself may be in another process.
+
+    pending  tokens that are decided and have no place in the Block Buffer yet
+    ended    an EOS is decided
+    """
+
+    pending: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def rest(self, number: int) -> list[int]:
+        """A way from the answer's first `number` tokens to its end; only the guide knows one."""
+        return []
+
+
+class Guide(GuideState):
+    """One answer's way through its grammar.
+
+    waited     steps in a row in which nothing was decided, because the searches of other rows were enough work
+    num_waits  all such steps: the answer's noise does not count them
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        closings: Closings,
+        *,
+        literals: Sequence[Sequence[int]],
+        budget: int,
+        committed: Sequence[int],
+        closing: Sequence[int],
+    ) -> None:
+        """`matcher` has seen what is `committed`. `budget` is how many tokens the answer may still have, its EOS
+        included; `GrammarRefused` if no way to its end is found. `closing` is a known one, or empty."""
+        self._matcher, self._closings, self._literals, self._left = matcher, closings, literals, budget
+        self._decided = list(committed)
+        known = list(closing) if closing and len(closing) <= budget and self._accepts(list(closing)) else None
+        search = Search()
+        found = closings.find(matcher, budget, literals=literals, thorough=MAX_SEARCH, search=search) or known
+        if found is None:
+            raise GrammarRefused(
+                f"no answer of at most {budget} tokens was found that the grammar accepts; "
+                + (f"simplify it: {search.error}" if search.error else "raise max_tokens or simplify it")
+            )
+        self._closing = found
+        self.waited = self.num_waits = 0
+        self._room = (0, 0)  # the places and rows that it had when it began to wait
+        super().__init__(self._forced_by_closing())
+        self._decided += self.pending
+        self._left -= len(self.pending)
+
+    def extend(
+        self, num_places: int, num_rows: int, pick: Pick, *, tau: float, quota: int, search: Search
+    ) -> list[tuple[int, float]]:
+        """Decide tokens for at most `num_places` open positions, and their probabilities. Where that takes a new
+        closing and `search` is over, there are none, and nothing has changed.
+
+        `pick` chooses at the first `num_rows` of them. The first `quota` choices are taken, further ones while their
+        probability exceeds `tau`. A forced token has probability 1. What has no place becomes `pending`. Places that
+        were added while it waited are not used: it decides what it would have decided at once.
+        """
+        assert not self.pending and not self.ended
+        if self.waited:
+            num_places, num_rows = map(min, self._room, (num_places, num_rows))
+        self._room = (num_places, num_rows)
+        trail: list[tuple[int, float]] = []
+        marks = [0]  # lengths of the trail after each choice
+        while len(trail) < min(num_rows, num_places) and not self._ends(trail):
+            mask_V = self._closings.allowed(self._matcher)
+            if mask_V is None:
+                break
+            token, probability = pick(len(trail), mask_V)
+            if len(marks) > quota and probability <= tau:
+                break
+            trail.append((token, probability))
+            if token != self._closings.eos_token_id:
+                self._matcher.consume_token(token)
+                trail += [(t, 1.0) for t in self._force()]
+            marks.append(len(trail))
+        trail = self._closed(trail, marks, search)
+        self.waited = 0 if trail else self.waited + 1
+        self.num_waits += not trail
+        self._left -= len(trail)
+        self._decided += [token for token, _ in trail]
+        self.ended = self._ends(trail)
+        self.pending = [token for token, _ in trail[num_places:]]
+        return trail[:num_places]
+
+    def rest(self, number: int) -> list[int]:
+        """A way from the answer's first `number` tokens to its end: what is decided behind them, and a closing."""
+        return self._decided[number:] + self._closing
+
+    def _ends(self, trail: list[tuple[int, float]]) -> bool:
+        return bool(trail) and trail[-1][0] == self._closings.eos_token_id
+
+    def _force(self) -> list[int]:
+        """Consume the tokens that must follow."""
+        forced = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        if forced:
+            self._matcher.consume_tokens(forced)
+        return forced
+
+    def _forced_by_closing(self) -> list[int]:
+        """Forced tokens, taken from the closing; none where it writes the same text with other tokens."""
+        forced = self._force()
+        if self._closing[: len(forced)] != forced:
+            self._matcher.rollback(len(forced))
+            return []
+        self._closing = self._closing[len(forced) :]
+        return forced
+
+    def _closed(self, trail: list[tuple[int, float]], marks: list[int], search: Search) -> list[tuple[int, float]]:
+        """As many of the choices as leave a closing; if none does, or there is none, the closing's next token.
+
+        A new closing is looked for once, behind all choices; behind fewer of them only what is known counts. None of
+        the choices, where it takes a new one and `search` was over before."""
+        looked, may_look = False, not search.is_over
+        while len(marks) > 1 and not self._matcher.is_error():
+            tokens = [token for token, _ in trail]
+            closing = self._rest_of_closing(tokens)
+            if closing is None and not self._ends(trail):
+                closing = self._end_of_known(self._left - len(tokens), search)
+                if closing is None and not looked:
+                    if not may_look:
+                        return self._without(trail, 0)
+                    closing = self._found(self._left - len(tokens), search)
+            looked = True
+            if closing is not None:
+                self._closing = closing
+                return trail
+            marks.pop()
+            trail = self._without(trail, marks[-1])
+        if self._matcher.is_error() or self._closing[:1] == [self._closings.eos_token_id]:
+            tokens, self._closing = self._closing, []  # the matcher can say nothing more
+        else:
+            tokens, self._closing = self._closing[:1], self._closing[1:]
+            self._matcher.consume_token(tokens[0])
+            tokens += self._forced_by_closing()
+        return [(token, 1.0) for token in tokens]
+
+    def _without(self, trail: list[tuple[int, float]], number: int) -> list[tuple[int, float]]:
+        """The first `number` of the choices; the matcher forgets the others."""
+        undone = [token for token, _ in trail[number:] if token != self._closings.eos_token_id]
+        self._matcher.rollback(len(undone))
+        return trail[:number]
+
+    def _rest_of_closing(self, tokens: list[int]) -> list[int] | None:
+        """What is left of the known closing after these tokens, if they are its first ones, or the answer's last."""
+        if tokens[-1] == self._closings.eos_token_id:
+            return [] if len(tokens) <= self._left else None
+        known = self._closing
+        return known[len(tokens) :] if tokens == known[: len(tokens)] else None
+
+    def _end_of_known(self, left: int, search: Search) -> list[int] | None:
+        """An end of the known closing that is a closing of at most `left` tokens."""
+        known = self._closing
+        for start in range(len(known) - 1, max(-1, len(known) - NUM_TRIED), -1):
+            search.count(len(known) - start)
+            if len(known) - start <= left and self._accepts(known[start:]):
+                return known[start:]
+        return None
+
+    def _found(self, left: int, search: Search) -> list[int] | None:
+        limit = min(left, MAX_SEARCH)
+        return self._closings.find(self._matcher, limit, literals=self._literals, thorough=MAX_THOROUGH, search=search)
+
+    def _accepts(self, tokens: list[int]) -> bool:
+        if len(tokens) == 1:  # an EOS
+            return self._matcher.is_stopped() or self._matcher.is_accepting()
+        return self._matcher.validate_tokens(tokens) == len(tokens)
+
+
+class Grammars:
+    """Compiles the grammars of one model's requests; may be called from several threads.
+
+    A grammar that was compiled lately is not compiled again.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, eos_token_id: int, forbidden: Sequence[int] = ()) -> None:
+        """`vocabulary` is called once, with the first grammar; `forbidden` tokens are never allowed."""
+        self._vocabulary, self._eos_token_id, self._forbidden = vocabulary, eos_token_id, tuple(forbidden)
+        self._parts: tuple[LLTokenizer, Closings] | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def guide(
+        self, grammar: Grammar, *, max_tokens: int, committed: Sequence[int] = (), closing: Sequence[int] = ()
+    ) -> Guide:
+        """The guide of an answer of at most `max_tokens` tokens, its EOS included, that begins with `committed` and
+        can go on with `closing`, if that is known. Raises `GrammarRefused`.
+
+        Where the answer may be cut, its EOS has a place behind the last token, which is never reached.
+        """
+        matcher, closings = self._matcher(grammar)
+        if not matcher.consume_tokens(list(committed)):
+            raise GrammarRefused("the grammar does not accept the tokens that were committed before")
+        try:
+            return Guide(
+                matcher,
+                closings,
+                literals=closings.literals(grammar),
+                budget=max_tokens - len(committed) + grammar.may_be_cut,
+                committed=committed,
+                closing=closing,
+            )
+        except GrammarRefused:
+            if not (special := closings.special_in(grammar)):
+                raise
+            raise GrammarRefused(f"no answer was found that the grammar accepts: {special}") from None
+
+    def _matcher(self, grammar: Grammar) -> tuple[LLMatcher, Closings]:
+        """A matcher of its own, at the beginning."""
+        with self._lock:
+            if self._parts is None:
+                tokenizer = self._vocabulary()
+                self._parts = (
+                    tokenizer,
+                    Closings(tokenizer, eos_token_id=self._eos_token_id, forbidden=self._forbidden),
+                )
+            tokenizer, closings = self._parts
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar].deep_copy(), closings
+        compiled = _compile(tokenizer, grammar)
+        if closings.allowed(compiled) is None:
+            reason = closings.special_in(grammar) or _first_line(compiled.get_error())
+            raise GrammarRefused(
+                f"the {NAMES[grammar.syntax]} accepts no text: {reason or 'no token may begin the answer'}"
+            )
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy(), closings
+
+
+def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        if grammar.syntax == "json_schema":
+            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
+        elif grammar.syntax == "regex":
+            text = LLMatcher.grammar_from_regex(grammar.text)
+        else:
+            text = LLMatcher.grammar_from_lark(grammar.text)
+    except ValueError as error:
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
+    if grammar.syntax == "json_schema":
+        check_bounds(grammar.text)
+    return matcher
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]

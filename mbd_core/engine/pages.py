@@ -1,0 +1,218 @@
+"""Pages of KV memory: which sequence owns which, which hold a prefix that others may share, and the memory itself.
+
+A page is free, owned (by one sequence, or by several once it is published), or cached: published and without an owner,
+so that its content can be found until the memory is needed.
+
+    free --alloc--> owned --release--> free                      a page that was never published
+                      |
+                   publish
+                      v
+    cached <--release-- owned --share--> owned twice             a page that is known by the hash of its chain
+       |  --share-->
+       '--alloc (least recently used first)--> owned
+
+A chain of hashes names content: the hash of a page covers its tokens, the hash of the page before it, and at the root
+the namespace (a model, the version of its weights, an adapter). Block-causality makes the keys of a page a function of
+exactly that. Page 0 is the null page: it has no owner, and writes that must have no effect go there.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from mbd_core.models.model_config import ModelConfig
+
+# Which sequence owns which page of KV memory, and which pages hold a prefix that others may share.
+
+NULL_PAGE = 0
+DIGEST_BYTES = 16
+
+
+def chain_root(namespace: str) -> bytes:
+    """The parent hash of every first page; chains of different namespaces share no page."""
+    return blake2b(namespace.encode(), digest_size=DIGEST_BYTES, person=b"kv root").digest()
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a page of `tokens` behind the page whose hash is `parent`.
+
+    128 bits of BLAKE2b: equal hashes are taken for equal content without looking again. Two different contents among
+    n pages collide with a chance of about n^2 / 2^129 (1e-15 for 10^12 pages), and finding one on purpose takes 2^64
+    hashes.
+    """
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES, person=b"kv page").digest()
+
+
+class PagePool:
+    """Hands out page numbers, takes them back, and finds published ones; knows no tensors and no sequences.
+
+    `lookups` counts the prefix tokens that were looked up when requests were first admitted, `hits` those of them that
+    were found. The scheduler counts them, because only it knows which lookups led to an admission.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
+        self.num_pages = num_pages
+        self.lookups = 0
+        self.hits = 0
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._num_owners = [0] * num_pages
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `alloc` can hand out; `num_cached` of them lose their content then."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Published pages without an owner."""
+        return len(self._cached)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that sequences can own: all but the null page."""
+        return self.num_pages - 1
+
+    def alloc(self, count: int) -> list[int] | None:
+        """`count` pages with one owner each, or `None` (and nothing taken) if there are not as many.
+
+        Cached pages are taken when no other is left, the least recently used first; their content is then forgotten.
+        """
+        if count > self.num_free:
+            return None
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._num_owners[page] = 1
+        return pages
+
+    def lookup(self, chain: Sequence[bytes]) -> list[int]:
+        """The published pages of the longest known start of `chain`; what is cached of them counts as just used."""
+        pages = []
+        for digest in chain:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        for page in reversed(pages):
+            self._touch(page)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add an owner to published pages, so that they are not evicted."""
+        for page in pages:
+            assert page in self._hash_of, f"page {page} is not published, so it cannot be shared"
+            self._cached.pop(page, None)
+            self._num_owners[page] += 1
+
+    def publish(self, page: int, digest: bytes) -> bool:
+        """Make an owned page, stored for good, known under `digest`; false if another page is known under it."""
+        assert self._num_owners[page], f"page {page} has no owner, so nobody can know what it holds"
+        known = self._page_of.setdefault(digest, page)
+        if known == page:
+            assert self._hash_of.setdefault(page, digest) == digest, f"page {page} is published with other content"
+        return known == page
+
+    def release(self, pages: Sequence[int], chain: Sequence[bytes] = ()) -> None:
+        """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
+
+        `chain` holds the hashes of the leading pages whose tokens are final. The last page is released first, so that
+        later pages of a chain are evicted before the earlier ones that lead to them. For the same reason, where two
+        pages have the same content, the second is published when the first was evicted, and otherwise counts as a use
+        of the first.
+        """
+        for index in reversed(range(len(pages))):
+            page = pages[index]
+            if index < len(chain):
+                self.publish(page, chain[index])
+            self._num_owners[page] -= 1
+            assert self._num_owners[page] >= 0, f"page {page} was released by somebody who does not own it"
+            if not self._num_owners[page]:
+                if page in self._hash_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+            if index < len(chain):
+                self._touch(self._page_of[chain[index]])
+
+    def forget(self) -> None:
+        """No content is known any more: cached pages are free, and pages with an owner are no longer published."""
+        self._free += self._cached
+        self._cached.clear()
+        self._hash_of.clear()
+        self._page_of.clear()
+
+    def _touch(self, page: int) -> None:
+        if page in self._cached:
+            self._cached.move_to_end(page)
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+    def check_integrity(self, owned: Mapping[str, Sequence[int]]) -> None:
+        """Every page is free, cached, or owned as often as is counted, more than once only if it is published.
+
+        `owned` is all owners' pages by owner. Raises `AssertionError` naming the page.
+        """
+        holders: dict[int, list[str]] = {}
+        places = [*owned.items(), ("the free list", self._free), ("the cached pages", list(self._cached))]
+        for name, pages in places:
+            for page in pages:
+                assert NULL_PAGE < page < self.num_pages, f"{name} holds page {page}, which cannot be owned"
+                holders.setdefault(page, []).append(name)
+        for page, names in holders.items():
+            unowned = page in self._cached or not self._num_owners[page]
+            twice = len(names) > 1 and (unowned or page not in self._hash_of or len(set(names)) < len(names))
+            assert not twice, f"page {page} is held by {' and by '.join(names)}"
+        lost = set(range(1, self.num_pages)) - holders.keys()
+        assert not lost, f"nobody holds pages {sorted(lost)}"
+        counted = dict.fromkeys(range(1, self.num_pages), 0)
+        for pages in owned.values():
+            for page in pages:
+                counted[page] += 1
+        for page, count in counted.items():
+            assert count == self._num_owners[page], f"page {page} has {count} owners, {self._num_owners[page]} counted"
+            known = page in self._hash_of
+            assert known or page not in self._cached, f"page {page} is cached but not published"
+            assert count or page in self._cached or not known, f"page {page} is free but published"
+        assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hashes and pages do not name each other"
+
+
+# The KV memory itself: keys and values of all layers in pages of a fixed number of tokens.
+#
+# Shape legend: T packed query tokens, K key/value heads, C head channels.
+
+
+class PagedKVCache:
+    """Tensors `k`, `v` (layers, pages, page_size, K, C). A location is `page * page_size + offset`."""
+
+    def __init__(
+        self, config: ModelConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self.page_size = page_size
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = tuple(zip(self.k, self.v, strict=True))
+        """Each layer's `k` and `v` (pages, page_size, K, C)."""
+        self.by_location = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, locations: Tensor) -> None:
+        """Put keys and values (T, K, C) at `locations` (T,)."""
+        keys, values = self.by_location[layer]
+        keys.index_copy_(0, locations, k.to(keys.dtype))
+        values.index_copy_(0, locations, v.to(values.dtype))
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Put what the pages `source` (n,) hold into the pages `target` (n,), in all layers."""
+        self.k[:, target] = self.k[:, source]
+        self.v[:, target] = self.v[:, source]

@@ -1,0 +1,223 @@
+"""Followers: the engines of ranks 1, 2, ..., which repeat what rank 0's engine does, and their processes.
+
+Each is a new interpreter, not a fork of rank 0's: so they start alike from any script, notebook or Ray worker, and
+from any thread. A connection leads to each. The function to run goes over it, and the reason of a failure comes back.
+When rank 0's process ends, however it ends, the connection closes and the follower ends too, whatever it waits for.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as connection_wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.parallel.group import Group, Rank, init_group, sized_alike
+from mbd_core.engine.parallel.orders import (
+    Abort,
+    Add,
+    Command,
+    ForgetPrefixes,
+    LoadAdapter,
+    Preempt,
+    Prepare,
+    Setup,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    WakeUp,
+    change,
+    fingerprint,
+)
+from mbd_core.engine.parallel.shared_sums import load_shard
+from mbd_core.engine.steering import Decided
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import Parts
+from mbd_core.models.quantize import quantized_parts
+
+# A follower: the engine of rank 1, 2, ..., which repeats what rank 0's engine does.
+
+
+class FollowingEngine(Engine):
+    """The engine of a rank that follows: what the host decides within a step comes from rank 0."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, *, group: Group, vocab_limit: int | None) -> None:
+        super().__init__(model, config, vocab_limit=vocab_limit)
+        self._group = group
+
+    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+        decided: list[Decided] = self._group.receive()
+        return decided
+
+
+class OutOfStep(RuntimeError):
+    """A follower's state is not rank 0's: hardware, libraries or weights differ, or the engine has a defect."""
+
+
+def follow(model: Decoder, group: Group) -> None:
+    """Do what rank 0 does until it says stop; `model` is this rank's shard. The group is to be left then, at once.
+
+    Raises `ValueError` if the shard is part of another model, `RankLost` if rank 0 is gone, and `OutOfStep` if the
+    states of the two differ. The process should then end, which the other ranks notice.
+    """
+    engine = _build(model, group)
+    group.barrier()
+    while (orders := group.receive()).action != "stop":
+        for command in orders.commands:
+            _obey(engine, command, group)
+        if orders.action == "wait":
+            continue
+        if fingerprint(engine) != orders.fingerprint:
+            raise OutOfStep(f"rank {group.rank.rank} is not in rank 0's state; are devices and libraries the same?")
+        engine.step()
+    engine.close()
+    group.barrier()
+
+
+def _build(model: Decoder, group: Group) -> Engine:
+    """This rank's engine, set up as rank 0's."""
+    setup: Setup = group.receive()
+    if setup.model != model.config:
+        raise ValueError(f"rank {group.rank.rank} has loaded another model: {model.config}, rank 0 {setup.model}")
+    if setup.fp8 != quantized_parts(model):
+        raise ValueError(f"rank {group.rank.rank} has FP8 weights ({quantized_parts(model)}), rank 0 ({setup.fp8})")
+    if group.rank.kind == "cpu":
+        torch.set_num_threads(setup.num_threads)
+    sized = sized_alike(model, setup.engine, group)
+    return FollowingEngine(model, sized, group=group, vocab_limit=setup.vocab_limit)
+
+
+def _obey(engine: Engine, command: Command, group: Group) -> None:
+    match command:
+        case Add(admitted):
+            engine.add_admitted(admitted)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case Preempt():
+            engine.preempt()
+        case Prepare(decoding):
+            engine.prepare(decoding)
+        case ForgetPrefixes():
+            engine.forget_prefixes()
+        case UnloadAdapter(name):
+            engine.unload_adapter(name)
+        case Sleep():
+            group.total(engine.sleep())
+        case LoadAdapter() | UpdateWeights() | WakeUp():
+            with suppress(ValueError):  # rank 0 raises it too
+                change(engine, command, group)
+
+
+def run_follower(folder: Path, rank: Rank, dtype: torch.dtype | None = None, fp8: Parts | None = None) -> None:
+    """A follower's whole life, in a process of its own: join, load the shard, follow, leave.
+
+    If it fails it does not leave the group: its process ends, and the other ranks learn the reason from that.
+    """
+    group = init_group(rank)
+    follow(load_shard(folder, group, dtype=dtype, fp8=fp8), group)
+    group.close()
+
+
+# The processes of the followers: ranks 1, 2, ... of a tensor-parallel engine, children of rank 0's process.
+
+
+class Followers:
+    """Child processes, one for each of ranks 1, 2, ...; `end()` them."""
+
+    def __init__(self, run: Callable[..., None], args: Sequence[tuple[Any, ...]]) -> None:
+        """Start a process for each tuple; it calls `run(*args)`. `run` must be importable from its module by name."""
+        command = [sys.executable, "-P", "-c", "from mbd_core.engine.parallel.followers import main; main()"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._reasons: dict[int, str] = {}  # by rank; a reason can be received only once
+        for each in args:
+            ours, theirs = multiprocessing.Pipe()
+            ours.send((run, each))
+            with theirs:
+                number = theirs.fileno()
+                self._processes.append(
+                    subprocess.Popen(
+                        [*command, str(number)], pass_fds=[number], env=environment, stdin=subprocess.DEVNULL
+                    )
+                )
+            self._connections.append(ours)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes run; asks the operating system, never waits."""
+        return all(process.poll() is None for process in self._processes)
+
+    def failure(self, wait: float = 1.0) -> str | None:
+        """Which rank failed and why, `None` if none did; waits at most `wait` seconds for all ranks' reasons.
+
+        Of several failures it names one that is not the mere loss of another rank. A reason is kept, also after
+        `end()`.
+        """
+        deadline = time.monotonic() + wait
+        pending = {c: r for r, c in enumerate(self._connections, 1) if not c.closed and r not in self._reasons}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in [c for c in connection_wait(list(pending), left) if isinstance(c, Connection)]:
+                rank = pending.pop(connection)
+                self._reasons[rank] = f"rank {rank}: {self._reason(rank)}"
+        return min(self._reasons.values(), key=lambda reason: "RankLost" in reason, default=None)
+
+    def _reason(self, rank: int) -> str:
+        """What the follower sent; if it only closed its end of the connection, how its process ended."""
+        try:
+            return str(self._connections[rank - 1].recv())
+        except (EOFError, OSError):
+            code = self._processes[rank - 1].wait()
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def end(self, wait: float = 0.0) -> None:
+        """Wait `wait` seconds in all for the processes to end by themselves, then kill those that run."""
+        deadline = time.monotonic() + wait
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for connection in self._connections:
+            connection.close()
+
+
+def main() -> None:
+    """A follower's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; rank 0 decides
+    connection = Connection(int(sys.argv[1]))
+    try:
+        run, args = connection.recv()
+        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        run(*args)
+    except Exception as error:
+        traceback.print_exc()
+        with suppress(OSError):
+            connection.send(" ".join(f"{type(error).__name__}: {error}".split()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an interpreter that ends in order could wait for the device, and that for a lost rank
+
+
+def _end_with(connection: Connection) -> None:
+    """Wait until rank 0's end closes, which it does when its process ends, then end this one. Nothing is sent."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(1)

@@ -1,0 +1,270 @@
+"""A tensor-parallel group: the processes that hold one model's shards, how they communicate, what they agree on.
+
+The forward's partial sums go over the first process group (NCCL between GPUs, gloo between CPUs), or through memory
+that the GPUs share (`shared_sums.py`). Messages from rank 0 go over a second one, always gloo: they cost no device
+work, and a dead process is noticed by its closed connection.
+
+The timeout bounds every wait. With gloo, on CPUs and for messages, it raises `RankLost` in the waiting rank; a process
+that ended is noticed at once. A sum between GPUs is asynchronous. Outside a CUDA graph NCCL's watchdog ends the
+waiting process a minute after the timeout, or the device's next call fails, and the owner of that process (Ray, a
+launcher) must notice it. Within a graph NCCL waits for ever: rank 0's heartbeat notices a lost rank and interrupts it.
+
+Every rank must hold the same residual stream bit for bit: only on equal numbers do all ranks decide alike. All-reduce
+guarantees it: each element is summed in one order and sent to all (two ranks sum in either order, with equal results).
+So does shared memory, which all ranks read in one order.
+"""
+
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mbd_core.engine.build import fitting_pages
+from mbd_core.engine.config import EngineConfig
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.shard import Shard
+
+# A tensor-parallel group: the processes that hold one model's shards, and how they communicate.
+
+T = TypeVar("T")
+
+_LENGTH = 8  # bytes that say how long a message is
+_ARRIVED = "arrived"  # the key in the store that counts the ranks that are ready to join
+_FRAME = 512  # bytes of the first broadcast of a message: most messages fit
+
+
+class RankLost(RuntimeError):
+    """Another rank died, hangs or fell out of step. The group cannot be used any more and must be started anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What a process needs to join: its number, how many ranks there are, rank 0's address, its own device.
+
+    timeout  seconds that any rank waits for another; must exceed the differences between the ranks' loading times
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    device: str = "cpu"
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be a positive number of seconds")
+        if self.kind not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} cannot be used for tensor parallelism; use cpu or cuda:N")
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the model it holds; `ValueError` for a rank that does not exist."""
+        return Shard(rank=self.rank, size=self.size)
+
+    @property
+    def kind(self) -> str:
+        """The type of its device."""
+        return torch.device(self.device).type
+
+    @property
+    def wait(self) -> timedelta:
+        return timedelta(seconds=self.timeout)
+
+
+class Group:
+    """One process's membership, from `init_group`; `close()` ends it. All ranks must make the same calls."""
+
+    def __init__(self, rank: Rank, messages: dist.ProcessGroup) -> None:
+        self.rank = rank
+        self._messages = messages
+        self._interrupted = False
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks, in place: every rank then holds the same bits."""
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise self._lost("sum with the others") from error
+        return x
+
+    def broadcast(self, message: Any) -> None:
+        """Rank 0 only: send `message` (small, picklable) to every other rank's `receive`; returns when all have it."""
+        payload = pickle.dumps(message)
+        data = bytearray(len(payload).to_bytes(_LENGTH, "little") + payload)
+        data += bytes(max(0, _FRAME - len(data)))
+        frame, rest = torch.frombuffer(data, dtype=torch.uint8).split([_FRAME, len(data) - _FRAME])
+        try:
+            self._send_or_receive(frame, rest)
+        except RuntimeError as error:
+            raise self._lost("reach the others") from error
+
+    def receive(self) -> Any:
+        """The next message of rank 0; waits for it."""
+        frame = torch.zeros(_FRAME, dtype=torch.uint8)
+        try:
+            self._send_or_receive(frame)
+            size = int.from_bytes(frame[:_LENGTH].numpy().tobytes(), "little")
+            rest = torch.empty(max(0, _LENGTH + size - _FRAME), dtype=torch.uint8)
+            self._send_or_receive(rest)
+        except RuntimeError as error:
+            raise self._lost("hear rank 0") from error
+        return pickle.loads(torch.cat((frame, rest))[_LENGTH : _LENGTH + size].numpy().tobytes())
+
+    def least(self, value: int) -> int:
+        """The least of the ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.MIN)
+
+    def total(self, value: int) -> int:
+        """The sum of the ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.SUM)
+
+    def _over_ranks(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
+        values = torch.tensor(value)
+        try:
+            dist.all_reduce(values, op=operation, group=self._messages)
+        except RuntimeError as error:
+            raise self._lost("compare a number with the others") from error
+        return int(values)
+
+    def agree(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns here, if it succeeds on all ranks; `ValueError` on all if it fails on one."""
+        own: str | None = None
+        try:
+            value = prepare()
+        except (ValueError, OSError) as error:
+            own = str(error)
+        reasons: list[str | None] = [None] * self.rank.size
+        try:
+            dist.all_gather_object(reasons, own, group=self._messages)
+        except RuntimeError as error:
+            raise self._lost("agree with the others") from error
+        if own is not None:
+            raise ValueError(own)
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise ValueError(f"rank {rank}: {reason}")
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every rank has reached this call."""
+        try:
+            dist.barrier(group=self._messages)
+        except RuntimeError as error:
+            raise self._lost("meet the others") from error
+
+    def _send_or_receive(self, *parts: Tensor) -> None:
+        for part in parts:
+            if len(part):
+                dist.broadcast(part, src=0, group=self._messages)
+
+    def close(self) -> None:
+        """Leave the group. Between GPUs all ranks must leave at once, as each waits here for the others, and for its
+        own CUDA graphs that hold the communicator (`Engine.close`)."""
+        dist.destroy_process_group()
+
+    def interrupt(self) -> None:
+        """From another thread than the one that waits for a lost rank: end its waiting between GPUs, where no timeout
+        does. Returns when no CUDA graph holds the communicator any more. Between CPUs every wait has its timeout."""
+        if self.rank.kind == "cuda" and not self._interrupted:
+            self._interrupted = True
+            dist.distributed_c10d._abort_process_group()
+
+    def abandon(self) -> None:
+        """Leave the group alone, where other ranks are lost or cannot be told: nothing waits for them. CUDA graphs
+        that hold the communicator must be gone, which NCCL's abort waits for."""
+        self.interrupt()
+        if self.rank.kind != "cuda":
+            dist.destroy_process_group()
+
+    def _lost(self, what: str) -> RankLost:
+        r = self.rank
+        return RankLost(
+            f"rank {r.rank} of {r.size} could not {what}: a rank ended, or did not answer within {r.timeout:g} s; "
+            "start the group anew"
+        )
+
+
+def open_store(address: str, *, size: int, timeout: float, port: int = 0) -> dist.TCPStore:
+    """The store through which the ranks find each other, in rank 0's process; its port goes into every `Rank`.
+
+    `port` 0 takes a free one.
+    """
+    wait = timedelta(seconds=timeout)
+    return dist.TCPStore(address, port, size, is_master=True, timeout=wait, wait_for_workers=False)
+
+
+def num_arrived(store: dist.TCPStore) -> int:
+    """How many ranks have their device and are about to join. Joining itself waits for all, even for dead ones."""
+    return store.add(_ARRIVED, 0)
+
+
+def init_group(rank: Rank, *, store: dist.TCPStore | None = None) -> Group:
+    """Join; returns when all ranks have joined. `store` is rank 0's, if it is open already.
+
+    Raises `RankLost` if not all arrive within the timeout, `ValueError` in a process that is in a group already.
+    """
+    shard = rank.shard
+    if dist.is_initialized():
+        raise ValueError("this process belongs to a group already; give every rank a process of its own")
+    device = torch.device(rank.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        if store is None:
+            store = dist.TCPStore(
+                rank.address, rank.port, rank.size, is_master=rank.rank == 0, timeout=rank.wait, wait_for_workers=False
+            )
+        store.add(_ARRIVED, 1)
+        _wait_for_all(store, rank)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=shard.rank,
+            world_size=shard.size,
+            timeout=rank.wait,
+            device_id=device if device.type == "cuda" else None,
+        )
+        return Group(rank, dist.new_group(backend="gloo", timeout=rank.wait))
+    except (RuntimeError, TimeoutError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise RankLost(
+            f"rank {rank.rank} on {socket.gethostname()} did not meet all {rank.size} ranks at "
+            f"{rank.address}:{rank.port} within {rank.timeout:g} s: {error}"
+        ) from error
+
+
+def _wait_for_all(store: dist.TCPStore, rank: Rank) -> None:
+    """Until all ranks have arrived; `TimeoutError` if they do not.
+
+    `init_process_group` would wait too. But a process in which it failed counts one group more than the others, and
+    can never meet them again.
+    """
+    deadline = time.monotonic() + rank.timeout
+    while (arrived := num_arrived(store)) < rank.size:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{arrived} arrived")
+        time.sleep(0.01)
+
+
+# All ranks of a group have the same number of KV pages: as many as fit on the rank where the fewest do.
+
+
+def sized_alike(model: Decoder, config: EngineConfig, group: Group) -> EngineConfig:
+    """`config` with the number of pages that all ranks use; every rank calls it with its shard.
+
+    Ranks on CPUs share one machine's memory, and divide it. Raises `ValueError` where no page fits beside the shard.
+    """
+    if config.num_pages is not None:
+        return config
+    if group.rank.kind == "cpu":
+        config = replace(config, kv_memory_fraction=config.kv_memory_fraction / group.rank.size)
+    return replace(config, num_pages=group.least(fitting_pages(model, config)))

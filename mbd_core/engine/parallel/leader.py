@@ -1,0 +1,303 @@
+"""The leader of a tensor-parallel group: rank 0's engine, which the other ranks repeat on their shards.
+
+Before each step rank 0 sends the others the requests that were added, aborted and preempted since the last one; they
+do the same and step with it. Adapters and weights, of which each rank reads its own part, come between two steps, on
+all ranks or on none. What a step decides follows from the logits, which are the same on every rank bit for bit, and
+from no clock and no random state; so nothing else crosses but what the host decides within a step, under grammars for
+example, whose state and limits rank 0 alone has. A fingerprint of rank 0's state goes with each step; a
+rank whose own differs is out of step, and ends.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Output, StepOutput
+from mbd_core.decoding.grammar.guide import Grammars, GuideState
+from mbd_core.engine.admission import Admitted
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import NOT_ASLEEP, Engine
+from mbd_core.engine.parallel.followers import Followers
+from mbd_core.engine.parallel.group import Group, RankLost, sized_alike
+from mbd_core.engine.parallel.orders import (
+    Abort,
+    Add,
+    Change,
+    Command,
+    ForgetPrefixes,
+    LoadAdapter,
+    Orders,
+    Preempt,
+    Prepare,
+    Setup,
+    Sleep,
+    UnloadAdapter,
+    UpdateWeights,
+    WakeUp,
+    change,
+    fingerprint,
+)
+from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums
+from mbd_core.engine.steering import Decided
+from mbd_core.engine.weights import SwapMode, WeightSource
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.quantize import quantized_parts
+
+if TYPE_CHECKING:
+    from mbd_core.trace.recorder import TraceRecorder
+
+LONGEST_STEP = 600.0  # seconds between GPUs, from which on a step counts as hanging: a first one compiles its kernels
+EARLIER_FAILED = "an earlier step of the tensor-parallel group failed; start the group anew"
+FOLLOWER_ENDED = "a tensor-parallel follower's process has ended; start the group anew"
+
+
+class ParallelEngine(Engine):
+    """Rank 0's engine. Its methods are `Engine`'s; `close()` releases the followers and leaves the group.
+
+    While there is no work a thread sends signs of life, so that a follower can tell an idle leader from a dead one.
+    After a step that failed the ranks are in different states: every later step raises `RankLost`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        group: Group,
+        followers: Followers | None = None,
+        trace: "TraceRecorder | None" = None,
+        vocab_limit: int | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`model` is rank 0's shard (`load_shard`), rounded to FP8 or not; returns when all ranks have built theirs.
+
+        `followers` are the other ranks where they are child processes; `close()` ends them.
+        """
+        rank = group.rank
+        if rank.rank != 0:
+            raise ValueError(f"rank {rank.rank} cannot lead: rank 0 does, the others call follow()")
+        if model.shard != rank.shard:
+            raise ValueError(f"the model is part {model.shard} and the rank is to hold {rank.shard}; use load_shard()")
+        group.broadcast(
+            Setup(
+                model=model.config,
+                fp8=quantized_parts(model),
+                engine=config,
+                vocab_limit=vocab_limit,
+                num_threads=torch.get_num_threads(),
+            )
+        )
+        sized = sized_alike(model, config, group)
+        super().__init__(model, sized, trace=trace, vocab_limit=vocab_limit, grammars=grammars)
+        self.followers, self._group = followers, group
+        self._commands: list[Command] = []
+        self._lock = threading.Lock()  # of the group: a step and the signs of life exclude each other
+        self._failure: str | None = None  # why no step can follow; never taken back
+        self._overdue = math.inf  # from when on the step under way counts as hanging
+        self._closed = threading.Event()
+        group.barrier()
+        self._heartbeat = threading.Thread(target=self._beat, name="tensor-parallel heartbeat", daemon=True)
+        self._heartbeat.start()
+
+    @property
+    def rank_sums(self) -> dict[str, Any]:
+        """How the ranks add up: the `name` of it, and why another way was `not_chosen`."""
+        reduce = self.model.reduce
+        assert isinstance(reduce, SharedSums | GroupSums), "the model was loaded by load_shard"
+        if isinstance(reduce, SharedSums) and (self.config.batch_invariant or not self.runner.has_kernel_layers):
+            reduce = GroupSums(self._group, "no layer runs by kernels: all are FP8, or rows are computed apart")
+        return reduce.described()
+
+    def add_admitted(self, admitted: Admitted) -> None:
+        super().add_admitted(admitted)
+        sequence = self.scheduler.find(admitted.request.request_id)
+        guide = None if sequence is None else sequence.guide
+        state = None if guide is None else GuideState(list(guide.pending), guide.ended)
+        self._commands.append(Add(replace(admitted, guide=state)))
+
+    def abort(self, request_id: str) -> Output | None:
+        output = super().abort(request_id)
+        if output is not None:
+            self._commands.append(Abort(request_id))
+        return output
+
+    def preempt(self) -> str | None:
+        self._commands.append(Preempt())  # also where nothing runs: `preempt` collects the step under way
+        return super().preempt()
+
+    def step(self) -> list[StepOutput]:
+        """`Engine.step`, on all ranks at once. Raises `RankLost` where one of them is gone."""
+        if not self.has_work:
+            return []
+        orders = Orders(action="step", commands=tuple(self._commands), fingerprint=fingerprint(self))
+        with self._together(orders):
+            return super().step()
+
+    def share(self, decide: Callable[[], list[Decided]]) -> list[Decided]:
+        decided = super().share(decide)
+        self._group.broadcast(decided)
+        return decided
+
+    def prepare(self, decoding: DecodingConfig) -> int:
+        self.check_idle("prepare")  # before the order is sent: a refusal must not reach the followers
+        with self._together(Orders(action="wait", commands=(*self._commands, Prepare(decoding)))):
+            return super().prepare(decoding)
+
+    def forget_prefixes(self) -> None:
+        super().forget_prefixes()
+        self._commands.append(ForgetPrefixes())
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """`Engine.load_adapter`, on all ranks or on none."""
+        self._change(LoadAdapter(name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        super().unload_adapter(name)
+        self._commands.append(UnloadAdapter(name))
+
+    def update_weights(self, source: WeightSource, *, mode: SwapMode = "preempt", version: int | None = None) -> None:
+        """`Engine.update_weights` from a model folder, between the same steps of all ranks, or on none."""
+        if not isinstance(source, Path):
+            raise ValueError(
+                "a tensor-parallel engine takes new weights from a model folder: each rank reads its part"
+            )
+        self._change(UpdateWeights(source, mode, version))
+
+    def sleep(self) -> int:
+        """`Engine.sleep` on all ranks; the bytes of all."""
+        self.check_sleep()
+        with self._together(Orders(action="wait", commands=(*self._commands, Sleep()))):
+            return self._group.total(super().sleep())
+
+    def wake_up(self) -> None:
+        """`Engine.wake_up` on all ranks, or on none."""
+        if not self.asleep:
+            raise ValueError(NOT_ASLEEP)
+        try:
+            self._change(WakeUp())
+        except ValueError as error:
+            raise torch.OutOfMemoryError(str(error)) from error
+
+    def _change(self, command: Change) -> None:
+        refusal: ValueError | None = None
+        with self._together(Orders(action="wait", commands=(*self._commands, command))):
+            try:
+                change(self, command, self._group)
+            except ValueError as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+
+    @contextmanager
+    def _together(self, orders: Orders) -> Iterator[None]:
+        """The followers carry out `orders` while the body runs here; if either fails, no later call succeeds."""
+        with self._lock:
+            if self._failure is not None:
+                raise RankLost(self._failure)
+            try:
+                if orders.action == "step" and self._group.rank.kind == "cuda":
+                    self._overdue = time.monotonic() + LONGEST_STEP
+                self._group.broadcast(orders)
+                self._commands.clear()
+                yield
+                if self._failure is not None:  # the heartbeat's: what was computed since is of no use
+                    raise RankLost(self._failure)
+            except BaseException as error:
+                lost, self._failure = self._failure, EARLIER_FAILED
+                if isinstance(error, RuntimeError) and self.followers is not None:
+                    reason = self.followers.failure()
+                    if reason is not None:
+                        error.add_note(reason)
+                if lost is not None and not isinstance(error, RankLost):
+                    raise RankLost(lost) from error  # what an interrupted step fails with says less
+                raise
+            finally:
+                self._overdue = math.inf
+
+    def check_health(self) -> None:
+        """Raise `RankLost` if a step or a sign of life failed, or if a follower's process has ended.
+
+        Never waits, and may be called from any thread.
+        """
+        if self._failure is not None:
+            raise RankLost(self._failure)
+        if self.followers is not None and not self.followers.alive:
+            raise RankLost(FOLLOWER_ENDED)
+
+    def close(self) -> None:
+        """Stop the followers, leave the group with them, and kill those that do not end; the second call does nothing.
+
+        The order is that of NCCL: every rank lets go of its graphs, all leave together, and only then does rank 0 wait
+        for the followers' processes. Lost followers are killed first, and rank 0 leaves alone: it lets go of its
+        graphs, too, because NCCL's abort waits for them, but not for a device that may never finish.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._heartbeat.join(1.0)  # a sign of life under way; an interruption lasts until the graphs are gone
+        stopped = self._stop_followers()
+        self._failure = self._failure or "the engine was closed"
+        self._graphs.release(wait=stopped)
+        self._heartbeat.join()
+        if stopped:
+            stopped = self._leave_together()
+        if self.followers is not None:
+            self.followers.end(self._group.rank.timeout if stopped else 0.0)
+        if not stopped:
+            self._group.abandon()
+
+    def _leave_together(self) -> bool:
+        """Whether all ranks left the group; one that fails on its way out counts as lost."""
+        try:
+            self._group.barrier()
+            self._group.close()
+        except RuntimeError:
+            return False
+        return True
+
+    def _stop_followers(self) -> bool:
+        """Order them to stop; whether they received it. Followers within a step, or lost ones, cannot."""
+        if self._failure is not None or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._group.broadcast(Orders(action="stop"))
+        except RankLost:
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def _beat(self) -> None:
+        """The heartbeat's thread. While rank 0 is within a step, that is the sign of life. If a rank is lost then,
+        rank 0 may wait for ever, as sums within a CUDA graph do, and must be interrupted."""
+        while not self._closed.wait(self._group.rank.timeout / 4):
+            if not self._lock.acquire(blocking=False):
+                if (lost := self._lost_meanwhile()) is not None:
+                    self._failure = lost
+                    self._group.interrupt()
+                    return
+                continue
+            try:
+                if self._failure is not None or self._closed.is_set():
+                    return
+                self._group.broadcast(Orders(action="wait"))
+            except RankLost as error:
+                self._failure = str(error)
+            finally:
+                self._lock.release()
+
+    def _lost_meanwhile(self) -> str | None:
+        """Why the step under way cannot come to its end."""
+        if self.followers is not None and not self.followers.alive:
+            return FOLLOWER_ENDED
+        if time.monotonic() > self._overdue:
+            return f"a step took longer than {LONGEST_STEP:g} s: a rank hangs; start the group anew"
+        return None

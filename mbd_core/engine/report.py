@@ -1,0 +1,231 @@
+"""What a decode step tells the host in one copy: the report, when each position was written, what changed.
+
+Shape legend: R rows (sequences), N slots, B block size, X columns.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Commit
+from mbd_core.decoding.blocks.request import Edit, Frame, FrameSlot, Request, Rollout, SlotState
+
+# What one decode step tells the host: one array, one copy.
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step on the host, by row: views of the float64 array it came in.
+
+    `storing_only_R`, `states_RN` and `mask_ratio_RN` are what the forward saw, the rest is what it did. Of the blocks
+    that stayed, `num_resident_R` is the number, and `num_asked_R` that of their positions that still need logits.
+    """
+
+    num_blocks_R: np.ndarray
+    num_resident_R: np.ndarray
+    num_asked_R: np.ndarray
+    storing_only_R: np.ndarray
+    states_RN: np.ndarray
+    mask_ratio_RN: np.ndarray
+    accepted_RN: np.ndarray
+    edited_RN: np.ndarray
+    tokens_RNB: np.ndarray
+    masked_RNB: np.ndarray
+    confidence_RNB: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a forward sees of the buffer, kept from what the step changes: storing only (R,), states and mask ratios
+    (R, N)."""
+
+    storing_only_R: Tensor
+    states_RN: Tensor
+    mask_ratio_RN: Tensor
+
+
+def view_of(buffer: BlockBuffer) -> StepView:
+    return StepView(~buffer.active_RN.any(-1), buffer.state_RN.clone(), 1.0 - buffer.progress_RN)
+
+
+def pack_report(view: StepView, commit: Commit, buffer: BlockBuffer) -> Tensor:
+    """All of a step as one float64 tensor (X,), part by part; token ids and counts are exact in it."""
+    parts = (
+        commit.num_blocks_R,
+        buffer.resident_RN.sum(-1),
+        buffer.asked_RNB.flatten(1).sum(-1),
+        view.storing_only_R,
+        view.states_RN,
+        view.mask_ratio_RN,
+        commit.accepted_RN,
+        commit.edited_RN,
+        commit.tokens_RNB,
+        commit.masked_RNB,
+        commit.confidence_RNB,
+    )
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+class HostCopy:
+    """A packed report on its way to the host; begun at once, waited for when it is read."""
+
+    def __init__(self, packed_X: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host_X = packed_X
+        if packed_X.is_cuda:
+            self._host_X = torch.empty(packed_X.shape, dtype=packed_X.dtype, pin_memory=True)
+            self._host_X.copy_(packed_X, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(packed_X.device))
+
+    def read(self) -> np.ndarray:
+        """The report (X,), when it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host_X.numpy()
+
+
+def unpack_report(host_X: np.ndarray, *, num_slots: int, block_size: int) -> Report:
+    """A report (X,), its parts by name."""
+    num_rows = len(host_X) // (4 + num_slots * (4 + 3 * block_size))
+    rows, slots, positions = (num_rows,), (num_rows, num_slots), (num_rows, num_slots, block_size)
+    at = 0
+
+    def take(shape: tuple[int, ...]) -> np.ndarray:
+        nonlocal at
+        at += (count := math.prod(shape))
+        return host_X[at - count : at].reshape(shape)
+
+    return Report(
+        num_blocks_R=take(rows),
+        num_resident_R=take(rows),
+        num_asked_R=take(rows),
+        storing_only_R=take(rows),
+        states_RN=take(slots),
+        mask_ratio_RN=take(slots),
+        accepted_RN=take(slots),
+        edited_RN=take(slots),
+        tokens_RNB=take(positions),
+        masked_RNB=take(positions),
+        confidence_RNB=take(positions),
+    )
+
+
+# Which forward wrote each position of a sequence's resident blocks, kept on the host beside its buffer row.
+#
+# Shape legend: N slots, B block size.
+
+OPEN = -1  # no forward has filled it
+
+
+class StepMap:
+    """The forwards of one sequence's slots. It moves as the slots do, and outlives a preemption as their row does.
+
+    With `edits` it also keeps the tokens, and those that were overwritten. Positions that hold tokens of the prompt
+    are in it too, with a number that nobody reads.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, *, edits: bool = False) -> None:
+        self._forward_NB = np.full((num_slots, block_size), OPEN, dtype=np.int64)
+        self._tokens_NB = np.full_like(self._forward_NB, OPEN) if edits else None
+        self._edits: list[Edit] = []  # by position, from the first that ever was in a slot
+        self._num_taken = 0
+
+    def update(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, forward: int) -> None:
+        """Forward number `forward` has left these tokens and masks; what it wrote gets its number."""
+        if self._tokens_NB is not None:
+            self._overwrite(self._tokens_NB, np.where(masked_NB, OPEN, tokens_NB).astype(np.int64), forward)
+        self._forward_NB[~masked_NB & (self._forward_NB == OPEN)] = forward
+
+    def _overwrite(self, old_NB: np.ndarray, new_NB: np.ndarray, forward: int) -> None:
+        changed_NB = (old_NB != OPEN) & (new_NB != OPEN) & (old_NB != new_NB)
+        places = (self._num_taken + np.flatnonzero(changed_NB)).tolist()
+        written = zip(places, self._forward_NB[changed_NB].tolist(), old_NB[changed_NB].tolist(), strict=True)
+        self._edits += [Edit(place, step, token) for place, step, token in written]
+        self._forward_NB[changed_NB] = forward
+        old_NB[:] = new_NB
+
+    def mark(self, slot: int, offset: int, forward: int) -> None:
+        """A position was filled before a forward: with number `forward`, or for 0 before all."""
+        self._forward_NB[slot, offset] = forward
+
+    def take(self, num_blocks: int) -> Rollout:
+        """The steps and edits of the first blocks' positions, in order; those blocks leave the buffer."""
+        steps = self._forward_NB[:num_blocks].ravel().tolist()
+        written = Rollout(edits=tuple(self._edits)).without(self._num_taken)
+        self._num_taken += len(steps)
+        self._edits = [edit for edit in self._edits if edit.index >= self._num_taken]
+        self._forward_NB = _slid(self._forward_NB, num_blocks)
+        if self._tokens_NB is not None:
+            self._tokens_NB = _slid(self._tokens_NB, num_blocks)
+        return replace(written.cut((), len(steps), room=0), steps=tuple(steps))
+
+
+def _slid(values_NB: np.ndarray, num_blocks: int) -> np.ndarray:
+    """Without the first blocks, and open ones at the end."""
+    return np.concatenate((values_NB[num_blocks:], np.full_like(values_NB[:num_blocks], OPEN)))
+
+
+# What changed in a sequence's slots from one forward to the next, kept on the host beside its buffer row.
+#
+# Shape legend: N slots, B block size.
+
+
+class FrameLog:
+    """The slots of one sequence as its last forward left them. They move as the slots do, and outlive a preemption as
+    their row does."""
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        shape = (request.decoding.buffer_size, block_size)
+        self._request, self._num_slots = request, shape[0]
+        self._tokens_NB, self._masked_NB = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+        self._offsets_NB = np.arange(shape[0] * shape[1]).reshape(shape)
+        self._end = len(request.prompt) + request.max_tokens
+        self._fixed = np.zeros(self._end, dtype=bool)  # by position: no forward fills or changes these
+        self._fixed[: len(request.prompt) + len(request.committed)] = True
+        for index, token in enumerate(request.template):
+            self._fixed[len(request.prompt) + index] |= token is not None
+
+    def frame(
+        self,
+        states_N: np.ndarray,
+        tokens_NB: np.ndarray,
+        masked_NB: np.ndarray,
+        *,
+        num_stored: int,
+        start: int,
+        forward: int,
+    ) -> Frame:
+        """The frame of forward number `forward`, which has left these tokens and masks in the slots from position
+        `start` on, and stored the first `num_stored` of their blocks."""
+        size, n = masked_NB.shape[-1], self._num_slots
+        tokens_NB, masked_NB = tokens_NB[:n].astype(np.int64), masked_NB[:n].copy()
+        positions_NB = start + self._offsets_NB
+        inside_NB = positions_NB < self._end
+        free_NB = inside_NB & ~self._fixed[np.minimum(positions_NB, self._end - 1)]
+        filled_NB = free_NB & ~masked_NB
+        accepted_NB = filled_NB & self._masked_NB
+        edited_NB = filled_NB & ~self._masked_NB & (tokens_NB != self._tokens_NB)
+        self._keep(tokens_NB, masked_NB, num_stored)
+        slots = []
+        for slot in np.flatnonzero(states_N[:n] != SlotState.DUMMY).tolist():
+            known = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)
+            state = SlotState.IN_CACHE if slot < num_stored else SlotState(int(states_N[slot]))
+            slots.append(
+                FrameSlot(
+                    state=state.name,
+                    tokens=tuple(None if m else t for t, m in known)[: min(size, int(inside_NB[slot].sum()))],
+                    accepted=tuple(np.flatnonzero(accepted_NB[slot]).tolist()),
+                    edited=tuple(np.flatnonzero(edited_NB[slot]).tolist()),
+                )
+            )
+        return Frame(forward=forward, position=start - len(self._request.prompt), num_slots=n, slots=tuple(slots))
+
+    def _keep(self, tokens_NB: np.ndarray, masked_NB: np.ndarray, num_stored: int) -> None:
+        """What the next forward is compared with: stored blocks leave, the others move to the front."""
+        self._tokens_NB[:], self._masked_NB[:] = 0, True
+        left = self._num_slots - num_stored
+        self._tokens_NB[:left], self._masked_NB[:left] = tokens_NB[num_stored:], masked_NB[num_stored:]

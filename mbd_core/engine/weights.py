@@ -1,0 +1,202 @@
+"""Other weights for a running engine, and the large tensors that it gives back while it sleeps.
+
+The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mbd_core.checkpoint.loading import has_blocks, load_model
+from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
+from mbd_core.engine.scheduler import Scheduler
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import Parts
+from mbd_core.models.quantize import quantized_parts
+from mbd_core.models.shard import served_dim
+from mbd_core.ops.experts.fp8 import FP8, Block, Fp8Module, quantize
+
+# Other weights for a running engine: read and checked beside the old ones, then copied over them between two steps.
+
+SwapMode = Literal["wait", "preempt"]
+WeightSource = Path | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """Weights on the host, by the decoder's names, that fit the model they were staged for.
+
+    wait     the requests that run end with the old weights before these take their place, and no other begins
+    preempt  they take their place at once; requests that run are preempted, keep what they have committed, and go on.
+             Only a canvas that has given out tokens ends before: it would begin anew, and contradict them
+
+    `version` is their number, `None` for one more than the number of the weights before.
+    """
+
+    tensors: Mapping[str, Tensor]
+    mode: SwapMode
+    version: int | None = None
+
+
+def swap_is_due(mode: SwapMode, scheduler: Scheduler) -> bool:
+    """Whether no request is in the way of weights that are staged."""
+    running, waiting = scheduler.running.values(), scheduler.waiting
+    if mode == "wait":
+        return not running and not any(s.num_preemptions for s in waiting)
+    return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
+
+
+def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:
+    """Read and check the weights of `source`, a model folder or the decoder's tensors by name, for `model`'s part.
+
+    They take the host's memory until they are in place. Raises `ValueError` naming what does not fit; nothing of
+    `model` has changed then.
+    """
+    if mode not in get_args(SwapMode):
+        raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(get_args(SwapMode))}")
+    dtype = model.model.norm.weight.dtype
+    if isinstance(source, Path):
+        try:
+            keeps = quantized_parts(model) == "blocks" and has_blocks(source)
+            parts: Parts | None = "blocks" if keeps else None
+            loaded = load_model(source, dtype=dtype, shard=model.shard, reduce=model.reduce, fp8=parts)
+        except OSError as error:
+            raise ValueError(f"the folder of the weights cannot be read: {error}") from error
+        theirs, ours = loaded.config, model.config
+        if differs := [f.name for f in fields(ours) if getattr(theirs, f.name) != getattr(ours, f.name)]:
+            name = differs[0]
+            raise ValueError(
+                f"{source} cannot take the place of the weights: its {name} is {getattr(theirs, name)}, the model's "
+                f"{getattr(ours, name)}"
+            )
+        if keeps and _blocks(loaded) != _blocks(model):
+            raise ValueError(f"{source} cannot take the place of the weights: its FP8 experts are in other blocks")
+        return StagedWeights(_without_tied_head(loaded, loaded.state_dict()), mode)
+    return StagedWeights(_check_tensors(model, dict(source), dtype), mode)
+
+
+def _blocks(model: Decoder) -> dict[str, Block | None]:
+    return {name: module.block for name, module in model.named_modules() if isinstance(module, Fp8Module)}
+
+
+def _without_tied_head(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tied = model.config.tie_word_embeddings
+    return {name: tensor for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
+
+
+def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of whole tensors, or of this rank's part of them."""
+    given = _without_tied_head(model, given)
+    with torch.device("meta"):
+        wanted = _without_tied_head(model, Decoder(model.whole_config).state_dict())
+    for names, what in ((given.keys() - wanted.keys(), "are no"), (wanted.keys() - given.keys(), "lack")):
+        if names:
+            raise ValueError(f"the new weights {what} tensor of this model: '{min(names)}'")
+    shard, staged = model.shard, {}
+    for name, tensor in given.items():
+        shape, cut = tuple(wanted[name].shape), served_dim(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
+        own = tensor if cut is None else tensor.chunk(shard.size, dim=cut)[shard.rank]
+        to = torch.float32 if name.endswith(FLOAT32_ALWAYS) else dtype
+        staged[name] = own.detach().to("cpu", to, copy=True)
+        if not bool(staged[name].isfinite().all()):
+            raise ValueError(f"the new weights' '{name}' has values that are not finite")
+    return staged
+
+
+@torch.no_grad()
+def overwrite(model: Decoder, staged: StagedWeights) -> None:
+    """Copy staged weights over the model's, in place; what is FP8 here alone is rounded anew, with scales of its
+    own."""
+    places = {name: tensor for name, tensor in model.state_dict().items() if name in staged.tensors}
+    for name, place in places.items():
+        _copy(place, staged.tensors[name])
+    rounded = 0
+    for prefix, module in model.named_modules():
+        if isinstance(module, Fp8Module):
+            for buffer, values in module.named_buffers(recurse=False):
+                weight = buffer.removesuffix("_values")
+                if weight != buffer and f"{prefix}.{weight}" in staged.tensors:
+                    wide = staged.tensors[f"{prefix}.{weight}"].to(values.device)
+                    new = quantize(wide, block=module.block)
+                    _copy(values, new.values)
+                    module.get_buffer(f"{weight}_scale").copy_(new.scale)
+                    rounded += 1
+    assert len(places) + rounded == len(staged.tensors), "a staged weight has no place in the model"
+
+
+def _copy(place: Tensor, new: Tensor) -> None:
+    """FP8 is copied as bytes."""
+    if place.dtype == FP8:
+        place, new = place.view(torch.uint8), new.view(torch.uint8)
+    place.copy_(new)
+
+
+# The large tensors of an engine that sleeps: their memory is given back, the tensors themselves stay.
+#
+# Views, parameters that share memory, and whoever holds them need not know: a tensor keeps its storage, which has no
+# bytes for a while. Addresses may differ afterwards, so nothing that holds one (a CUDA graph) may outlive the sleep.
+
+
+class DormantMemory:
+    """Storages whose bytes are given back, with copies on the host of those that must come again as they were."""
+
+    def __init__(self, *, lost: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """Zeros will come in the place of what the `lost` tensors hold; what `kept` ones hold waits on the host."""
+        self.num_bytes = 0
+        """Bytes that were given back."""
+        self._empty = [(whole, self._release(whole)) for whole in _storages(lost)]
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        for whole in _storages(kept):
+            self._kept.append((whole, whole.to("cpu", copy=True)))
+            self._release(whole)
+        if any(tensor.is_cuda for tensor in lost):
+            torch.cuda.empty_cache()
+
+    def _release(self, whole: Tensor) -> int:
+        size = whole.untyped_storage().nbytes()
+        whole.untyped_storage().resize_(0)
+        self.num_bytes += size
+        return size
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take the memory again; raises torch's error where there is not enough of it. None is held then, and it may
+        be called again."""
+        try:
+            for whole, copy in self._kept:
+                whole.untyped_storage().resize_(copy.numel())
+                whole.copy_(copy)
+            for whole, size in self._empty:
+                whole.untyped_storage().resize_(size)
+                whole.zero_()
+        except BaseException:
+            taken = [whole for whole, _ in (*self._kept, *self._empty)]
+            for whole in taken:
+                whole.untyped_storage().resize_(0)
+            if any(whole.is_cuda for whole in taken):
+                torch.cuda.empty_cache()
+            raise
+        self._kept, self._empty = [], []
+        self.num_bytes = 0
+
+
+def gpu_tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers that are on a GPU; on a CPU a copy on the host would give nothing back."""
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda]
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each storage of the tensors once, as a tensor of bytes."""
+    found = {t.untyped_storage().data_ptr(): t for t in tensors}
+    with torch.inference_mode(False):
+        return [
+            torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+            for t in found.values()
+            if t.untyped_storage().nbytes()
+        ]

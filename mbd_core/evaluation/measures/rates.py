@@ -1,0 +1,159 @@
+"""Rates computed from raw counts: accuracy, TPF and NFE over the samples of one configuration.
+
+Samples have no seconds: their batches mix configurations. `timed_runs.py` has those of timed runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mbd_core.evaluation.measures.statistics import mean_and_stderr, wilson_interval
+
+Rule = Literal["strict", "flexible", "base", "plus"]
+RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """The counts of one request (`decoding.request.Counts`) that do not depend on what ran beside it; `None` where an
+    endpoint does not say one."""
+
+    num_prompt_tokens: int | None
+    num_tokens: int | None
+    num_forwards: int | None
+    num_store_forwards: int | None
+    num_prefill_forwards: int | None
+
+    @property
+    def tpf(self) -> float | None:
+        """Useful tokens per forward."""
+        if self.num_tokens is None or self.num_forwards is None:
+            return None
+        return self.num_tokens / self.num_forwards if self.num_forwards else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedSample:
+    """One graded request. `counts` is `None` if decoding failed; such a sample is an error and counts as wrong.
+
+    problem  the id of its problem
+    cut      whether the answer ended at the limit of its tokens
+    is_bare  whether it is of an endpoint that says no forwards
+    seed     the sweep's, by which one problem can have several samples
+    """
+
+    problem: str
+    correct: bool
+    counts: SampleCounts | None
+    cut: bool = False
+    strict_correct: bool | None = None
+    flexible_correct: bool | None = None
+    base_correct: bool | None = None
+    plus_correct: bool | None = None
+    is_bare: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleAccuracy:
+    """Percent right of all samples by one rule, with the bounds of its 95 % Wilson interval."""
+
+    accuracy: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The results of a configuration on `n` samples.
+
+    accuracy           percent right of all `n`, errors counted as wrong; `accuracy_low` and `accuracy_high` are the
+                       bounds of its 95 % Wilson interval
+    by_rule            the accuracy by each rule that judged a sample: strict and flexible extraction, or EvalPlus's
+                       base inputs and these with the plus inputs; a sample that a rule did not judge is wrong
+    tpf                mean over samples of useful tokens per forward; `tpf_stderr` the standard error of that mean
+    tpf_ratio_of_sums  all useful tokens / all forwards
+    nfe                mean forwards per sample; `nfe_stderr` the standard error of that mean
+    tokens             mean useful tokens per sample; `tokens_stderr` likewise
+    cut                answers that ended at the limit of their tokens
+    errors             samples without counts; they do not enter tpf and nfe
+
+    What an endpoint did not say of each sample is `None`.
+    """
+
+    n: int
+    cut: int
+    errors: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    by_rule: Mapping[Rule, RuleAccuracy]
+    tpf: float | None
+    tpf_stderr: float | None
+    tpf_ratio_of_sums: float | None
+    nfe: float | None
+    nfe_stderr: float | None
+    tokens: float | None
+    tokens_stderr: float | None
+    num_tokens: int | None
+    num_forwards: int | None
+    num_store_forwards: int | None
+    num_prefill_forwards: int | None
+
+
+def summarize(samples: Sequence[GradedSample]) -> Summary:
+    """The summary of one configuration's samples; `ValueError` without samples. A rate with denominator 0 is 0."""
+    if not samples:
+        raise ValueError("nothing to summarise: no samples")
+    n = len(samples)
+    counts = [s.counts for s in samples if s.counts is not None]
+    rated = _accuracy([s.correct for s in samples])
+    judged = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
+    bare = any(s.is_bare for s in samples)
+    tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
+    tpf, tpf_stderr = _mean([c.tpf for c in counts], bare=bare)
+    nfe, nfe_stderr = _mean([c.num_forwards for c in counts], bare=bare)
+    mean_tokens, tokens_stderr = _mean([c.num_tokens for c in counts], bare=bare and not counts)
+    return Summary(
+        n=n,
+        cut=sum(s.cut for s in samples),
+        errors=n - len(counts),
+        accuracy=rated.accuracy,
+        accuracy_low=rated.low,
+        accuracy_high=rated.high,
+        by_rule={rule: _accuracy(flags) for rule, flags in judged.items() if any(f is not None for f in flags)},
+        tpf=tpf,
+        tpf_stderr=tpf_stderr,
+        tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
+        nfe=nfe,
+        nfe_stderr=nfe_stderr,
+        tokens=mean_tokens,
+        tokens_stderr=tokens_stderr,
+        num_tokens=tokens,
+        num_forwards=forwards,
+        num_store_forwards=stores,
+        num_prefill_forwards=prefills,
+    )
+
+
+TOTALS = ("num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+
+
+def _mean(values: Sequence[float | None], *, bare: bool) -> tuple[float | None, float | None]:
+    """The mean and its standard error, `None` where something is not known."""
+    known = [value for value in values if value is not None]
+    return (None, None) if bare or len(known) < len(values) else mean_and_stderr(known)
+
+
+def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | None:
+    """The sum of a count, `None` if it is not known of each sample; of an endpoint without any answer nothing is."""
+    values: list[int | None] = [getattr(c, name) for c in counts]
+    if None in values or (bare and not values):
+        return None
+    return sum(value for value in values if value is not None)
+
+
+def _accuracy(flags: Sequence[bool | None]) -> RuleAccuracy:
+    num_right = sum(bool(flag) for flag in flags)
+    low, high = wilson_interval(num_right, len(flags))
+    return RuleAccuracy(accuracy=100 * num_right / len(flags), low=100 * low, high=100 * high)

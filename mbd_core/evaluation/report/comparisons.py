@@ -1,0 +1,339 @@
+"""Configurations and models compared on the same problems: paired gaps, answers only one has right, seeds.
+
+Two accuracies on the same problems are not independent, so their own intervals say too little of their difference:
+both are right on the easy problems and wrong on the hard ones. Drawing problems, with both answers, keeps that.
+"""
+
+import itertools
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mbd_core.evaluation.measures.rates import GradedSample
+from mbd_core.evaluation.measures.statistics import mean_and_interval, mean_and_stderr, sign_test, wins_and_losses
+from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
+from mbd_core.evaluation.report.sections import one_line, table_line
+from mbd_core.evaluation.sweep.folder import read_report, read_samples
+from mbd_core.tasks import gsm_mini
+
+# How far a configuration's accuracy lies from its task's baseline, problem by problem: the paired bootstrap.
+
+HEADS = ("Model", "Method", "Task", "Config", "Problems", "Only it", "Only the baseline", "Difference [95 %]", "p")
+DEFINITIONS = (
+    "Difference: accuracy minus that of the task's baseline on the same problems, in percentage points, with "
+    "percentiles of 2,000 draws of problems (paired bootstrap), all seeds of a problem together. A single problem "
+    "has none; where no answer differs a bootstrap has no width, which is no certainty. Only it, only the baseline: "
+    "problems on which one of the two alone is right (of several seeds, on more of them); p: two-sided sign test of "
+    "these counts, for each row by itself. With many rows some differences are clear by chance. The baseline is the "
+    "most accurate configuration of the report's first model and method, chosen on these samples, which biases "
+    "differences from it downwards:"
+)
+Answers = Mapping[tuple[str, int, int], bool]  # by problem, seed and number
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyGap:
+    """A configuration's accuracy minus its baseline's on the same problems, in percentage points.
+
+    num_problems        problems that both have under the same seed
+    only_it, only_base  those on which one of the two alone is right, or under more seeds
+    low, high           `None` of a single problem
+    """
+
+    baseline: ReportKey
+    num_problems: int
+    only_it: int
+    only_base: int
+    difference: float
+    low: float | None
+    high: float | None
+    p_value: float
+
+
+def accuracy_gaps(
+    rows: Sequence[ReportRow], samples: Mapping[ReportKey, Sequence[GradedSample]]
+) -> dict[ReportKey, AccuracyGap]:
+    """The gap of every configuration but the baselines; none where it shares no problem with its baseline."""
+    gaps: dict[ReportKey, AccuracyGap] = {}
+    for task in dict.fromkeys(row.key.task for row in rows):
+        of_task = [row for row in rows if row.key.task == task]
+        first = [row for row in of_task if (row.key.model, row.key.method) == _method(of_task[0])]
+        baseline = best_row(first).key
+        base = _answers(samples[baseline])
+        for row in of_task:
+            if row.key != baseline and (gap := _gap(baseline, base, _answers(samples[row.key]))) is not None:
+                gaps[row.key] = gap
+    return gaps
+
+
+def _method(row: ReportRow) -> tuple[str, str]:
+    return row.key.model, row.key.method
+
+
+def _answers(samples: Sequence[GradedSample]) -> Answers:
+    """Whether each problem is right under each seed; samples that agree in both count in their order."""
+    answers: dict[tuple[str, int, int], bool] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    for sample in samples:
+        asked = (sample.problem, sample.seed)
+        answers[*asked, counts[asked]] = sample.correct
+        counts[asked] += 1
+    return answers
+
+
+def _gap(baseline: ReportKey, base: Answers, own: Answers) -> AccuracyGap | None:
+    shared = sorted(base.keys() & own.keys())
+    if not shared:
+        return None
+    problems = [problem for problem, _, _ in shared]
+    differences = [100.0 * (own[key] - base[key]) for key in shared]
+    only_it, only_base = wins_and_losses(zip(problems, differences, strict=True))
+    difference, interval = mean_and_interval(np.array(differences), problems)
+    low, high = interval or (None, None)
+    return AccuracyGap(
+        baseline=baseline,
+        num_problems=len(set(problems)),
+        only_it=only_it,
+        only_base=only_base,
+        difference=difference,
+        low=low,
+        high=high,
+        p_value=sign_test(only_it, only_base),
+    )
+
+
+def gap_lines(
+    gaps: Mapping[ReportKey, AccuracyGap], labels: Mapping[str, str], varied: Mapping[ReportKey, str]
+) -> list[str]:
+    """The section of the report, empty without gaps; `varied` has the settings in which configurations differ."""
+    if not gaps:
+        return []
+    lines = ["## Differences in accuracy", "", DEFINITIONS, ""]
+    baselines = {labels[gap.baseline.task]: gap.baseline for gap in gaps.values()}
+    lines += [
+        one_line(f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}")
+        for label, key in baselines.items()
+    ]
+    lines += ["", "| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
+    for key, gap in gaps.items():
+        cells = [
+            *(key.model, key.method, labels[key.task], varied[key] or "-"),
+            *(str(count) for count in (gap.num_problems, gap.only_it, gap.only_base)),
+            f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
+            f"{gap.p_value:.3f}",
+        ]
+        lines.append(table_line(cells))
+    return [*lines, ""]
+
+
+# Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One graded answer; `num_forwards` is 0 for one that could not be decoded."""
+
+    correct: bool
+    num_tokens: int
+    num_forwards: int
+
+    @property
+    def tpf(self) -> float:
+        """Useful tokens per forward, of an answer that was decoded."""
+        return self.num_tokens / self.num_forwards
+
+
+SharedProblems = Mapping[tuple[int, str], Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The mean of a measure's differences, first model minus second, with its 95 % interval over the problems, `None`
+    of a single one."""
+
+    mean: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedAnswers:
+    """Two models on the same problems.
+
+    first_only, second_only  problems on which only the first model, or only the second, is right, or under more seeds
+    num_decoded              answers that both could decode, over which the differences are taken
+    accuracy                 in percentage points, over all answers
+    tpf, nfe                 useful tokens per forward, and forwards, a sample; `None` without a decoded problem
+    """
+
+    num_problems: int
+    first_only: int
+    second_only: int
+    num_decoded: int
+    accuracy: Difference
+    tpf: Difference | None
+    nfe: Difference | None
+
+    @property
+    def p_value(self) -> float:
+        """The p-value of the two-sided sign test."""
+        return sign_test(self.first_only, self.second_only)
+
+
+def load_answers(
+    folders: Sequence[Path], *, model: str, task: str, tau_m2t: float, buffer_size: int
+) -> SharedProblems:
+    """The answers by (seed, problem), for one model and configuration; `ValueError` if none exists, or if the answers
+    are of several configurations or methods."""
+    answers: dict[tuple[int, str], Answer] = {}
+    found: set[tuple[str, str]] = set()
+    for folder in folders:
+        for row in read_samples(folder):
+            config = json.loads(row["config"])
+            setting = (row["model"], row["task"], config.get("tau_m2t"), config.get("buffer_size"))
+            if setting == (model, task, tau_m2t, buffer_size):
+                answer = Answer(bool(row["correct"]), row["num_tokens"] or 0, row["num_forwards"] or 0)
+                answers[row["seed"], row["problem_id"]] = answer
+                found.add((row["method"], row["config"]))
+    if len(found) > 1:
+        names = "; ".join(f"{method} {config}" for method, config in sorted(found))
+        raise ValueError(
+            f"{len(found)} configurations of {model} on {task} have tau_m2t={tau_m2t}, buffer_size={buffer_size}; "
+            f"give folders that hold one of them: {names}"
+        )
+    if not answers:
+        raise ValueError(
+            f"no samples of {model} on {task} at tau_m2t={tau_m2t}, buffer_size={buffer_size} in "
+            f"{', '.join(map(str, folders))}"
+        )
+    return answers
+
+
+def pair_answers(first: SharedProblems, second: SharedProblems) -> PairedAnswers:
+    """Compare answers problem by problem; `ValueError` if the problems are not the same."""
+    if first.keys() != second.keys():
+        raise ValueError(
+            f"the two sides hold different problems ({len(first)} and {len(second)}); sweep the same seeds"
+        )
+    keys = sorted(first, key=lambda key: key[1])
+    right = [(key[1], 100.0 * (first[key].correct - second[key].correct)) for key in keys]
+    decoded = [key for key in keys if first[key].num_forwards and second[key].num_forwards]
+    first_only, second_only = wins_and_losses(right)
+    return PairedAnswers(
+        num_problems=len({problem for _, problem in keys}),
+        first_only=first_only,
+        second_only=second_only,
+        num_decoded=len(decoded),
+        accuracy=_difference(right),
+        tpf=_difference([(key[1], first[key].tpf - second[key].tpf) for key in decoded]) if decoded else None,
+        nfe=_difference([(key[1], float(first[key].num_forwards - second[key].num_forwards)) for key in decoded])
+        if decoded
+        else None,
+    )
+
+
+def _difference(differences: Sequence[tuple[str, float]]) -> Difference:
+    mean, interval = mean_and_interval(
+        np.array([value for _, value in differences]), [problem for problem, _ in differences]
+    )
+    return Difference(mean=mean, interval=interval)
+
+
+# gsm-mini test problems whose arithmetic chain occurs in training, and the accuracy with and without them.
+#
+# A chain is the sequence of an answer's equations, without the words around them.
+
+Chain = tuple[str, ...]
+
+EQUATION = re.compile(r"\d+ [-+*] \d+ = \d+")
+
+
+def chain(answer: str) -> Chain:
+    """The equations of a worked answer."""
+    return tuple(EQUATION.findall(answer))
+
+
+def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
+    """The chains of all training problems, which are generated again: `streams` are (seed, number of problems)."""
+    return {
+        chain(row["answer"])
+        for seed, num_problems in streams
+        for row in itertools.islice(gsm_mini.generate(split="train", seed=seed), num_problems)
+    }
+
+
+def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> str:
+    """Accuracy by model, method, threshold and whether the chain is in `training`, as Markdown.
+
+    `folders` are sweeps on gsm-mini's test split, whose problems are generated again.
+    """
+    correct: dict[tuple[str, str, float, bool], list[bool]] = defaultdict(list)
+    for folder in folders:
+        settings = read_report(folder)["settings"]
+        problems = itertools.islice(
+            gsm_mini.generate(split="test", seed=settings["seed"]), settings["tasks"]["gsm-mini"]["n"]
+        )
+        is_known = {row["question"]: chain(row["answer"]) in training for row in problems}
+        for row in read_samples(folder):
+            if row["task"] == "gsm-mini":
+                tau_m2t = json.loads(row["config"])["tau_m2t"]
+                correct[row["model"], row["method"], tau_m2t, is_known[row["prompt"]]].append(row["correct"])
+    lines = ["| model | method | tau_m2t | chain | n | Acc (%) |", "|---|---|---|---|---|---|"]
+    for (model, method, tau_m2t, known), values in sorted(correct.items()):
+        name = "in training" if known else "unseen"
+        accuracy = 100 * sum(values) / len(values)
+        lines.append(table_line([model, method, tau_m2t, name, len(values), f"{accuracy:.2f}"]))
+    return "\n".join(lines)
+
+
+# One table of several sweeps that differ only in their seed: mean and standard error over the seeds.
+
+RowKey = tuple[str, str, str, str]
+
+
+def seed_table(folders: Sequence[Path]) -> str:
+    """The table as Markdown. `ValueError` if there are fewer than two sweeps, or a row is not in all of them."""
+    if len(folders) < 2:
+        raise ValueError("a standard error over seeds needs at least two sweeps")
+    by_key: dict[RowKey, list[dict[str, Any]]] = defaultdict(list)
+    for folder in folders:
+        for key, row in load_rows(folder).items():
+            by_key[key].append(row)
+    lines = ["| model | method | task | config | n | Acc (%) | TPF | NFE |", "|---|---|---|---|---|---|---|---|"]
+    for (model, method, task, config), rows in by_key.items():
+        if len(rows) != len(folders):
+            raise ValueError(f"{model} {method} {task} {config} is in {len(rows)} of {len(folders)} sweeps")
+        num_problems = sum(row["n"] for row in rows)
+        means = [_mean_text([row[name] for row in rows]) for name in ("accuracy", "tpf", "nfe")]
+        lines.append(table_line([model, method, task, config, num_problems, *means]))
+    return "\n".join(lines)
+
+
+def load_rows(folder: Path) -> dict[RowKey, dict[str, Any]]:
+    """A report's rows by model, method, task and the settings in which its configurations differ."""
+    rows = read_report(folder)["rows"]
+    fields = dict.fromkeys(name for row in rows for name in row["config"])
+    varied = [name for name in fields if len({str(row["config"].get(name)) for row in rows}) > 1]
+    return {
+        (
+            row["model"],
+            row["method"],
+            row["task"],
+            ", ".join(f"{name}={row['config'].get(name)}" for name in varied),
+        ): row
+        for row in rows
+    }
+
+
+def _mean_text(values: Sequence[float | None]) -> str:
+    """A dash for what an endpoint did not say."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "-"
+    mean, stderr = mean_and_stderr(known)
+    return f"{mean:.2f} ± {stderr:.2f}"

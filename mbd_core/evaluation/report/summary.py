@@ -1,0 +1,322 @@
+"""A sweep's report from its rows alone, without a model: its settings, its numbers, its files."""
+
+import io
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.measures.summary import (
+    AupMean,
+    AupRow,
+    ReportKey,
+    ReportRow,
+    build_aup,
+    build_rows,
+    token_efficiency,
+    with_intervals,
+)
+from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps
+from mbd_core.evaluation.report.markdown import render_markdown
+from mbd_core.evaluation.report.page import ShownSamples, choose_samples, draw_plot, render_page
+from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_lines
+from mbd_core.evaluation.report.tables import EndpointSeconds, SpeedGain, endpoint_seconds, seconds_lines, speed_gains
+from mbd_core.evaluation.sandbox.processes import MEANING
+from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, read_record, read_times
+from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.record import SweepRecord
+from mbd_core.evaluation.sweep.samples import load_samples
+from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
+from mbd_core.evaluation.sweep.timing import config_of
+
+# The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.
+
+
+def report_files(
+    rows: Sequence[ReportRow],
+    aups: Sequence[AupRow],
+    aup_means: Sequence[AupMean],
+    times: Sequence[Speed],
+    shown: ShownSamples,
+    *,
+    gaps: Mapping[ReportKey, AccuracyGap],
+    labels: Mapping[str, str],
+    settings: Mapping[str, Any],
+    seconds: Sequence[EndpointSeconds] = (),
+) -> dict[str, bytes]:
+    """The files by name, `report.json` last. `labels` maps task names to column heads.
+
+    What was timed is in `times` and `papers` of `report.json` and in the last sections of `report.md`, and so of the
+    page, from `Speed` on; all else is the same bytes for the same plan. `seconds` are those of endpoints.
+    """
+    gains = speed_gains(times, rows)
+    papers = beside_tables(Own.of(rows, aups, times, aup_means))
+    content = {
+        "rows": [
+            {
+                "model": row.key.model,
+                "method": row.key.method,
+                "task": row.key.task,
+                "config": json.loads(row.key.config),
+                **asdict(row.summary),
+                "token_efficiency": token_efficiency(row),
+            }
+            for row in rows
+        ],
+        "aup": [asdict(aup) for aup in aups],
+        "aup_means": [asdict(one) for one in aup_means],
+        "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
+        "settings": settings,
+        "times": [
+            {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
+        ],
+        "papers": paper_content(papers),
+        **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
+    }
+    plot = io.BytesIO()
+    draw_plot(rows, plot, labels=labels)
+    text = render_markdown(rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps)
+    text += "".join(f"{line}\n" for line in seconds_lines(seconds, labels))
+    text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
+    return {
+        "plot.png": plot.getvalue(),
+        "report.md": text.encode(),
+        "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
+        "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
+    }
+
+
+def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:
+    subject, base = ({**asdict(one), "config": json.loads(one.config)} for one in (key, gap.baseline))
+    return {**subject, **asdict(gap), "baseline": base}
+
+
+def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:
+    gain = gains.get(ReportKey(speed.model, speed.method, speed.task, speed.config))
+    return None if gain is None else asdict(gain)
+
+
+def _recipes(settings: Mapping[str, Any]) -> str:
+    """How the problems were asked, in words; of joined sweeps, how those of each were."""
+    parts = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
+    names = dict.fromkeys(str(part["recipe"]) for part in parts if "recipe" in part)
+    return "; ".join(names) or "as the settings say"
+
+
+# A sweep's report from its rows alone, without a model: of one folder, or of several joined.
+
+ASKED = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSummary:
+    """The content of a report's files, by name, and how many of the samples that belong into it are there."""
+
+    files: dict[str, bytes]
+    num_samples: int
+    num_planned: int
+
+    @property
+    def text(self) -> str:
+        return self.files["report.md"].decode()
+
+
+def summarize_sweeps(folders: Sequence[Path]) -> SweepSummary:
+    """The report of the rows in the folders. Shards of one sweep, once they are all there, give the sweep's report.
+
+    Raises `ValueError` for a folder without a sweep, for sweeps that cannot be joined, and if there are no rows.
+    """
+    records = joinable_records(folders)
+    samples = load_samples(folders)
+    rows = build_rows(samples)
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, folders))}: no sample is there yet")
+    labels = {task: label for record in records for task, label in record.labels.items()}
+    labels = {task: label for task, label in labels.items() if any(row.key.task == task for row in rows)}
+    num_samples = sum(row.summary.n for row in rows)
+    num_planned = planned_samples(records)
+    settings = _joined_settings(folders, records)
+    if num_samples < num_planned:
+        settings = {"incomplete": f"{num_samples} of {num_planned} samples are there", **settings}
+    times = times_of(folders, rows)
+    if any(record.num_cases for record in records) and (untimed := _untimed(rows, times, records)):
+        settings = {"not timed": untimed, **settings}
+    aups, aup_means = with_intervals(build_aup(rows), samples)
+    shown, seconds = choose_samples(folders), endpoint_seconds(folders)
+    gaps = accuracy_gaps(rows, samples)
+    files = report_files(
+        rows, aups, aup_means, times, shown, gaps=gaps, labels=labels, settings=settings, seconds=seconds
+    )
+    return SweepSummary(files=files, num_samples=num_samples, num_planned=num_planned)
+
+
+def joinable_records(folders: Sequence[Path]) -> list[SweepRecord]:
+    """The records of the folders' sweeps; `ValueError` for a folder without one, or sweeps that cannot be joined."""
+    records = [read_record(folder) for folder in folders]
+    _check_joinable(folders, records)
+    return records
+
+
+def planned_samples(records: Sequence[SweepRecord]) -> int:
+    """How many samples these sweeps have once they are finished; shards of one sweep are one."""
+    return sum(record.num_samples for record in _distinct(records))
+
+
+def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
+    """The speeds in the order of the report's rows; of a case that two folders hold, the first's."""
+    known: dict[tuple[str, str, str, str], int] = {}
+    timed = [
+        row
+        for number, folder in enumerate(folders)
+        for row in read_times(folder)
+        if known.setdefault(config_of(row), number) == number
+    ]
+    order = {(row.key.model, row.key.method, row.key.task, row.key.config): n for n, row in enumerate(rows)}
+    found = {(speed.model, speed.method, speed.task, speed.config): speed for speed in speeds(timed)}
+    return [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
+
+
+def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]) -> list[str]:
+    """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
+    Those of endpoints are never timed."""
+    asked = {name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)}
+    timed = {ReportKey(speed.model, speed.method, speed.task, speed.config) for speed in times}
+    return [
+        f"{row.key.model}, {row.key.method} on {row.key.task}: {row.varied or 'the only one'}"
+        for row in rows
+        if row.key not in timed and row.key.model not in asked
+    ]
+
+
+def write_summary(folder: SweepFolder) -> SweepSummary:
+    """Write the report of a sweep's folder into it."""
+    summary = summarize_sweeps([folder.path])
+    folder.write_files(summary.files)
+    return summary
+
+
+def rewrite_summary(path: Path) -> SweepSummary:
+    """Write the report of a sweep's folder anew. Raises `ValueError` if no sweep lies there, or one is running."""
+    record = read_record(path)
+    with SweepFolder.claim(path, record) as folder:
+        return write_summary(folder)
+
+
+def _check_joinable(folders: Sequence[Path], records: Sequence[SweepRecord]) -> None:
+    """Raise `ValueError` if one name means different things in two folders."""
+    seen: dict[str, tuple[Any, Path]] = {}
+    for folder, record in zip(folders, records, strict=True):
+        for subject, content in _meanings(record):
+            meant, first = seen.setdefault(subject, (content, folder))
+            if meant != content:
+                raise ValueError(f"{first} and {folder} cannot be joined: {subject} differ")
+
+
+def _meanings(record: SweepRecord) -> Iterator[tuple[str, Any]]:
+    """What each name of a sweep means, with what is said where it means something else in another."""
+    for name, digest in record.plan["models"].items():
+        yield f"the files of model '{name}'", digest
+    for name, task in record.plan["tasks"].items():
+        yield f"the rule or max_tokens of task '{name}'", (task["rule"], task["max_tokens"])
+    for name, task in record.settings.get("tasks", {}).items():
+        yield f"the prompts, examples or stop strings of task '{name}'", [task.get(part) for part in ASKED]
+    for name, fields in record.settings.get("methods", {}).items():
+        yield f"the fields of method '{name}'", json.loads(fields)
+
+
+def _distinct(records: Sequence[SweepRecord]) -> list[SweepRecord]:
+    """One record of each plan."""
+    plans = [record.plan for record in records]
+    return [record for number, record in enumerate(records) if plans.index(record.plan) == number]
+
+
+def _joined_settings(folders: Sequence[Path], records: Sequence[SweepRecord]) -> Mapping[str, Any]:
+    """The settings of one sweep, or those of each by its folder's name; all machines on which shards ran, and the ways
+    in which these contained programs. Of each model the digest says which weights it has."""
+    distinct = _distinct(records)
+    if len(distinct) > 1:
+        return {
+            str(folder): _joined_settings([folder], [record]) for folder, record in zip(folders, records, strict=True)
+        }
+    machines = dict.fromkeys(machine for record in records for machine in record.settings.get("machines", []))
+    settings = {**distinct[0].settings, "machines": list(machines)}
+    if "models" in settings:
+        digests = distinct[0].plan["models"]
+        settings["models"] = {name: {"digest": digests[name], **said} for name, said in settings["models"].items()}
+    if ways := sorted({way for folder in folders for way in isolations(folder)}):
+        settings["isolation"] = [MEANING.get(way, way) for way in ways]
+    if len(records) == 1 and records[0].shard.count > 1:
+        settings["shard"] = str(records[0].shard)
+    return settings
+
+
+# The settings in a report: what a reader needs to judge the numbers or to repeat the sweep.
+
+# Those on which tokens, grades and their speed depend.
+VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
+
+
+def sweep_settings(
+    sweep: Sweep, *, engine: EngineConfig, num_actors: int, num_cpus: float, on_gpu: bool
+) -> dict[str, Any]:
+    """The settings by name. `engine` configures each of `num_actors` engines, on GPUs or not, on a cluster with
+    `num_cpus` CPUs."""
+    endpoints = {
+        name: {"url": one.url, "model": one.model, "ours": one.is_ours} for name, one in sweep.endpoints.items()
+    }
+    return {
+        "models": {
+            name: _model_settings(model_folder(folder), on_gpu=on_gpu) for name, folder in sweep.models.items()
+        },
+        **({"endpoints": endpoints} if endpoints else {}),
+        "methods": {name: json.dumps(fields) for name, fields in sweep.methods.items()},
+        "grid": sweep.grid,
+        "tasks": {
+            problem_set.task.name: {
+                "rule": problem_set.task.rule,
+                "source": problem_set.source,
+                "n": len(problem_set.problems),
+                "sha256": problem_set.sha256,
+                **sweep.asked[problem_set.task.name].record,
+            }
+            for problem_set in sweep.problem_sets
+        },
+        "seed": sweep.seed,
+        "recipe": f"{sweep.recipe.name} ({sweep.recipe.source})",
+        **({"recipe_remark": sweep.recipe.remark} if sweep.recipe.remark else {}),
+        "engine": asdict(engine),
+        "actors": num_actors,
+        "tensor_parallel": sweep.tensor_parallel,
+        "notes": sweep.notes,
+        "machines": [machine_text(num_cpus, ranks=sweep.tensor_parallel)],
+        "versions": {name: version(name) for name in VERSIONS},
+    }
+
+
+def machine_text(num_cpus: float, *, ranks: int) -> str:
+    """The machine of the job, on a cluster with `num_cpus` CPUs."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; Ray sees {num_cpus:g} CPUs, "
+        f"each engine runs on {ranks}"
+    )
+
+
+def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
+    contents = read_folder(folder)
+    stored = str(contents.stored_dtype).removeprefix("torch.")
+    computed = stored if on_gpu else "float32"
+    return {
+        "parameters": f"{contents.config.num_parameters / 1e6:.3g}M",
+        "block_size": contents.config.block_size,
+        "trained": contents.defaults.get("trained_with", "unknown"),
+        "dtype": computed if computed == stored else f"{computed} (stored as {stored})",
+    }

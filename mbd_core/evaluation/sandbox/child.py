@@ -1,0 +1,323 @@
+"""What runs inside the sandbox: a program that a model wrote, or tests that call one. Started by `processes.py`.
+
+    python -I -S child.py ROLE MODULES ORDER_FD IN_FD OUT_FD VERDICT_FD
+
+`answer`: defines the program and calls its function, with the order's inputs or with those that come on IN_FD. Only
+the results leave the process, on OUT_FD, as plain data; what they should be never enters it. So whatever the program
+does to this process, it can send other data at most.
+`test`: runs a benchmark's tests. The function that they call is a stand-in which asks the program's process: calls go
+out on OUT_FD, answers come on IN_FD, and the verdict goes to VERDICT_FD.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import resource
+import sys
+import time
+
+TYPE_CHECKING = False  # `typing` itself costs a third of the start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+HEADER = 8
+LONGEST_LINE = 1 << 24
+PROGRAM_ENDED = "the program ended"
+
+
+def limit_resources(order: dict[str, Any]) -> None:
+    """Set the limits for good. Over its CPU time a process gets SIGXCPU, and a second later SIGKILL."""
+    seconds = order["cpu_seconds"]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    for kind, value in (
+        (resource.RLIMIT_AS, order["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, order["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _limit(kind, value)
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def confine(walls: dict[str, Any]) -> None:
+    """A user of its own where the grader is root, and a limit of threads; without bubblewrap also namespaces as far as
+    the machine gives them, Landlock, and the filter of system calls. All for good; raises `OSError`."""
+    strict = walls["filter"] is not None
+    user, apart = walls["user"], walls["apart"]
+    if strict:
+        apart = _leave_namespaces(user is not None) or apart
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    if strict:
+        _keep_capabilities(READ_ANY if user is not None else 0)
+    _limit(resource.RLIMIT_NPROC, walls["threads"] + (0 if apart or user is not None else walls["tasks"]))
+    if strict:
+        _enter_walls(walls["files"], walls["folders"], walls["filter"], landlock=walls["landlock"])
+
+
+READ_ANY = 1 << 2  # CAP_DAC_READ_SEARCH: Python may lie in root's home; Landlock says which files those are
+NO_NEW_PRIVS, SECCOMP, KEEP_CAPABILITIES, DUMPABLE = 38, 22, 8, 4  # of prctl
+NEW_USER, NEW_NETWORK, NEW_IPC = 0x10000000, 0x40000000, 0x08000000  # of unshare
+
+
+def _libc() -> Any:
+    import ctypes  # 3 ms, which a process in bubblewrap does without
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _leave_namespaces(has_user: bool) -> bool:
+    """Own network and IPC namespaces where the machine allows them; whether the user's processes are counted anew."""
+    if has_user:
+        _libc().unshare(NEW_NETWORK | NEW_IPC)
+        _libc().prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
+        return False
+    return bool(_libc().unshare(NEW_USER | NEW_NETWORK | NEW_IPC) == 0)
+
+
+def _keep_capabilities(kept: int) -> None:
+    import ctypes
+
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    if _libc().capset(header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0)):
+        raise OSError(ctypes.get_errno(), "the capabilities cannot be dropped")
+
+
+def _enter_walls(files: list[str], folders: list[str], program: bytes, *, landlock: int) -> None:
+    """Landlock, if the kernel has it, with what may be read: files and what lies below them, and names in folders."""
+    import ctypes
+
+    class Filter(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+    libc = _libc()
+    libc.prctl(DUMPABLE, 0, 0, 0, 0)
+    if libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS was refused")
+    if landlock:
+        rules = ctypes.c_int(libc.syscall(LANDLOCK_CREATE, *_ruleset(landlock), 0)).value
+        for paths, rights in ((files, READ_FILE | READ_FOLDER), (folders, READ_FOLDER)):
+            for path in paths:
+                _allow_below(libc, rules, path, rights)
+        if rules < 0 or libc.syscall(LANDLOCK_RESTRICT, rules, 0):
+            raise OSError(ctypes.get_errno(), "Landlock was refused")
+        os.close(rules)
+    content = Filter(len(program) // 8, program)
+    if libc.prctl(SECCOMP, 2, ctypes.byref(content)):
+        raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
+
+
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
+
+
+def _ruleset(version: int) -> tuple[bytes, int]:
+    """struct landlock_ruleset_attr with all that a version knows: files, from 4 on TCP, from 6 on sockets and signals
+    of other processes; and its size."""
+    rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
+    words = [(1 << rights) - 1] + [3] * (version >= 4) + [3] * (version >= 6)
+    return b"".join(word.to_bytes(8, sys.byteorder) for word in words), 8 * len(words)
+
+
+def _allow_below(libc: Any, rules: int, path: str, rights: int) -> None:
+    import ctypes
+    import stat
+
+    try:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(parent).st_mode):
+            rights &= READ_FILE
+        below = rights.to_bytes(8, sys.byteorder) + parent.to_bytes(4, sys.byteorder)
+        if libc.syscall(LANDLOCK_ADD, rules, 1, below, 0):
+            raise OSError(ctypes.get_errno(), f"Landlock took no rule for {path}")
+    finally:
+        os.close(parent)
+
+
+def read_exactly(fd: int, length: int) -> bytes:
+    """So many bytes; `EOFError` if fewer come."""
+    parts = []
+    while length:
+        part = os.read(fd, min(length, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def read_framed(fd: int) -> Any:
+    """The next value that a trusted process sent."""
+    return marshal.loads(read_exactly(fd, int.from_bytes(read_exactly(fd, HEADER), "little")))
+
+
+def write_all(fd: int, content: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def frame(value: Any) -> bytes:
+    """A value for `read_framed`."""
+    content = marshal.dumps(value)
+    return len(content).to_bytes(HEADER, "little") + content
+
+
+def define(source: str, file_name: str) -> dict[str, Any]:
+    """The names that a program defines, as a module that is imported."""
+    module = type(sys)(file_name)
+    sys.modules[file_name] = module
+    exec(compile(source, f"<{file_name}>", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def answer(order: dict[str, Any], calls_fd: int, answers_fd: int, _verdict_fd: int) -> None:
+    """Send a line for the definition, and one for each call: its value, or the exception's name."""
+    from mbd_core.evaluation.sandbox.plain_data import encode
+
+    write, clock, convert = os.write, time.monotonic, CONVERSIONS[order["convert"]]
+
+    def send(kind: str, text: str) -> None:
+        view = memoryview(f"{kind}{text}\n".encode())
+        while view:
+            view = view[write(answers_fd, view) :]
+
+    try:
+        function = define(order["program"], "candidate")[order["entry_point"]]
+    except BaseException as error:
+        return send("!", type(error).__name__)
+    send("=", "")
+    calls = _calls(calls_fd) if order["inputs"] is None else ((inputs, {}) for inputs in order["inputs"])
+    for arguments, keywords in calls:
+        try:
+            started = clock()
+            out = function(*arguments, **keywords)
+            seconds = clock() - started
+            line = encode(convert(out), seconds)
+        except BaseException as error:
+            send("!", type(error).__name__)
+        else:
+            send("=", line)
+    return None
+
+
+def _as_set(out: Any) -> Any:
+    return out if isinstance(out, (list, tuple, set, frozenset, dict, str, bool)) else set(out)
+
+
+# What is sent of a value: itself; the set of what it yields; whether there is one
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "": lambda out: out,
+    "set": _as_set,
+    "given": lambda out: out if isinstance(out, bool) else out is not None,
+}
+
+
+def _calls(fd: int) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    while True:
+        try:
+            yield read_framed(fd)
+        except EOFError:
+            return
+
+
+def test(order: dict[str, Any], answers_fd: int, calls_fd: int, verdict_fd: int) -> None:
+    """Run the tests and send the verdict: `passed`, `wrong` or `error`, and the detail."""
+    try:
+        function = stand_in(order["entry_point"], calls_fd, answers_fd)
+        space: dict[str, Any] = (
+            define(order["preamble"], "candidate") if order["preamble"] else {"__name__": "candidate"}
+        )
+        space[order["entry_point"]] = function
+        exec(compile(order["tests"], "<tests>", "exec"), space)
+        if order["check"]:
+            space[order["check"]](function)
+    except AssertionError:
+        verdict = ("wrong", "a test's assertion failed")
+    except EOFError:
+        verdict = ("error", PROGRAM_ENDED)
+    except BaseException as error:  # what a test raises on a wrong type is the program's fault, as in the original
+        verdict = ("error", str(error) if isinstance(error, AnswerError) else type(error).__name__)
+    else:
+        verdict = ("passed", "")
+    write_all(verdict_fd, f"{verdict[0]} {verdict[1]}\n".encode())
+
+
+class AnswerError(Exception):
+    """What the program's function raised, by name, or a value that is no plain data."""
+
+
+def stand_in(name: str, calls_fd: int, results_fd: int) -> Callable[..., Any]:
+    """A function that asks the program's process."""
+    from mbd_core.evaluation.sandbox.plain_data import decode
+
+    results = os.fdopen(results_fd, "rb")
+
+    def line() -> bytes:
+        content = results.readline(LONGEST_LINE)
+        if not content.endswith(b"\n"):
+            raise EOFError
+        if content.startswith(b"!"):
+            raise AnswerError(content[1:].decode(errors="replace").strip())
+        return content[1:]
+
+    defined: list[bool] = []
+
+    def ask(*arguments: Any, **keywords: Any) -> Any:
+        if not defined:
+            line()
+            defined.append(True)
+        try:
+            write_all(calls_fd, frame((arguments, keywords)))
+        except ValueError:
+            raise AnswerError("a test hands over an object that is no plain data") from None
+        except BrokenPipeError:
+            raise EOFError from None
+        try:
+            return decode(line()).value
+        except ValueError as error:
+            raise AnswerError(str(error)) from None
+
+    ask.__name__ = name
+    return ask
+
+
+def main() -> None:
+    """Read the order, detach from everything else, run, and exit without the program's exit handlers."""
+    role, modules = sys.argv[1:3]
+    order_fd, *channels = map(int, sys.argv[3:])
+    exit_now = os._exit  # the program may replace it
+    order = read_framed(order_fd)
+    os.close(order_fd)
+    sys.path[:0] = [modules]
+    sys.path += order["packages"]
+    sys.dont_write_bytecode = True
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    from mbd_core.evaluation.sandbox import plain_data  # noqa: F401  (before its file is out of reach)
+
+    limit_resources(order)
+    if order["walls"] is not None:
+        confine(order["walls"])
+    try:
+        (answer if role == "answer" else test)(order, *channels)
+    finally:
+        exit_now(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""Processes for programs that a model wrote: what they can reach, and what they can use up.
+
+With bubblewrap (`bwrap`) a process has its own namespaces (no other process, no network), sees the system's libraries
+and Python read-only and no other file, not even `/proc`, and has a small throw-away folder. Where bubblewrap is absent
+or the machine forbids it, the process writes no file and starts no program, and Landlock, where the kernel has it,
+leaves it the same files to read. Either way it has no capability, a list of system calls says what it may ask of the
+kernel, it can start no process, open no socket and send no signal, and its time, memory, threads, files and output are
+limited. Where the grader is root, each program is a user of its own.
+"""
+
+import ctypes
+import functools
+import itertools
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy
+
+from mbd_core.evaluation.sandbox import child as sandbox_child
+from mbd_core.evaluation.sandbox import plain_data
+from mbd_core.evaluation.sandbox.system_calls import filter_program
+
+Isolation = Literal["bubblewrap", "landlock", "filter", "limits"]
+Walls = Literal["any", "required"]
+Role = Literal["answer", "test"]
+ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+FOLDER_BYTES = 16 << 20
+PROBE_SECONDS = 20
+PATIENCE = 4
+BRIEFLY = 0.05
+THREADS = 64
+SPARE_USERS = 1 << 14
+ALL_NEW = ["--unshare-all"]
+LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+ISOLATED: tuple[Isolation, ...] = ("bubblewrap", "landlock")  # what is right cannot be read there
+MEANING: dict[str, str] = {
+    "bubblewrap": "bubblewrap: own namespaces, no files but Python's, no network, a filter of system calls",
+    "landlock": "Landlock and a filter of system calls: no files but Python's, no writes, no network, no processes",
+    "filter": "a filter of system calls without bubblewrap: no writes, no network, no processes; files can be read",
+    "limits": "limits on time and memory only: run programs that you do not trust elsewhere",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of one process: wall seconds, whole CPU seconds, address space and largest file in bytes."""
+
+    wall_seconds: float = 10.0
+    cpu_seconds: int = 10
+    memory_bytes: int = 2 << 30
+    file_bytes: int = 1 << 20
+
+
+class Contained:
+    """A running process of the sandbox, whose lines are read as they come."""
+
+    def __init__(self, process: subprocess.Popen[bytes], lines_fd: int) -> None:
+        self._process = process
+        self._fd = lines_fd
+        self._buffer = bytearray()
+        self._started = time.monotonic()
+        self._chain: list[int] = []  # known once it has sent a line
+
+    def read_line(self, *, seconds: float, longest: int, beside: Sequence["Contained"] = ()) -> bytes | None:
+        """The next line without its end, `None` when there is none any more.
+
+        Raises `OverflowError` if it is longer than `longest` bytes, and `TimeoutError` if it takes the process, and
+        those `beside` that it waits for, more than `seconds`: of wall time, without what they wait for a processor
+        that others use, but for at most `PATIENCE` times as long. So a busy machine fails no right program, and one
+        that sleeps holds its place no longer than on a free machine.
+        """
+        started = time.monotonic()
+        before = Usage() if b"\n" in self._buffer else self._usage(beside)
+        deadline = started + seconds
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > longest:
+                raise OverflowError
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                now, usage = time.monotonic(), self._usage(beside)
+                rest = seconds - usage.own_seconds(now - started, before)
+                if rest <= 0 or now >= started + PATIENCE * seconds:
+                    raise TimeoutError
+                pause = BRIEFLY if usage.ready else max(rest, 0.01)
+                deadline = min(now + pause, started + PATIENCE * seconds)
+                continue
+            part = os.read(self._fd, 1 << 20)
+            if not part:
+                return None
+            self._buffer += part
+        if end > longest:
+            raise OverflowError
+        self._chain = self._chain or _chain(self._process.pid)
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def left_of(self, seconds: float) -> float:
+        """What is left of so many seconds since its start, by the rule of `read_line`."""
+        elapsed = time.monotonic() - self._started
+        return min(seconds - (elapsed - self._usage(()).delayed), PATIENCE * seconds - elapsed)
+
+    def _usage(self, beside: Sequence["Contained"]) -> "Usage":
+        pids = [pid for one in (self, *beside) for pid in one._chain or _chain(one._process.pid)]
+        each = [_usage(pid) for pid in pids]
+        ready = any(one.ready for one in each)
+        return Usage(sum(one.computed for one in each), sum(one.delayed for one in each), ready)
+
+    def wait_briefly(self) -> int:
+        """Its exit status as `end` gives it, after a moment in which it may end by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5)
+        return self.end()
+
+    def end(self) -> int:
+        """Kill what is left of it; its exit status, negative for a signal."""
+        with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        return 128 - status if status > 128 else status
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The seconds that a process computed, those that it was ready to and another had the processor, and whether it
+    computes or is ready at the moment: the kernel counts such a wait when it ends."""
+
+    computed: float = 0.0
+    delayed: float = 0.0
+    ready: bool = False
+
+    def own_seconds(self, elapsed: float, before: "Usage") -> float:
+        """Of the seconds that elapsed since `before`, those that are the process's own: it computed or was idle."""
+        if self.ready:
+            return self.computed - before.computed
+        return elapsed - (self.delayed - before.delayed)
+
+
+def _usage(pid: int) -> Usage:
+    """Nothing where the machine does not say, so that all wall time is the process's own."""
+    try:
+        computed, delayed = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, ValueError, IndexError):
+        return Usage()
+    return Usage(int(computed) / 1e9, int(delayed) / 1e9, state == b"R")
+
+
+def _chain(pid: int) -> list[int]:
+    """A process and its single child, and so on: bubblewrap runs a program in its grandchild."""
+    chain = [pid]
+    while True:
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return chain
+        if len(children) != 1:
+            return chain
+        pid = int(children[0])
+        chain.append(pid)
+
+
+@contextmanager
+def contained(
+    role: Role,
+    order: Mapping[str, Any],
+    limits: Limits,
+    *,
+    input_fd: int | None = None,
+    output_fd: int | None = None,
+    isolation: Isolation | None = None,
+) -> Iterator[Contained]:
+    """A process of `child.py`, which is killed at the end of the body.
+
+    Its lines are those of the program's answers, or, where `output_fd` takes these, of the verdict.
+    """
+    chosen = isolation or available_isolation()
+    with _contained(role, order, limits, input_fd, output_fd, chosen, own_user=has_own_user(chosen)) as process:
+        yield process
+
+
+@contextmanager
+def _contained(
+    role: Role,
+    order: Mapping[str, Any],
+    limits: Limits,
+    input_fd: int | None,
+    output_fd: int | None,
+    isolation: Isolation,
+    *,
+    own_user: bool,
+) -> Iterator[Contained]:
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile() as orders, tempfile.TemporaryFile() as rules:
+        packages = "/packages" if isolation == "bubblewrap" else str(_site())
+        limited = {name: getattr(limits, name) for name in ("cpu_seconds", "memory_bytes", "file_bytes")}
+        walls = _walls(isolation, own_user=own_user)
+        _fill(orders, sandbox_child.frame({**order, **limited, "packages": [packages], "walls": walls}))
+        threads = own_user or os.geteuid() != 0  # root's threads have no limit
+        _fill(rules, filter_program(read_only=False, threads=threads) or b"")
+        channels = [input_fd, write_fd, None] if output_fd is None else [input_fd, output_fd, write_fd]
+        inherited = [fd for fd in (orders.fileno(), *channels) if fd is not None]
+        arguments = [role, *_numbers(orders.fileno(), *channels)]
+        try:
+            process = _start(isolation, arguments, inherited, rules, own_user=own_user)
+        finally:
+            os.close(write_fd)
+    running = Contained(process, read_fd)
+    try:
+        yield running
+    finally:
+        running.end()
+        os.close(read_fd)
+
+
+def _walls(isolation: Isolation, *, own_user: bool) -> dict[str, Any] | None:
+    """What the process does to itself before it runs the program: `sandbox_child.confine`."""
+    if isolation == "limits":
+        return None
+    strict = isolation != "bubblewrap"
+    root = os.geteuid() == 0
+    return {
+        "user": _spare_user() if own_user else None,
+        "threads": THREADS,
+        "apart": not strict and _counts_by_namespace(),
+        "tasks": 0 if root or (not strict and _counts_by_namespace()) else _tasks_of_user(),
+        "filter": filter_program(read_only=True, threads=own_user or not root) if strict else None,
+        "landlock": landlock_version() if isolation == "landlock" else 0,
+        "files": [str(path) for path in (*_read_files(), *_package_folders(), *DEVICES)],
+        "folders": [str(_site())],
+    }
+
+
+def _numbers(*descriptors: int | None) -> list[str]:
+    return [str(-1 if fd is None else fd) for fd in descriptors]
+
+
+def _fill(file: IO[bytes], content: bytes) -> None:
+    file.write(content)
+    file.flush()
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+
+
+def _start(
+    isolation: Isolation, arguments: Sequence[str], inherited: Sequence[int], rules: IO[bytes], *, own_user: bool
+) -> subprocess.Popen[bytes]:
+    python = [str(interpreter()), "-I", "-S"]
+    if isolation == "bubblewrap":
+        wrap = [*bubblewrap_command(own_user=own_user), "--seccomp", str(rules.fileno()), "--"]
+        command = [*wrap, *python, "/modules/mbd_core/evaluation/sandbox/child.py", arguments[0], "/modules"]
+        inherited = [*inherited, rules.fileno()]
+    else:
+        child = Path(sandbox_child.__file__)
+        command = [*python, str(child), arguments[0], str(child.parents[3])]
+    return subprocess.Popen(
+        [*command, *arguments[1:]],
+        cwd="/",
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=inherited,
+        start_new_session=True,
+    )
+
+
+def interpreter() -> Path:
+    """This Python's own program, not that of a virtual environment."""
+    return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+
+
+def _site() -> Path:
+    return Path(numpy.__file__).parents[1]
+
+
+def _package_folders() -> list[Path]:
+    return [_site() / name for name in ("numpy", "numpy.libs") if (_site() / name).is_dir()]
+
+
+def _read_files() -> list[Path]:
+    """The C library and Python."""
+    prefix = Path(sys.base_prefix).resolve()
+    own = [] if prefix.is_relative_to("/usr") else [prefix]
+    return [*(Path(name) for name in LIBRARIES if os.path.exists(name)), *own]
+
+
+@functools.cache
+def bubblewrap_command(*, own_user: bool) -> tuple[str, ...]:
+    """`bwrap` with a view of the C library, Python, numpy, and two files of ours.
+
+    With `own_user`, root makes the namespaces, and the process may change its user, which it does before the program.
+    """
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
+    command += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] if own_user else ALL_NEW
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    modules = Path("/modules/mbd_core/evaluation/sandbox")
+    bound = [(path, path) for path in _read_files()]
+    bound += [(path, Path("/packages", path.name)) for path in _package_folders()]
+    bound += [(Path(name), modules / Path(name).name) for name in (plain_data.__file__, sandbox_child.__file__)]
+    parents = {folder for path in (*(path for _, path in bound), *map(Path, DEVICES)) for folder in path.parents}
+    for folder in sorted(parents):
+        command += ["--dir", str(folder)]  # what bubblewrap makes by itself is open to root only
+    for source, path in bound:
+        if source.is_symlink():
+            command += ["--symlink", os.readlink(source), str(path)]
+        else:
+            command += ["--ro-bind", str(source), str(path)]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    command += ["--perms", "1777", "--size", str(FOLDER_BYTES), "--tmpfs", "/tmp"]
+    kept = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if own_user else []
+    return (*command, "--chdir", "/tmp", "--remount-ro", "/", "--cap-drop", "ALL", *kept)
+
+
+@functools.cache
+def available_isolation() -> Isolation:
+    """The strictest isolation that this machine allows, tried once."""
+    if platform.system() != "Linux" or filter_program(read_only=True) is None:
+        return "limits"
+    strict: tuple[Isolation, ...] = ("bubblewrap", "landlock", "filter")
+    return next((name for name in strict if _is_allowed(name)), "limits")
+
+
+def describe_isolation(wanted: Walls = "any") -> str:
+    """How this machine contains programs, for a reader; `ValueError` if it has not the walls that are `wanted`."""
+    found = available_isolation()
+    if wanted == "required" and found not in ISOLATED:
+        raise ValueError(
+            f"--isolation required: this machine has neither bubblewrap nor Landlock: programs would run under "
+            f"{MEANING[found]}; install bubblewrap, or grade where the kernel has Landlock (Linux 5.13)"
+        )
+    apart = ", each a user of its own" if has_own_user(found) else ""
+    return f"{MEANING[found]}; at most {THREADS} threads{apart}" if found != "limits" else MEANING[found]
+
+
+def hide_memory() -> None:
+    """Keep this process's memory from others of its user, for good: nothing else does where only the filter stands."""
+    if available_isolation() == "filter":
+        ctypes.CDLL(None).prctl(sandbox_child.DUMPABLE, 0, 0, 0, 0)
+
+
+def _is_allowed(isolation: Isolation) -> bool:
+    present = {"bubblewrap": bool(shutil.which("bwrap")), "landlock": landlock_version() > 0}
+    return present.get(isolation, True) and (has_own_user(isolation) or _works(isolation, own_user=False))
+
+
+@functools.cache
+def has_own_user(isolation: Isolation) -> bool:
+    """Whether each program can be a user of its own: where the grader is root and may change its user."""
+    return isolation != "limits" and os.geteuid() == 0 and _last_user() > 0 and _works(isolation, own_user=True)
+
+
+def _works(isolation: Isolation, *, own_user: bool) -> bool:
+    program = "import json, numpy\ndef f():\n    return 1\n"  # their files are there for the program's user too
+    order = {"program": program, "entry_point": "f", "inputs": [[]], "convert": ""}
+    with _contained("answer", order, Limits(), None, None, isolation, own_user=own_user) as process:
+        try:
+            lines = [process.read_line(seconds=PROBE_SECONDS, longest=1000) for _ in range(2)]
+        except (TimeoutError, OverflowError):
+            return False
+    return lines[0] == b"=" and (lines[1] or b"").startswith(b'=["int",1,')
+
+
+@functools.cache
+def landlock_version() -> int:
+    """The kernel's version of Landlock, 0 without it."""
+    if platform.system() != "Linux":
+        return 0
+    return max(0, int(ctypes.CDLL(None).syscall(sandbox_child.LANDLOCK_CREATE, None, 0, 1)))
+
+
+_runs = itertools.count(os.getpid())
+
+
+def _spare_user() -> int:
+    """A user whom no other running program is, from the end of those that this machine has: its threads are counted
+    by themselves, and it owns nothing."""
+    return _last_user() - next(_runs) % SPARE_USERS
+
+
+@functools.cache
+def _last_user() -> int:
+    """The last user but nobody that may be given to a process; 0 if there is none."""
+    try:
+        first, _, count = map(int, Path("/proc/self/uid_map").read_text().split("\n")[0].split())
+    except (OSError, ValueError):
+        return 0
+    return max(0, first + count - 3) if count > 2 * SPARE_USERS else 0
+
+
+def _counts_by_namespace() -> bool:
+    """Whether a user's threads are counted anew in a user namespace: from Linux 5.14."""
+    major, minor = platform.release().split(".")[:2]
+    return (int(major), int(re.match(r"\d*", minor)[0] or 0)) >= (5, 14)  # type: ignore[index]
+
+
+def _tasks_of_user() -> int:
+    """The threads that this process's user has on the machine."""
+    found = 0
+    for folder in os.scandir("/proc"):
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                if folder.stat().st_uid == os.geteuid():
+                    found += len(os.listdir(f"{folder.path}/task"))
+    return found

@@ -1,0 +1,271 @@
+"""Programs from a model's answers: the text of one, and its runs on inputs or under a benchmark's tests."""
+
+import ast
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mbd_core.evaluation.sandbox.child import PROGRAM_ENDED
+from mbd_core.evaluation.sandbox.plain_data import Value, decode
+from mbd_core.evaluation.sandbox.processes import Contained, Isolation, Limits, contained
+
+# Runs a program in the sandbox, on inputs or under a benchmark's tests. The verdict comes from another process.
+
+Reason = Literal["passed", "wrong", "error", "timeout", "memory"]
+Conversion = Literal["", "set", "given"]
+DEFINE_SECONDS = 10.0
+LONGEST_VERDICT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of a run; `detail` is for people (the exception's name, the exit status)."""
+
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of the function: its arguments, the seconds it may take, the longest answer in bytes."""
+
+    arguments: Sequence[Any]
+    seconds: float
+    longest: int
+
+
+def run_calls(
+    program: str,
+    entry_point: str,
+    calls: Sequence[Call],
+    accept: Callable[[int, Value], bool],
+    *,
+    limits: Limits,
+    convert: Conversion = "",
+    isolation: Isolation | None = None,
+) -> Verdict:
+    """Define the program, call its function, and pass every answer to `accept`, until one is refused.
+
+    `limits.wall_seconds` is for all calls together, by the rule of `Contained.read_line`; the definition has at most
+    `DEFINE_SECONDS` of it.
+    """
+    order = {
+        "program": program,
+        "entry_point": entry_point,
+        "inputs": [list(call.arguments) for call in calls],
+        "convert": convert,
+    }
+    with contained("answer", order, limits, isolation=isolation) as process:
+        surely_left = time.monotonic() + limits.wall_seconds
+        try:
+            refusal = _failure(process, seconds=min(DEFINE_SECONDS, limits.wall_seconds))
+            if refusal is not None:
+                return refusal
+            for number, call in enumerate(calls):
+                seconds = call.seconds
+                if time.monotonic() + seconds > surely_left:
+                    seconds = min(seconds, process.left_of(limits.wall_seconds))
+                refusal = _judge(process, number, seconds, call.longest, accept)
+                if refusal is not None:
+                    return refusal
+        except TimeoutError:
+            return Verdict(reason="timeout", detail="over its time")
+        except OverflowError:
+            return Verdict(reason="wrong", detail="an answer is far longer than the right one")
+    return Verdict(reason="passed")
+
+
+def _judge(
+    process: Contained, number: int, seconds: float, longest: int, accept: Callable[[int, Value], bool]
+) -> Verdict | None:
+    line = process.read_line(seconds=seconds, longest=longest)
+    if line is None or line[:1] != b"=":
+        return _raised(process, line)
+    try:
+        right = accept(number, decode(line[1:]))
+    except ValueError as error:
+        return Verdict(reason="error", detail=str(error))
+    return None if right else Verdict(reason="wrong", detail=f"input {number}")
+
+
+def _failure(process: Contained, *, seconds: float) -> Verdict | None:
+    line = process.read_line(seconds=seconds, longest=LONGEST_VERDICT)
+    return None if line == b"=" else _raised(process, line)
+
+
+def _raised(process: Contained, line: bytes | None) -> Verdict:
+    """Why there is no value: the process ended, or an exception."""
+    if line is not None:
+        name = line[1:].decode(errors="replace")[:100]
+        return Verdict(reason="memory" if name == "MemoryError" else "error", detail=name)
+    status = process.wait_briefly()
+    if status == -signal.SIGXCPU:
+        return Verdict(reason="timeout", detail="over its CPU time")
+    return Verdict(reason="error", detail=f"the process ended early with status {status}")
+
+
+def run_tests(
+    program: str,
+    *,
+    tests: str,
+    entry_point: str,
+    limits: Limits,
+    preamble: str = "",
+    check: str = "",
+    isolation: Isolation | None = None,
+) -> Verdict:
+    """Run a benchmark's tests against the program, both in processes of their own, which meet in plain data only.
+
+    `tests` follow `preamble`; the function `check` of theirs, if named, is called with the program's function.
+    """
+    order = {"program": program, "entry_point": entry_point, "inputs": None, "convert": ""}
+    judge = {"preamble": preamble, "tests": tests, "entry_point": entry_point, "check": check}
+    with ExitStack() as stack:
+        calls_out, calls_in = os.pipe()
+        answers_out, answers_in = os.pipe()
+        try:
+            asked = stack.enter_context(
+                contained("answer", order, limits, input_fd=calls_out, output_fd=answers_in, isolation=isolation)
+            )
+            process = stack.enter_context(
+                contained("test", judge, limits, input_fd=answers_out, output_fd=calls_in, isolation=isolation)
+            )
+        finally:
+            for fd in (calls_out, calls_in, answers_out, answers_in):
+                os.close(fd)
+        try:
+            line = process.read_line(seconds=limits.wall_seconds, longest=LONGEST_VERDICT, beside=[asked])
+        except TimeoutError:
+            return Verdict(reason="timeout", detail=f"over {limits.wall_seconds:g} s of wall time")
+        except OverflowError:
+            return Verdict(reason="error", detail="the tests' verdict is no verdict")
+        return _test_verdict(process, asked, line)
+
+
+def _test_verdict(process: Contained, asked: Contained, line: bytes | None) -> Verdict:
+    if line is None:
+        return Verdict(reason="error", detail=f"the tests ended early with status {process.end()}")
+    reason, _, detail = line.decode(errors="replace").partition(" ")
+    if detail == PROGRAM_ENDED:
+        return _raised(asked, None)
+    if reason == "error":
+        return Verdict(reason="memory" if detail == "MemoryError" else "error", detail=detail)
+    return Verdict(reason="passed" if reason == "passed" else "wrong", detail=detail)
+
+
+# The program in a model's answer: fenced or bare, a whole function or the rest of one, with prose around it.
+#
+# 1. The answer is cut at its fence lines. The last part, those inside fences first, that defines the wanted function
+#    is taken; what the prompt defines before the function (imports, helpers) goes before it.
+# 2. If no part defines it, the first fenced part, or else the text before any fence, goes on after the prompt.
+# A part is cut to the longest run of lines that is Python. Of the program only definitions, imports and assignments
+# stay: calls, loops and assertions at the top level are examples of use, or prose that happens to be Python.
+
+FENCE = re.compile(r"^[ \t]*(?:```|~~~)[^\n`]*$", re.MULTILINE)
+START = re.compile(r"^(?:from|import|def|async def|class|@|[A-Za-z_]\w*\s*=)", re.MULTILINE)
+MOST_CUTS = 200
+
+
+def extract_program(prompt: str, entry_point: str, text: str) -> str:
+    """The program to run. An answer without code gives the prompt with the answer, which then fails as it stands."""
+    parts = FENCE.split(text.replace("\r\n", "\n"))
+    fenced, bare = parts[1::2], parts[0::2]
+    for part in (*reversed(fenced), *reversed(bare)):
+        program = _defining(part, entry_point)
+        if program is not None:
+            return _preamble(prompt, entry_point) + program
+    for part in (*fenced, *bare):
+        program = _continued(prompt, entry_point, part)
+        if program is not None:
+            return program
+    return prompt + text
+
+
+def _defining(part: str, entry_point: str) -> str | None:
+    """The code in a part that defines the function by itself, or `None`."""
+    definition = re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", part, re.MULTILINE)
+    if definition is None:
+        return None
+    starts = [match.start() for match in START.finditer(part, 0, definition.start())]
+    for start in (*starts[:MOST_CUTS], definition.start()):
+        code = _python_prefix(part[start:])
+        if code is not None and _function(code, entry_point) is not None:
+            return _definitions(code)
+    return None
+
+
+def _continued(prompt: str, entry_point: str, part: str) -> str | None:
+    """The prompt with the part as the function's body, or `None` if nothing of the part can follow it."""
+    if not part.strip():
+        return None
+    code = _python_prefix(prompt + part)
+    if code is None or len(code.strip()) <= len(prompt.strip()) or _function(code, entry_point) is None:
+        return None
+    return _definitions(code)
+
+
+def _preamble(prompt: str, entry_point: str) -> str:
+    """What a prompt defines before the function."""
+    definition = re.search(rf"^def {re.escape(entry_point)}\b", prompt, re.MULTILINE)
+    before = prompt[: definition.start()] if definition else ""
+    return before if _parse(before) is not None else ""
+
+
+def _python_prefix(code: str) -> str | None:
+    """The longest run of lines from the start that is Python, found from the places of the errors."""
+    lines = code.split("\n")
+    end = len(lines)
+    for _ in range(MOST_CUTS):
+        if end <= 0:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse("\n".join(lines[:end]))
+        except SyntaxError as error:
+            end = min(end, error.lineno or end) - 1
+        except (ValueError, RecursionError, MemoryError):
+            return None
+        else:
+            return "\n".join(lines[:end])
+    return None
+
+
+def _parse(code: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _function(code: str, name: str) -> ast.stmt | None:
+    module = _parse(code)
+    found = [n for n in module.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)] if module else []
+    return next((node for node in found if node.name == name), None)
+
+
+def _definitions(code: str) -> str:
+    """The code without the top-level statements that define nothing; the others keep their lines."""
+    module = _parse(code)
+    assert module is not None
+    lines = code.split("\n")
+    kept: set[int] = set()
+    dropped: set[int] = set()
+    for node in module.body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        (dropped if _defines_nothing(node) else kept).update(range(first, (node.end_lineno or first) + 1))
+    return "\n".join("" if n in dropped and n not in kept else line for n, line in enumerate(lines, start=1))
+
+
+def _defines_nothing(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr | ast.Assert | ast.For | ast.While | ast.Delete):
+        return True
+    return isinstance(node, ast.If) and "__name__" in {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}

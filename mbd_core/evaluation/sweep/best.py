@@ -1,0 +1,203 @@
+"""The best of a model's swept configurations, chosen on one half of the problems and reported on the other.
+
+    accuracy  the most accurate one, the one with the higher TPF on ties
+    tps       the highest measured Batch-1 TPS, among those at most 5 points less accurate than the most accurate one
+              (d3LLM's floor): the fastest of all is often one that answers nothing
+    knee      of the Pareto front of accuracy against TPF, the point farthest above the chord between its ends, both
+              axes scaled to the front's own range; the more accurate on ties. A front of two points has none above it,
+              so its more accurate end is chosen
+
+Accuracies, TPF and TPS are means over the tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mbd_core.decoding.blocks.methods import SpeedPoint, pareto_points
+from mbd_core.evaluation.measures.rates import GradedSample, Summary, summarize
+from mbd_core.evaluation.measures.statistics import mean
+from mbd_core.evaluation.measures.summary import ReportKey
+
+if TYPE_CHECKING:
+    from mbd_core.evaluation.sweep.timed_runs import Speed
+
+By = Literal["accuracy", "tps", "knee"]
+FLOOR = 5.0  # points of accuracy
+
+Samples = Mapping[ReportKey, Sequence[GradedSample]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A configuration: the summary of each task's choosing half and of its other half, and its TPS where timed."""
+
+    method: str
+    config: Mapping[str, Any]
+    chosen_on: Mapping[str, Summary]
+    reported_on: Mapping[str, Summary]
+    tps: float | None
+
+    @property
+    def accuracy(self) -> float:
+        return mean([summary.accuracy for summary in self.chosen_on.values()])
+
+    @property
+    def tpf(self) -> float:
+        return mean([summary.tpf or 0.0 for summary in self.chosen_on.values()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestPoint:
+    """The chosen one of `num_candidates`, of which `num_timed` have a TPS."""
+
+    model: str
+    by: By
+    best: Candidate
+    num_candidates: int
+    num_timed: int
+
+    @property
+    def text(self) -> str:
+        """What was chosen, and what it is worth on the problems on which it was not chosen."""
+        best = self.best
+        timed = f", {self.num_timed} of them timed" if self.by == "tps" else ""
+        lines = [f"The best by {self.by} of {self.model}'s {self.num_candidates} configurations{timed}: {best.method}"]
+        lines.append(f"- its decoding: {json.dumps(decoding_fields(best.config))}")
+        speed = "" if best.tps is None else f", Batch-1 TPS {best.tps:.1f}"
+        lines.append(
+            f"- chosen on {sum(s.n for s in best.chosen_on.values())} problems: accuracy {best.accuracy:.2f}, TPF "
+            f"{best.tpf:.2f}{speed}; what it has there was looked at, and so is biased upwards"
+        )
+        for task, s in best.reported_on.items():
+            lines.append(
+                f"- {task}, on the other {s.n} problems: accuracy {s.accuracy:.2f} [{s.accuracy_low:.1f}, "
+                f"{s.accuracy_high:.1f}], TPF {s.tpf:.2f}"
+            )
+        return "\n".join(lines)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What `generation_config.json` says of it."""
+        return {
+            "by": self.by,
+            "of_configurations": self.num_candidates,
+            "tasks": {
+                task: {"n": s.n, "accuracy": s.accuracy, "interval": [s.accuracy_low, s.accuracy_high], "tpf": s.tpf}
+                for task, s in self.best.reported_on.items()
+            },
+        }
+
+
+def is_for_choice(problem: str) -> bool:
+    """Whether a problem is of the half on which configurations are chosen: by a hash of its id, so that it is of the
+    same half in every sweep."""
+    return hashlib.sha256(problem.encode()).digest()[0] % 2 == 0
+
+
+def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ValueError` for a task (its problems' ids, by its name) that has no problem in one of the halves."""
+    for task, ids in problems.items():
+        if len({is_for_choice(problem) for problem in ids}) < 2:
+            raise ValueError(
+                f"--write-best chooses on one half of a task's problems and reports the other; the {len(ids)} of "
+                f"{task} are all in one half: take more"
+            )
+
+
+def choose_best(samples: Samples, times: Sequence[Speed], *, model: str, by: By) -> BestPoint:
+    """A model's best configuration; `ValueError` if a task cannot be halved, if configurations were measured on
+    different problems, or if nothing was timed for `tps`."""
+    of_model = {key: graded for key, graded in samples.items() if key.model == model}
+    tasks = list(dict.fromkeys(key.task for key in of_model))
+    check_halves({task: [s.problem for k, g in of_model.items() if k.task == task for s in g] for task in tasks})
+    tps = {(speed.model, speed.task, speed.config): speed.tps_batch_1 for speed in times}
+    groups: dict[str, dict[str, ReportKey]] = {}
+    for key in of_model:
+        groups.setdefault(key.config, {}).setdefault(key.task, key)  # two methods may have one configuration
+    _check_alike(groups, of_model)
+    candidates = [_candidate(keys, of_model, tps) for keys in groups.values()]
+    return BestPoint(
+        model=model,
+        by=by,
+        best=_best(candidates, by),
+        num_candidates=len(candidates),
+        num_timed=sum(candidate.tps is not None for candidate in candidates),
+    )
+
+
+def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples) -> None:
+    """Raise `ValueError` unless every configuration has all tasks, with the same problems."""
+    problems: dict[str, set[str]] = {}
+    for keys in groups.values():
+        for task, key in keys.items():
+            problems.setdefault(task, set()).update(s.problem for s in samples[key])
+    for config, keys in groups.items():
+        for task, of_task in problems.items():
+            there = {s.problem for s in samples[keys[task]]} if task in keys else set()
+            if there != of_task:
+                first = next(iter(keys.values()))
+                raise ValueError(
+                    "--write-best compares configurations on the same problems, and of the "
+                    f"{len(of_task)} of {task} method '{first.method}' lacks {len(of_task - there)}, decoded with "
+                    f"{json.dumps(decoding_fields(json.loads(config)))}; sweep all configurations on all problems"
+                )
+
+
+def _candidate(
+    keys: Mapping[str, ReportKey], samples: Samples, tps: Mapping[tuple[str, str, str], float]
+) -> Candidate:
+    first = next(iter(keys.values()))
+    halves = [
+        {task: summarize([s for s in samples[key] if is_for_choice(s.problem) == half]) for task, key in keys.items()}
+        for half in (True, False)
+    ]
+    timed = [tps.get((key.model, task, key.config)) for task, key in keys.items()]
+    return Candidate(
+        method=first.method,
+        config=json.loads(first.config),
+        chosen_on=halves[0],
+        reported_on=halves[1],
+        tps=None if None in timed else mean([value for value in timed if value is not None]),
+    )
+
+
+def _best(candidates: Sequence[Candidate], by: By) -> Candidate:
+    if by == "accuracy":
+        return max(candidates, key=lambda one: (one.accuracy, one.tpf))
+    if by == "tps":
+        floor = max(one.accuracy for one in candidates) - FLOOR
+        timed = [(one.tps, one) for one in candidates if one.tps is not None and one.accuracy >= floor]
+        if not timed:
+            raise ValueError(
+                f"--write-best tps needs timed runs, and no configuration within {FLOOR:g} points of the most "
+                "accurate one has any; time the sweep (--timed), or choose by accuracy or knee"
+            )
+        return max(timed, key=lambda pair: (pair[0], pair[1].accuracy))[1]
+    by_place = {(one.accuracy, one.tpf): one for one in reversed(candidates)}
+    return by_place[knee([(one.accuracy, one.tpf) for one in candidates])]
+
+
+def knee(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The knee of (accuracy, TPF) points, as the first lines of this file define it."""
+    front = pareto_points(SpeedPoint(decoding={}, accuracy=accuracy, tpf=tpf) for accuracy, tpf in points)
+    slow, fast = front[0], front[-1]
+    if len(front) == 1:
+        return slow.accuracy, slow.tpf
+
+    def above_chord(point: SpeedPoint) -> float:
+        """Proportional to the distance: the chord goes from (0, 1) to (1, 0)."""
+        along = (point.tpf - slow.tpf) / (fast.tpf - slow.tpf)
+        return along + (point.accuracy - fast.accuracy) / (slow.accuracy - fast.accuracy)
+
+    best = max(front, key=lambda point: (round(above_chord(point), 9), point.accuracy))
+    return best.accuracy, best.tpf
+
+
+def decoding_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored configuration that are set."""
+    return {name: value for name, value in config.items() if value is not None}

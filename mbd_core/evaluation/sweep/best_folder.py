@@ -1,0 +1,91 @@
+"""The best swept configuration in a model folder's `generation_config.json`, where engine and endpoint take it from.
+
+What the file holds besides decoding fields stays. The decoding fields that it had lie under `chosen_decoding` beside a
+record of the choice, so that a sweep of the folder goes on from what its author recommends and means the same methods
+after the choice as before. Decoding fields that were edited by hand after the choice are what the author recommends.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mbd_core.checkpoint.base_files import CHOSEN
+from mbd_core.checkpoint.config import load_config, load_generation_defaults
+from mbd_core.checkpoint.folder import METHOD_FIELDS
+from mbd_core.checkpoint.shipped import SHIPPED
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config, from_fields
+from mbd_core.decoding.blocks.methods import read_front
+from mbd_core.evaluation.sweep.best import BestPoint, decoding_fields
+from mbd_core.files import check_writable, write_json
+
+FILE = "generation_config.json"
+
+
+def check_best_folder(folder: Path) -> None:
+    """Raise `ValueError` if a choice cannot be written into a model folder."""
+    if folder.resolve().is_relative_to(SHIPPED):
+        raise ValueError(
+            f"--write-best cannot write into {folder.name}, a shipped model that belongs to the package; copy its "
+            f"folder ({folder}) and sweep the copy"
+        )
+    file = folder / FILE
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"--write-best: {file} cannot be written: it is read-only")
+    check_writable(folder, file)
+
+
+def author_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """A `generation_config.json` as it was before any choice; as it is, if its decoding was edited since."""
+    chosen = generation.get(CHOSEN)
+    if chosen is None:
+        return dict(generation)
+    if not isinstance(chosen, Mapping) or not isinstance(chosen.get("replaced"), Mapping):
+        raise ValueError(
+            f"{FILE}: {CHOSEN} must be an object with the fields that it 'replaced'; --write-best writes it"
+        )
+    if is_edited(generation):
+        return {name: value for name, value in generation.items() if name != CHOSEN}
+    kept = {name: value for name, value in generation.items() if name not in METHOD_FIELDS and name != CHOSEN}
+    return kept | dict(chosen["replaced"])
+
+
+def is_edited(generation: Mapping[str, Any]) -> bool:
+    """Whether decoding fields differ from those that a choice wrote; `False` where it does not record them."""
+    chosen = generation.get(CHOSEN)
+    written = chosen.get("written") if isinstance(chosen, Mapping) else None
+    return written is not None and written != {n: value for n, value in generation.items() if n in METHOD_FIELDS}
+
+
+def edit_notes(folders: Mapping[str, Path]) -> list[str]:
+    """What a reader must know of model folders, by name, whose decoding was edited after a choice."""
+    return [
+        f"{name}: the decoding fields of its {FILE} differ from those that --write-best wrote; the sweep goes on from "
+        "what the file has now"
+        for name, folder in folders.items()
+        if is_edited(load_generation_defaults(folder))
+    ]
+
+
+def write_best(folder: Path, point: BestPoint) -> None:
+    """Make the chosen configuration the folder's own; `ValueError` for one that the model cannot honour."""
+    before = author_defaults(load_generation_defaults(folder))
+    config = decoding_fields(point.best.config)
+    is_canvas = "canvas" in config
+    chosen = {
+        name: value
+        for name, value in config.items()
+        if name in METHOD_FIELDS and (name in CANVAS_FIELDS if is_canvas else name != "canvas")
+    }
+    changed = {name: value for name, value in before.items() if name not in METHOD_FIELDS} | chosen
+    replaced = {name: value for name, value in before.items() if name in METHOD_FIELDS}
+    changed[CHOSEN] = {**point.record, "written": chosen, "replaced": replaced}
+    block_size = before.get("block_size", load_config(folder).block_size)
+    try:
+        found = decoding_config(changed, {}, block_size=block_size)
+        if found != from_fields(DecodingConfig, point.best.config):
+            raise ValueError(f"block_size={point.best.config['block_size']} is not the model's {block_size}")
+        read_front(changed, block_size=block_size)
+    except ValueError as error:
+        raise ValueError(f"the chosen decoding does not fit {folder}: {error}") from None
+    write_json(folder / FILE, changed)

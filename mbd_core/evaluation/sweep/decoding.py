@@ -1,0 +1,239 @@
+"""The first stage of a sweep: every row of a table is decoded by the engine of its model, to where its answer ends."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
+from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, in_turns
+from mbd_core.evaluation.tasks.prompts import prompt_ids
+
+# Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens.
+
+Decode = Callable[[Sequence[int]], str]
+Stops = Mapping[str, Sequence[str]]
+
+
+def fitted(request: Request, positions: int) -> Request:
+    """The request with as many tokens as a model of `positions` holds behind its prompt, at most its own number. Where
+    nothing fits it stays as it is, and the engine refuses it."""
+    most = positions - len(request.prompt)
+    if most < 1:
+        return request
+    canvas = request.decoding.canvas
+    if canvas is None:
+        return replace(request, max_tokens=min(request.max_tokens, most))
+    return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=most))
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that comes first; all of it without one."""
+    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
+
+
+def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:
+    """The outputs of `requests`, in their order; raises as `Engine.generate` does.
+
+    A request ends where its text holds one of its stop strings (`stops`, by the request's id). Its reason is then
+    `stop`, its tokens and their count end with the token that completes the string, and its forwards are those up to
+    the step that committed it. A rollout that was asked for ends with its tokens, and has no tail.
+    """
+    if not any(stops.get(request.request_id) for request in requests):
+        return engine.generate(list(requests))
+    engine.check_idle("generate_until")
+    for admitted in [engine.admission.check(request) for request in requests]:
+        engine.add_admitted(admitted)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    rollouts: dict[str, Rollout] = {}
+    outputs: dict[str, Output] = {}
+    while engine.has_work:
+        for step in engine.step():
+            if step.request_id in outputs:
+                continue  # the step after an abort
+            so_far = tokens[step.request_id]
+            so_far += step.new_tokens
+            if step.rollout is not None:
+                rollouts[step.request_id] = rollouts.get(step.request_id, Rollout()).then(step.rollout)
+            ended = output_at(step, so_far, stops.get(step.request_id, ()), decode)
+            if ended is not None:
+                if ended is not step.output and step.request_id in rollouts:
+                    cut = rollouts[step.request_id].cut(tuple(so_far), len(ended.tokens), room=0)
+                    ended = replace(ended, rollout=cut)
+                outputs[step.request_id] = ended
+                if step.output is None:
+                    engine.abort(step.request_id)
+    return [outputs[request.request_id] for request in requests]
+
+
+def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> Output | None:
+    """The output if a request with these tokens ends with this step: at a stop string, or by itself."""
+
+    def stopped(number: int) -> bool:
+        text = decode(tokens[:number])
+        return any(s in text for s in stop)
+
+    if not stop or not stopped(len(tokens)):
+        return step.output
+    number = len(tokens) - len(step.new_tokens) + 1
+    while not stopped(number):
+        number += 1
+    return Output(
+        request_id=step.request_id,
+        tokens=tuple(tokens[:number]),
+        finish_reason="stop",
+        counts=replace(step.counts, num_tokens=number),
+    )
+
+
+# The first stage of a sweep: every row of a table is decoded by the engine of its model.
+
+
+@dataclass(frozen=True)
+class DecodingModel:
+    """An engine, and the tokenizer of its model."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has no output."""
+
+    error: str
+
+
+def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> list[Request]:
+    """A request for each row of `PLANNED_COLUMNS`; its id is the row's number. It asks for fewer tokens than the plan
+    where the model holds no more, and the plan allows it."""
+    positions = model.engine.admission.model.max_positions
+    requests = []
+    for row, prompt in zip(rows, prompt_ids(model.tokenizer, [row["input"] for row in rows]), strict=True):
+        request = Request(
+            request_id=str(row["sample"]),
+            prompt=tuple(prompt),
+            max_tokens=row["max_tokens"],
+            decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+        )
+        requests.append(fitted(request, positions) if row["may_shorten"] else request)
+    return requests
+
+
+def sample_stops(rows: Sequence[Mapping[str, Any]]) -> Stops:
+    """The stop strings of each row's request, by its id."""
+    return {str(row["sample"]): json.loads(row["stop"]) for row in rows}
+
+
+def _replay(tokens: Sequence[int], rollout: Rollout, piece: Callable[[int], str]) -> dict[str, Any]:
+    """The columns `REPLAY` of an answer."""
+    edits = [{"index": edit.index, "step": edit.step, "piece": piece(edit.token)} for edit in rollout.edits]
+    return {"pieces": list(map(piece, tokens)), "steps": list(rollout.steps), "edits": edits or None}
+
+
+class ModelRefused(ValueError):
+    """A model cannot be loaded with the engine's configuration, for example without memory for a KV page."""
+
+
+class DecodeStage:
+    """Decodes tables of samples. Rows with different decoding configurations run together.
+
+    `load` loads a model by the name in the rows; its `ValueError` becomes a `ModelRefused`. One engine is in memory at
+    a time: it is closed before another model is loaded, and after a failure before it is loaded again. It forgets the
+    prefixes of one table before the next, so that a row's numbers depend on its table alone, not on what ran before.
+    """
+
+    def __init__(self, load: Callable[[str], DecodingModel]) -> None:
+        self._load = load
+        self._loaded: tuple[str, DecodingModel] | None = None
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """The table (`PLANNED_COLUMNS`) with texts and counts (`DECODED_COLUMNS`)."""
+        rows = table.to_pylist()
+        for name in dict.fromkeys(row["model"] for row in rows):
+            self._model(name).engine.forget_prefixes()
+            self._decode(name, in_turns([row for row in rows if row["model"] == name]))
+        return pa.Table.from_pylist(rows, schema=DECODED_COLUMNS)
+
+    def close(self) -> None:
+        """Close and drop the engine. The next table loads it again."""
+        if self._loaded is not None:
+            (_, model), self._loaded = self._loaded, None
+            model.engine.close()
+
+    def _model(self, name: str) -> DecodingModel:
+        """The model with that name. The caller must not keep its engine while another one may be loaded."""
+        if self._loaded is None or self._loaded[0] != name:
+            self.close()
+            try:
+                self._loaded = (name, self._load(name))
+            except ValueError as error:
+                raise ModelRefused(f"model '{name}': {error}") from error
+        return self._loaded[1]
+
+    def _decode(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Add text and counts to rows of one model, or the error."""
+        model = self._model(name)
+        tokenizer, stops = model.tokenizer, sample_stops(rows)
+        requests = [replace(request, replay=True) for request in sample_requests(model, rows)]
+        del model  # the engine may be closed from here on
+        piece = lru_cache(maxsize=None)(lambda token: decode_text(tokenizer, [token], special=True))
+        for row, request in zip(rows, requests, strict=True):
+            row["max_tokens"] = request.max_tokens
+        results = self._results(name, requests, stops)
+        for row in rows:
+            result = results[str(row["sample"])]
+            if isinstance(result, Failure):
+                row["error"] = result.error
+            else:
+                text = before_stop(decode_text(tokenizer, result.tokens), stops[str(row["sample"])])
+                row.update(asdict(result.counts), text=text, finish_reason=result.finish_reason)
+                assert result.rollout is not None
+                row.update(_replay(result.tokens, result.rollout, piece))
+
+    def _results(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
+        """An output or a failure for every request, by its id."""
+        results: dict[str, Output | Failure] = {}
+        for request in requests:
+            try:
+                self._model(name).engine.admission.check(request)
+            except RequestRefused as error:
+                results[request.request_id] = Failure(str(error))
+        return results | self._run(name, [request for request in requests if request.request_id not in results], stops)
+
+    def _run(self, name: str, requests: Sequence[Request], stops: Stops) -> dict[str, Output | Failure]:
+        """Run admitted requests together. If that fails, run each alone, so that only the cause of it fails."""
+        if not requests:
+            return {}
+        outputs = self._generate(name, requests, stops)
+        if not isinstance(outputs, Failure):
+            return {output.request_id: output for output in outputs}
+        if len(requests) == 1:
+            return {requests[0].request_id: outputs}
+        results: dict[str, Output | Failure] = {}
+        for request in requests:
+            results |= self._run(name, [request], stops)
+        return results
+
+    def _generate(self, name: str, requests: Sequence[Request], stops: Stops) -> list[Output] | Failure:
+        """The outputs, or a `Failure` for any exception of the engine, which is then closed: its state is unknown.
+
+        The engine is dropped after the `except` clause, because inside it the traceback still refers to the engine and
+        keeps its memory.
+        """
+        model = self._model(name)
+        try:
+            return generate_until(model.engine, requests, stops, partial(decode_text, model.tokenizer))
+        except Exception as error:
+            failure = Failure(f"{type(error).__name__}: {error}")
+        self.close()
+        return failure

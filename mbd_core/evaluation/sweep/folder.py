@@ -1,0 +1,370 @@
+"""A sweep's folder, which fills part by part and never loses or repeats a row.
+
+    sweep.json                  the record of the sweep (`SweepRecord`), and by what its files are known as its own
+    samples/part-*.parquet      one row for each sample; a part is written beside its place and renamed
+    times/case-*.parquet        one row for each request of a timed configuration
+    report.md, report.html, report.json, plot.png
+
+Each claim of a folder for a new sweep draws an id, which every part carries; of the report's files, which are not
+ours to mark, the digests are kept. What carries neither is somebody else's: it is never read, replaced or removed.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from mbd_core.evaluation.sweep.parts import ISOLATION
+from mbd_core.evaluation.sweep.record import SweepRecord, difference
+from mbd_core.files import (
+    MANIFEST,
+    check_target_folder,
+    claim_folder,
+    file_beside,
+    folder_kind,
+    is_named,
+    is_partial,
+)
+
+KIND = "sweep"
+RECORD = "sweep.json"
+REPORT = "report.json"
+FAILURE = "failure.txt"  # the traceback of a sweep that failed
+REPORT_FILES = ("plot.png", "report.md", "report.html", REPORT)
+LOCK = ".mbd-sweep.lock"
+FILES = (RECORD, LOCK, "samples/part-*.parquet", "times/case-*.parquet", *REPORT_FILES, FAILURE)
+TABLES = ("samples", "times")  # the folders of what carries an id
+MARK = b"mbd-sweep"  # the key of the id in a part's metadata
+
+
+@dataclass
+class FolderState:
+    """The content of `sweep.json`.
+
+    id        what the parts of this sweep carry
+    previous  the ids of sweeps that this one replaced; parts of theirs that are left are to be removed
+    digests   of every version of the report's files that was written here
+    """
+
+    record: SweepRecord
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    previous: list[str] = field(default_factory=list)
+    digests: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """The state that lies in a folder, `None` if none does; `ValueError` for a file that is not ours."""
+        path = folder / RECORD
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**content, "record": SweepRecord.of_json(content["record"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} was not written by this version of the project ({error}); move it") from None
+
+    def save(self, folder: Path) -> None:
+        """Write it, durably: without it the parts that are there are nobody's."""
+        with file_beside(folder / RECORD) as beside:
+            content = {**vars(self), "record": self.record.as_json()}
+            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            _sync(beside)
+        _sync(folder)
+
+    def owns(self, folder: Path, name: str) -> bool:
+        """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
+        if name in (MANIFEST, RECORD, LOCK) or is_leftover(name):
+            return True
+        if Path(name).parts[0] in TABLES:
+            return part_id(folder / name) in (self.id, *self.previous)
+        return name in self.digests and _digest(folder / name) in self.digests[name]
+
+
+class SweepFolder:
+    """A claimed folder: one process at a time writes in it. Close it, or use it as a context.
+
+    `published` is called with the relative name of every file that was written or removed.
+    """
+
+    def __init__(self, path: Path, state: FolderState, lock: FileLock, published: Callable[[str], None]) -> None:
+        self.path, self.state, self._lock, self._published = path, state, lock, published
+
+    @classmethod
+    def claim(
+        cls,
+        path: Path,
+        record: SweepRecord,
+        *,
+        overwrite: bool = False,
+        published: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Make the folder for this sweep, or go on with what lies there of it.
+
+        Raises `ValueError` as `check_sweep_folder` does, and while another process writes there.
+        """
+        check_sweep_folder(path, record, overwrite=overwrite)
+        claim_folder(path, KIND, FILES)
+        lock = FileLock(path / LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"another sweep is writing in {path}; wait for its end, or give another folder") from None
+        there = FolderState.load(path)
+        if there is None:
+            state = FolderState(record)
+        elif is_resumable(path, there, record, overwrite=overwrite):
+            state = there
+            if record.num_cases and not there.record.num_cases:  # nothing was to be timed before
+                state.record = replace(there.record, num_cases=record.num_cases, timing=record.timing)
+        else:
+            state = FolderState(record, previous=[there.id, *there.previous], digests=there.digests)
+        folder = cls(path, state, lock, published)
+        folder._save()
+        folder._clear()
+        return folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write there."""
+        self._lock.release()
+
+    def missing(self) -> list[int]:
+        """The numbers of the parts that are still to be computed."""
+        return [number for number in self.state.record.parts if not self._has(part_name(number))]
+
+    def missing_cases(self) -> list[int]:
+        """The numbers of the cases that are still to be timed."""
+        return [number for number in self.state.record.cases if not self._has(case_name(number))]
+
+    def write_part(self, number: int, table: pa.Table) -> None:
+        """Write a part of the samples, durably, whole or not at all; a part that is there already stays as it is."""
+        assert number in self.state.record.parts, f"part {number} is not of this shard"
+        self._write_table(part_name(number), table)
+
+    def write_case(self, number: int, table: pa.Table) -> None:
+        """Write the timed requests of a case, as `write_part` does a part."""
+        assert number in self.state.record.cases, f"case {number} is not of this shard"
+        self._write_table(case_name(number), table)
+
+    def _write_table(self, name: str, table: pa.Table) -> None:
+        if self._has(name):
+            return
+        path = self.path / name
+        if path.exists():
+            raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
+        with file_beside(path) as beside:
+            said = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
+            pq.write_table(table.replace_schema_metadata({**said, MARK: self.state.id}), beside)
+            _sync(beside)
+        _sync(path.parent)
+        self._published(name)
+
+    def write_files(self, contents: dict[str, bytes]) -> None:
+        """Write files of the report; `OSError` if somebody else's lies in the place of one."""
+        for name, content in contents.items():
+            if (self.path / name).exists() and not self.state.owns(self.path, name):
+                raise OSError(f"{self.path / name} was not written by this sweep, whose report has that name; move it")
+            self.state.digests[name] = [hashlib.sha256(content).hexdigest(), *self.state.digests.get(name, [])][:8]
+        self._save()  # before the files: a process that is killed between them leaves none that nobody knows
+        for name, content in contents.items():
+            with file_beside(self.path / name) as beside:
+                beside.write_bytes(content)
+            self._published(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there and ours."""
+        if (self.path / name).exists() and self.state.owns(self.path, name):
+            (self.path / name).unlink()
+            self._published(name)
+
+    def note_machine(self, machine: str) -> None:
+        """Record that a part of the sweep was computed on this machine too."""
+        machines = self.state.record.settings.get("machines", [])
+        if machine not in machines:
+            settings = {**self.state.record.settings, "machines": [*machines, machine]}
+            self.state.record = replace(self.state.record, settings=settings)
+            self._save()
+
+    def _has(self, name: str) -> bool:
+        return part_id(self.path / name) == self.state.id
+
+    def _save(self) -> None:
+        self.state.save(self.path)
+        self._published(RECORD)
+
+    def _clear(self) -> None:
+        """Remove what is left of replaced sweeps and of killed processes; without all parts, the report too."""
+        outdated = REPORT_FILES if self.missing() or self.missing_cases() else ()
+        for name in files_in(self.path):
+            if is_leftover(name):
+                (self.path / name).unlink()
+            elif name in outdated or part_id(self.path / name) in self.state.previous:
+                self.remove(name)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a killed process of ours left this file, by its relative name: one that it began and did not finish."""
+    return is_partial(Path(name)) and any(is_named(name, pattern) for pattern in (MANIFEST, *FILES))
+
+
+def part_name(number: int) -> str:
+    return f"samples/part-{number:05d}.parquet"
+
+
+def case_name(number: int) -> str:
+    return f"times/case-{number:05d}.parquet"
+
+
+def tables_of(record: SweepRecord) -> list[str]:
+    """The names of all files that carry the id of a finished sweep."""
+    return [*map(part_name, record.parts), *map(case_name, record.cases)]
+
+
+def part_id(path: Path) -> str | None:
+    """The id of the sweep that wrote a part; `None` for a file that no sweep wrote, or none at all."""
+    return _said(path, MARK)
+
+
+def isolations(folder: Path) -> set[str]:
+    """How the programs of a sweep's samples were contained, on whatever machines they ran; empty where none ran, and
+    of parts that earlier versions graded. `ValueError` if no sweep lies there."""
+    return {said for path in part_files(folder) if (said := _said(path, ISOLATION)) is not None}
+
+
+def _said(path: Path, key: bytes) -> str | None:
+    """A value of a part's metadata."""
+    try:
+        value = (pq.read_metadata(path).metadata or {}).get(key)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    return None if value is None else value.decode(errors="replace")
+
+
+def files_in(folder: Path) -> list[str]:
+    """The relative names of the files in a sweep's folder and in its folders of tables."""
+    found = (
+        path for place in (folder, *(folder / name for name in TABLES)) if place.is_dir() for path in place.iterdir()
+    )
+    return sorted(str(path.relative_to(folder)) for path in found if path.is_symlink() or not path.is_dir())
+
+
+def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overwrite: bool = False) -> None:
+    """Raise `ValueError` if the sweep of `record`, or with `overwrite` any sweep, cannot be written to `folder`.
+
+    It can if nothing lies there, or the same sweep, which is then gone on with. With `overwrite` a finished or another
+    sweep is replaced, unless files of somebody else lie beside it.
+    """
+    if folder_kind(folder) != KIND:
+        check_target_folder(folder, KIND, overwrite=overwrite, in_place=True)
+        return
+    there = FolderState.load(folder)
+    if there is None:
+        strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_leftover(name)]
+        if strange:
+            raise ValueError(f"{folder} cannot be used: it has no {RECORD}, and {strange[0]} in it; move that")
+        return
+    if record is not None and is_resumable(folder, there, record, overwrite=overwrite):
+        for name in (*tables_of(there.record), *REPORT_FILES, FAILURE):
+            if (folder / name).exists() and not there.owns(folder, name):
+                raise ValueError(f"{folder / name} was not written by this sweep, whose file has that name; move it")
+        return
+    if not overwrite:
+        said = "a sweep" if record is None else f"another sweep: {difference(there.record, record)}"
+        raise ValueError(f"{folder} exists already and holds {said}; give another folder, or --overwrite")
+    foreign = [name for name in files_in(folder) if not there.owns(folder, name)]
+    if foreign:
+        raise ValueError(f"{folder} cannot be replaced: {foreign[0]} in it was not written by this project; move it")
+
+
+def is_resumable(folder: Path, there: FolderState, record: SweepRecord, *, overwrite: bool) -> bool:
+    """Whether the sweep in the folder is the one of `record`, and to be gone on with: `overwrite` asks for a finished
+    one to be computed again, and for one that was interrupted to be ended."""
+    return difference(there.record, record) is None and not (overwrite and is_finished(folder, there))
+
+
+def is_finished(folder: Path, state: FolderState) -> bool:
+    """Whether all parts and the report are there."""
+    return state.owns(folder, REPORT) and all(part_id(folder / name) == state.id for name in tables_of(state.record))
+
+
+def is_computed(folder: Path, record: SweepRecord, *, overwrite: bool) -> bool:
+    """Whether all that `record` asks for is there; with `overwrite` it is computed again once it was reported."""
+    there = FolderState.load(folder)
+    if there is None or not is_resumable(folder, there, record, overwrite=overwrite):
+        return False
+    return all(part_id(folder / name) == there.id for name in tables_of(record))
+
+
+def read_record(folder: Path) -> SweepRecord:
+    """The record of the sweep in a folder; `ValueError` if no sweep lies there."""
+    state = FolderState.load(folder)
+    if state is None:
+        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    return state.record
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """A finished sweep's `report.json`; `ValueError` if there is none."""
+    path = folder / REPORT
+    if not path.exists():
+        raise ValueError(f"{folder} has no {REPORT}; run jobs/eval_sweep.py --out {folder}")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def read_samples(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """A sweep's samples as rows of `GRADED_COLUMNS`, or some of them; `ValueError` if no sweep lies there."""
+    for path in part_files(folder):
+        yield from pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+
+
+def part_files(folder: Path) -> Iterator[Path]:
+    """The files of a sweep's samples that are there; `ValueError` if no sweep lies there."""
+    state = FolderState.load(folder)
+    if state is None:
+        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    for number in state.record.parts:
+        path = folder / part_name(number)
+        if part_id(path) == state.id:
+            yield path
+
+
+def read_times(folder: Path) -> Iterator[dict[str, Any]]:
+    """A sweep's timed requests as rows of `TIMED_COLUMNS`, none where nothing was timed; `ValueError` if no sweep lies
+    there."""
+    state = FolderState.load(folder)
+    if state is None:
+        raise ValueError(f"{folder} holds no sweep: it has no {RECORD}")
+    for number in state.record.cases:
+        path = folder / case_name(number)
+        if part_id(path) == state.id:
+            yield from pq.read_table(path).to_pylist()
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _sync(path: Path) -> None:
+    """Let what was written there outlive the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,183 @@
+"""Grading of rows: the second stage of a sweep, and samples that somebody else generated."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from mbd_core.evaluation.measures.statistics import wilson_interval
+from mbd_core.evaluation.sandbox.processes import available_isolation
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS
+from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
+from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
+from mbd_core.evaluation.tasks.problems import ProblemSet
+from mbd_core.files import write_json, write_text
+from mbd_core.json_text import parse_json
+
+# The second stage of a sweep: every decoded row of a table is graded.
+
+
+def grade_table(table: pa.Table) -> pa.Table:
+    """The table (`DECODED_COLUMNS`) with grades (`GRADED_COLUMNS`). A row without text is wrong (`undecoded`).
+
+    Several configurations often give the same text for a problem, so each such text is graded once. Where programs
+    were run, the metadata says how this machine contained them (`ISOLATION`).
+    """
+    rows = table.to_pylist()
+    grades: dict[tuple[str, str, str], Grade] = {}
+    for row in rows:
+        if row["text"] is None:
+            row.update(correct=False, reason="undecoded")
+            continue
+        key = (row["task"], row["problem_id"], row["text"])
+        if key not in grades:
+            problem = Problem(**{name: row[name] for name in PROBLEM_COLUMNS})
+            grades[key] = grade(find_task(row["task"]), problem, row["text"])
+        row.update(asdict(grades[key]))
+    graded = pa.Table.from_pylist(rows, schema=GRADED_COLUMNS)
+    if not any(runs_programs(find_task(task)) for task, *_ in grades):
+        return graded
+    return graded.replace_schema_metadata({ISOLATION: available_isolation()})
+
+
+# Grades samples that somebody else generated: a JSON-lines file and a task's problems in, rows and a summary out.
+
+Form = Literal["text", "completion", "solution"]
+FORMS: tuple[Form, ...] = ("solution", "completion", "text")
+IDS = ("problem_id", "task_id", "doc_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer. `text` is a model's whole answer; for code `completion` goes on after the prompt and `solution` is a
+    whole program, both run as they stand, as EvalPlus runs them."""
+
+    line: int
+    problem: Problem
+    form: Form
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGrade:
+    """A sample with its grade; `solution` is the program that was run, for code."""
+
+    sample: Sample
+    grade: Grade
+    solution: str | None
+
+
+def load_samples(path: Path, problem_set: ProblemSet) -> list[Sample]:
+    """The samples of a file; `ValueError` names the line that is none, and why."""
+    by_id = {problem.problem_id: problem for problem in problem_set.problems}
+    samples: list[Sample] = []
+    try:
+        with path.open("rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if raw.strip():
+                    samples.append(_sample(line, raw, problem_set, by_id))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}, line {line}: {error}") from None
+    if not samples:
+        raise ValueError(f"{path} holds no samples")
+    return samples
+
+
+def _sample(line: int, raw: bytes, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Sample:
+    row = parse_json(raw, "it")
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not a JSON object")
+    is_code = runs_programs(problem_set.task)
+    form = next((form for form in FORMS if form in row and (is_code or form == "text")), None)
+    if form is None:
+        wanted = "'text', 'completion' or 'solution'" if is_code else "'text'"
+        raise ValueError(f"no column {wanted} with the answer")
+    if not isinstance(row[form], str):
+        raise ValueError(f"column '{form}' must be text, not {type(row[form]).__name__}")
+    name = next((name for name in IDS if name in row), None)
+    if name is None:
+        raise ValueError(f"no column that names the problem: {', '.join(IDS)} (counted from 0)")
+    return Sample(line=line, problem=_problem(name, row[name], problem_set, by_id), form=form, content=row[form])
+
+
+def _problem(name: str, given: Any, problem_set: ProblemSet, by_id: dict[str, Problem]) -> Problem:
+    problems = problem_set.problems
+    if name == "doc_id" and isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(problems):
+        return problems[given]
+    if name != "doc_id" and str(given) in by_id:
+        return by_id[str(given)]
+    raise ValueError(f"{name} {given!r} is no problem of task '{problem_set.task.name}' in {problem_set.source}")
+
+
+def grade_samples(task: Task, samples: Sequence[Sample], *, workers: int) -> Iterator[SampleGrade]:
+    """Grade all samples, as they are done; those of one problem come after each other."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.problem.problem_id, []).append(sample)
+    with ThreadPoolExecutor(workers) as pool:
+        for graded in pool.map(lambda group: [_graded(task, sample) for sample in group], groups.values()):
+            yield from graded
+
+
+def _graded(task: Task, sample: Sample) -> SampleGrade:
+    if not runs_programs(task):
+        return SampleGrade(sample=sample, grade=grade(task, sample.problem, sample.content), solution=None)
+    solution = sample.content if sample.form != "completion" else sample.problem.prompt + sample.content
+    try:
+        if sample.form == "text":
+            solution = program_of(sample.problem, sample.content)
+        found = grade_program(task, sample.problem, solution)
+    except Exception as error:  # one sample, or a broken problem, must not lose what all others cost
+        found = ungradable(error)
+    return SampleGrade(sample=sample, grade=found, solution=solution)
+
+
+def summary(problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str, Any]:
+    """The counts, and what they depend on."""
+    grades = [one.grade for one in graded]
+    counts = {
+        name: sum(bool(getattr(grade, name)) for grade in grades)
+        for name in ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
+        if any(getattr(grade, name) is not None for grade in grades)
+    }
+    correct = sum(grade.correct for grade in grades)
+    reasons = [str(grade.reason) for grade in grades]
+    return {
+        "task": problem_set.task.name,
+        "rule": problem_set.task.rule,
+        "source": problem_set.source,
+        "problems": len(problem_set.problems),
+        "problems_sha256": problem_set.sha256,
+        "problems_without_a_sample": len(problem_set.problems) - len({g.sample.problem.problem_id for g in graded}),
+        "samples": len(grades),
+        "correct": correct,
+        "accuracy_of_samples": correct / len(grades),
+        "wilson_interval": wilson_interval(correct, len(grades)),
+        **counts,
+        "reasons": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+        "isolation": available_isolation() if runs_programs(problem_set.task) else None,
+        "versions": {name: version(name) for name in ("math-verify", "sympy", "numpy")},
+    }
+
+
+def write_grades(folder: Path, problem_set: ProblemSet, graded: Sequence[SampleGrade]) -> dict[str, Any]:
+    """Write `grades.jsonl` in the samples' order, `report.json`, and for code `evalplus.jsonl`, which
+    `evalplus.evaluate` takes; the summary."""
+    ordered = sorted(graded, key=lambda one: one.sample.line)
+    rows = [
+        {"line": one.sample.line, "problem_id": one.sample.problem.problem_id, **asdict(one.grade)} for one in ordered
+    ]
+    write_text(folder / "grades.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    if problem_set.task.rule == "plus":
+        programs = [{"task_id": one.sample.problem.problem_id, "solution": one.solution} for one in ordered]
+        write_text(folder / "evalplus.jsonl", "".join(json.dumps(row) + "\n" for row in programs))
+    found = summary(problem_set, ordered)
+    write_json(folder / "report.json", found)
+    return found

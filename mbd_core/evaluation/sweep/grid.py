@@ -1,0 +1,219 @@
+"""The decoding configurations of a sweep: a grid over the fields of named methods.
+
+A method is a name with decoding fields, from `decoding.methods` or defined by the user as JSON. A grid field replaces
+the value of every method in which it has a meaning.
+"""
+
+import itertools
+import json
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE, Fields, merge_fields
+from mbd_core.json_text import parse_json
+
+Grid = dict[str, tuple[Any, ...]]
+Methods = dict[str, Fields]
+
+DEFAULT_SLOTS = 4  # the buffer size of `multi` if the model's author recommends SingleBD
+# These fields have no effect with one slot, where varying them would repeat the same run.
+MULTI_ONLY = ("buffer_size", "tau_add", "tau_semi")
+TRAINING_FREE = "MultiBD (training-free)"
+MULTI_LABELS: dict[str | None, str] = {
+    "teacher_forcing": TRAINING_FREE,
+    "dmax_oput": TRAINING_FREE,  # DMax's own training: one noisy block after clean ones
+    "multitf": "MBD",
+    "d2f": "MultiBD",  # for several blocks, but not by MultiTF
+    "d2f_block_causal": "MultiBD",
+    None: "MultiBD",
+}
+"""What decoding several blocks is called, by how the model was trained: its recipe's `trained_with`."""
+LABELS = ("SingleBD", *dict.fromkeys(MULTI_LABELS.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One decoding configuration of a model; `method` is the method's name in the report. An endpoint that decodes as
+    it likes has none."""
+
+    method: str
+    decoding: DecodingConfig | None
+
+    @property
+    def config(self) -> str:
+        """The configuration as JSON."""
+        return json.dumps({} if self.decoding is None else asdict(self.decoding))
+
+
+def parse_grid(text: str) -> Grid:
+    """Parse `"tau_m2t=0.7,0.9;t2t.tau=0.3,0.5"` into field -> values of the field's type (`none`: not set).
+
+    Raises `ValueError` for an unknown or repeated field, or a value of the wrong type.
+    """
+    grid: Grid = {}
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        name, equals, values = (p.strip() for p in part.partition("="))
+        kinds = _kinds(name)
+        if not equals or not values:
+            raise ValueError(f"grid field '{name}' has no values; write {name}=VALUE,VALUE")
+        if name in grid:
+            raise ValueError(f"grid field '{name}' is given twice; write its values in one list")
+        grid[name] = tuple(_value(name, v.strip(), kinds) for v in values.split(","))
+    return grid
+
+
+def parse_methods(definitions: Iterable[str]) -> Methods:
+    """`NAMED_METHODS` and the parsed definitions `NAME={"t2t": {"tau": 0.4}}`; `ValueError` names a malformed one.
+
+    `plan_variants` checks the fields themselves, for each model.
+    """
+    methods = dict(NAMED_METHODS)
+    for item in definitions:
+        name, equals, text = (p.strip() for p in item.partition("="))
+        if not (name and equals) or set(name) & set(",|") or not name.isprintable():
+            raise ValueError(f"--method {item} must be NAME=JSON, the name printable, without a comma or |")
+        if name in methods or name in LABELS:
+            raise ValueError(f"--method {name}: this name is taken; choose another")
+        try:
+            fields = parse_json(text, text)
+        except ValueError as error:
+            raise ValueError(f"--method {name}: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"--method {name}: {text} must be a JSON object of decoding fields")
+        methods[name] = fields
+    return methods
+
+
+def plan_variants(
+    grid: Mapping[str, Sequence[Any]],
+    names: Sequence[str],
+    *,
+    methods: Methods = NAMED_METHODS,
+    defaults: Mapping[str, Any],
+    block_size: int,
+) -> list[Variant]:
+    """All combinations of the grid for each named method, without repeats.
+
+    A method's fields replace the model's `defaults` (its `generation_config.json`). `single` is SingleBD; `multi` is
+    Block Buffer MultiBD with the model's own buffer_size (4 if that is 1), and its label says how the model was
+    trained (`trained_with` in `defaults`). Raises `ValueError` for an unknown method, a configuration that cannot be
+    honoured, a grid field that concerns none of the methods, and `multi` with one slot.
+    """
+    variants: dict[Variant, None] = {}
+    unused = set(grid)
+    for name in names:
+        if name not in methods:
+            raise ValueError(f"unknown method '{name}'; known: {', '.join(methods)}")
+        base = _with_revision(methods[name], defaults)
+        if name == MULTI and defaults.get("buffer_size", 1) == 1:
+            base["buffer_size"] = DEFAULT_SLOTS
+        axes = {path: values for path, values in grid.items() if _concerns(path, base)}
+        unused -= axes.keys()
+        for values in itertools.product(*axes.values()):
+            overrides = _with_values(base, dict(zip(axes, values, strict=True)))
+            try:
+                decoding = decoding_config(defaults, overrides, block_size=block_size)
+            except ValueError as error:
+                raise ValueError(str(error) if name in (SINGLE, MULTI) else f"method '{name}': {error}") from None
+            if name == MULTI and decoding.buffer_size < 2:
+                raise ValueError("method 'multi' needs buffer_size of at least 2; method 'single' is the one for 1")
+            variants[Variant(method=_label(name, defaults), decoding=decoding)] = None
+    for path in sorted(unused):
+        part = path.partition(".")[0]
+        hint = f"""; define one: --method NAME='{{"{part}": {{}}}}'""" if "." in path else ""
+        hint = "; it takes one with several slots, as multi" if path in MULTI_ONLY else hint
+        raise ValueError(f"grid field '{path}' concerns none of the methods {', '.join(names)}{hint}")
+    return list(variants)
+
+
+def _with_revision(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's fields, with the revision (`t2t` or `soft`) of the model's defaults, so that a grid can vary it."""
+    if fields.get("canvas") is not None:
+        return dict(fields)
+    return {name: defaults[name] for name in ("t2t", "soft") if defaults.get(name) is not None} | dict(fields)
+
+
+def _concerns(path: str, base: Fields) -> bool:
+    """Whether a grid field has a meaning under a method with these fields."""
+    *parts, last = path.split(".")
+    holder: Any = base
+    for part in parts:
+        holder = holder.get(part) if isinstance(holder, Mapping) else None
+        if not isinstance(holder, Mapping):
+            return False
+    if parts:
+        return True
+    if base.get("canvas") is not None:
+        return last in CANVAS_FIELDS
+    return base.get("buffer_size") != 1 or last not in MULTI_ONLY
+
+
+def _with_values(base: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with each value at its dotted path."""
+    for path, value in values.items():
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        base = merge_fields(base, value)
+    return dict(base)
+
+
+def _label(name: str, defaults: Mapping[str, Any]) -> str:
+    if name == SINGLE:
+        return "SingleBD"
+    if name != MULTI:
+        return name
+    trained_with = defaults.get("trained_with")
+    if trained_with not in MULTI_LABELS:
+        known = ", ".join(label for label in MULTI_LABELS if label)
+        raise ValueError(f"generation_config.json: unknown trained_with={trained_with!r}; known: {known}")
+    return MULTI_LABELS[trained_with]
+
+
+def _parts(config: type) -> dict[str, type]:
+    """The fields of a config whose values are configs."""
+    hints = get_type_hints(config).items()
+    return {name: part for name, hint in hints for part in _options(hint) if is_dataclass(part)}
+
+
+def _options(hint: Any) -> tuple[type, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _kinds(path: str) -> tuple[Any, ...]:
+    """The types of a grid field's values; `ValueError` for a path that names no field, or a whole part."""
+    config: type = DecodingConfig
+    *parts, last = path.split(".")
+    for part in parts:
+        if part not in _parts(config):
+            raise ValueError(f"unknown grid field '{path}'; parts here: {', '.join(_parts(config)) or 'none'}")
+        config = _parts(config)[part]
+    hints = get_type_hints(config)
+    if last not in hints:
+        raise ValueError(f"unknown grid field '{path}'; known: {', '.join(hints)}")
+    if last in _parts(config):
+        raise ValueError(f"grid field '{path}' is a part; vary one of its fields, {path}.NAME")
+    kinds = _options(hints[last])
+    if any(get_origin(kind) is tuple for kind in kinds):
+        raise ValueError(f"grid field '{path}' is a list; give it with --method NAME=JSON")
+    return kinds
+
+
+def _value(name: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    """A grid value as one of `kinds`: none, a boolean, a number, or text."""
+    if type(None) in kinds and text == "none":
+        return None
+    if bool in kinds:
+        if text not in ("true", "false"):
+            raise ValueError(f"grid value {name}={text} must be true or false")
+        return text == "true"
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                expected = "a whole number" if kind is int else "a number"
+                raise ValueError(f"grid value {name}={text} is not {expected}") from None
+    return text

@@ -1,0 +1,238 @@
+"""Answers that a model decodes for the prompts of a data set, kept part by part: a killed job goes on from them.
+
+    answers.json        which model answers and how; other settings do not go on from this folder
+    part_000003.jsonl   64 rows: the row's name, its prompt's digest, the answer's text, how it ended, its counts
+
+Rows keep their order. A part is decoded in one batch that shares nothing with those before it, and its file appears
+whole, so that a run that was killed has the bytes of one that was not. A last part that more rows now fill is decoded
+again, and of one that now ends earlier its first lines are taken.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import chat_prompts, decode_text
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling_config import Sampling
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.sweep.decoding import DecodingModel, fitted
+from mbd_core.files import claim_folder, write_json, write_text
+from mbd_core.json_text import differing_fields, parse_json
+from mbd_core.multitf.data.preparation import Answer, Chat
+
+ANSWERS_KIND = "decoded answers"  # the kind in its manifest
+SETTINGS, FILES = "answers.json", ("answers.json", "part_*.jsonl")
+PART = 64
+"""Rows that are decoded together and appear together."""
+REFUSED = "refused"
+VERSIONS = ("mbd-cluster", "torch", "transformers")  # those on which tokens and texts depend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """Who answers and how.
+
+    `max_tokens` bounds an answer; one that does not end within them is left out, or with
+    `keep_unfinished` kept as it is. A drawn answer's seed is `sampling.seed` plus the row's number.
+
+    `model` is the model as it was named, `digest` that of its files. `max_rows` is how many are decoded at once, which
+    can decide a token where a batch changes how numbers are rounded.
+    """
+
+    model: str
+    digest: str
+    decoding: DecodingConfig
+    sampling: Sampling
+    max_tokens: int
+    keep_unfinished: bool = False
+    max_rows: int = 16
+
+    def record(self) -> dict[str, Any]:
+        """What the data folder says of its answers, as JSON gives it back: all that decides their bytes."""
+        record = json.loads(json.dumps({**asdict(self), "versions": {name: version(name) for name in VERSIONS}}))
+        assert isinstance(record, dict)
+        return record
+
+
+Line = dict[str, Any]
+"""A row's answer as its part's file has it, without the row's name."""
+
+Parts = Sequence[tuple[int, Sequence[Chat]]]
+"""Numbered parts of the rows."""
+
+
+class DecodeParts(Protocol):
+    """Decodes parts, each by itself; they may come in any order."""
+
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]: ...
+    def close(self) -> None: ...
+
+
+class ModelAnswers:
+    """Answers chats in their order: by `decode` where `folder` does not keep the answers already.
+
+    `rows_at_once`, whole parts, are decoded before any of them is handed on. `num_rows` is how many are to come, for
+    the progress bar. Raises `ValueError` if the folder holds something else, or answers of other settings.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        decode: DecodeParts,
+        folder: Path,
+        *,
+        rows_at_once: int = PART,
+        num_rows: int | None = None,
+    ) -> None:
+        self.answering, self.folder, self.rows_at_once = answering, folder, rows_at_once
+        self._decode, self._next, self._num_rows = decode, 0, num_rows
+        self._bar: tqdm[Any] | None = None
+        claim_folder(folder, ANSWERS_KIND, FILES)
+        self._check_settings()
+
+    def record(self) -> dict[str, Any]:
+        """What the data folder says of its answers."""
+        return self.answering.record()
+
+    def answer(self, chats: Sequence[Chat]) -> list[Answer]:
+        """The answers to chats that end with the user's message; all calls but the last give whole parts."""
+        cut = [chats[start : start + PART] for start in range(0, len(chats), PART)]
+        parts = dict(enumerate(cut, start=self._next))
+        self._next += len(parts)
+        missing = [(number, part) for number, part in parts.items() if not self._keeps(number, part)]
+        if missing:
+            bar = self._progress(missing[0][0] * PART)
+            for number, lines in self._decode(missing):
+                named = [name | line for name, line in zip(_names(parts[number]), lines, strict=True)]
+                write_text(self._file(number), "".join(json.dumps(line) + "\n" for line in named))
+                bar.update(len(lines))
+        return [self._answer(line) for number, part in parts.items() for line in self._kept(number, part)]
+
+    def close(self) -> None:
+        """End the progress bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _check_settings(self) -> None:
+        file, settings = self.folder / SETTINGS, self.record()
+        settings.pop("keep_unfinished")  # it chooses among answers that are there
+        if not file.exists():
+            write_json(file, settings)
+            return
+        if different := differing_fields(parse_json(file.read_bytes(), str(file)), settings):
+            raise ValueError(
+                f"{self.folder} holds answers that were decoded with other settings ({SETTINGS}): {different}; give "
+                "those, another --answers, or remove it"
+            )
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"part_{number:06d}.jsonl"
+
+    def _keeps(self, number: int, chats: Sequence[Chat]) -> bool:
+        """Whether a part's answers are there, all of them."""
+        return self._file(number).exists() and len(self._kept(number, chats)) == len(chats)
+
+    def _kept(self, number: int, chats: Sequence[Chat]) -> list[Line]:
+        """The lines of a part's file, as many as there are of `chats`; `ValueError` if they are of other rows."""
+        file, names = self._file(number), _names(chats)
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][: len(names)]
+        if [{key: line[key] for key in ("row", "prompt")} for line in lines] != names[: len(lines)]:
+            raise ValueError(f"{file} holds answers to other rows; give another --answers, or remove {self.folder}")
+        return lines
+
+    def _progress(self, done: int) -> "tqdm[Any]":
+        """The bar, which begins with the first part that is decoded now."""
+        if self._bar is None:
+            self._bar = tqdm(initial=done, total=self._num_rows, unit="answers", desc="answers")
+        return self._bar
+
+    def _answer(self, line: Line) -> Answer:
+        if line["finish_reason"] == REFUSED or not line["text"].strip():
+            return Answer("", "unanswered")
+        if line["finish_reason"] != "stop" and not self.answering.keep_unfinished:
+            return Answer("", "unfinished")
+        return Answer(line["text"])
+
+
+class PartDecoder:
+    """Decodes parts one by one, by an engine that `load` makes for the first.
+
+    Raises `ValueError` for settings that the engine refuses.
+    """
+
+    def __init__(self, answering: Answering, load: Callable[[], DecodingModel]) -> None:
+        self.answering, self._load = answering, load
+        self._model: DecodingModel | None = None
+
+    def __call__(self, parts: Parts) -> Iterator[tuple[int, list[Line]]]:
+        for number, chats in parts:
+            yield number, self.decode(number, chats)
+
+    def close(self) -> None:
+        """Drop the engine."""
+        if self._model is not None:
+            self._model.engine.close()
+            self._model = None
+
+    def decode(self, number: int, chats: Sequence[Chat]) -> list[Line]:
+        """The lines of a part."""
+        if self._model is None:
+            self._model = self._load()
+        engine, tokenizer, settings = self._model.engine, self._model.tokenizer, self.answering
+        engine.forget_prefixes()
+        requests = []
+        for place, prompt in enumerate(chat_prompts(tokenizer, [messages for _, messages in chats])):
+            sampling = replace(settings.sampling, seed=settings.sampling.seed + number * PART + place)
+            request = Request(
+                request_id=str(place),
+                prompt=tuple(prompt),
+                max_tokens=settings.max_tokens,
+                decoding=settings.decoding,
+                sampling=sampling,
+            )
+            requests.append(fitted(request, engine.admission.model.max_positions))
+        admitted = [request for request in requests if _is_admitted(engine, request)]
+        outputs = {output.request_id: output for output in engine.generate(admitted)} if admitted else {}
+        return [_line(tokenizer, outputs.get(request.request_id)) for request in requests]
+
+
+def _is_admitted(engine: Engine, request: Request) -> bool:
+    """Whether the engine holds the request; `RequestRefused`, a `ValueError`, if it is for another reason that not."""
+    try:
+        engine.admission.check(request)
+    except RequestRefused as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return False
+    return True
+
+
+def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> Line:
+    if output is None:
+        return {"text": "", "finish_reason": REFUSED}
+    return {
+        "text": decode_text(tokenizer, output.tokens),
+        "finish_reason": output.finish_reason,
+        "num_tokens": output.counts.num_tokens,
+        "num_forwards": output.counts.num_forwards,
+    }
+
+
+def _names(chats: Sequence[Chat]) -> list[dict[str, str]]:
+    """By what a part's file is known to be of these rows."""
+    return [{"row": name, "prompt": prompt_digest(messages)} for name, messages in chats]
+
+
+def prompt_digest(messages: Sequence[dict[str, str]]) -> str:
+    """By which a row's stored answer is known to be its own."""
+    return hashlib.sha256(json.dumps(list(messages)).encode()).hexdigest()[:16]

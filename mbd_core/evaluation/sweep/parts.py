@@ -1,0 +1,135 @@
+"""A sweep cut into parts: tables that are decoded, graded and written whole, or not at all; and their columns.
+
+How a sweep is cut follows from its plan and from the size of a part alone, and an engine decodes a part from an empty
+state. So a part has the same rows and the same numbers whenever, wherever and after whatever interruption it is made.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+# The columns of a sweep's samples after planning, after decoding and after grading.
+#
+# Every stage keeps the columns of its input and adds its own. `input` is what the model is given (`prompts.worded`),
+# `stop` the strings that end an answer, as JSON; decoding lowers `max_tokens` to what a model holds where the plan
+# says `may_shorten`. A sample that cannot be decoded keeps its row, with the reason in `error`. `seconds` are an
+# endpoint's, network included; an engine's batches mix configurations, so its rows have none. Counts that an endpoint
+# does not say are null. `pieces` is each token's text, special ones included, `steps` the forward that accepted it,
+# or was the last to overwrite it, from 1, and `edits` what was overwritten, by the place of the token: the decoding,
+# to be replayed. An endpoint's rows have none, and folders of earlier versions lack them.
+
+COUNTS = ("num_prompt_tokens", "num_tokens", "num_forwards", "num_store_forwards", "num_prefill_forwards")
+
+ISOLATION = b"mbd-isolation"  # of a graded part's metadata: how its programs were contained, where any ran
+
+PROBLEM_COLUMNS = ("problem_id", "prompt", "reference", "entry_point")  # what a grader needs of a problem
+
+EDIT = pa.struct([("index", pa.int64()), ("step", pa.int64()), ("piece", pa.string())])
+REPLAY = (
+    pa.field("pieces", pa.list_(pa.string())),
+    pa.field("steps", pa.list_(pa.int64())),
+    pa.field("edits", pa.list_(EDIT)),
+)
+
+PLANNED_COLUMNS = pa.schema(
+    [("sample", pa.int64())]
+    + [(name, pa.string()) for name in ("model", "method", "task", *PROBLEM_COLUMNS, "config", "input", "stop")]
+    + [("max_tokens", pa.int64()), ("may_shorten", pa.bool_()), ("seed", pa.int64())]
+)
+DECODED_COLUMNS = pa.schema(
+    [*PLANNED_COLUMNS, pa.field("text", pa.string()), pa.field("finish_reason", pa.string())]
+    + [pa.field(name, pa.int64()) for name in COUNTS]
+    + [pa.field("seconds", pa.float64()), pa.field("error", pa.string()), *REPLAY]
+)
+GRADED_COLUMNS = pa.schema(
+    [*DECODED_COLUMNS, pa.field("correct", pa.bool_())]
+    + [pa.field(name, pa.string()) for name in ("reason", "detail", "strict", "flexible")]
+    + [pa.field(f"{name}_correct", pa.bool_()) for name in ("strict", "flexible", "base", "plus")]
+)
+
+
+# A sweep cut into parts: tables that are decoded, graded and written whole, or not at all.
+
+Row = Mapping[str, Any]
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a sweep's plan (`PLANNED_COLUMNS`), of one model, with all configurations of each problem."""
+
+    number: int
+    rows: Sequence[Row]
+
+    @property
+    def model(self) -> str:
+        return str(self.rows[0]["model"])
+
+    def table(self) -> pa.Table:
+        return pa.Table.from_pylist([dict(row) for row in self.rows], schema=PLANNED_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a sweep that one of several jobs computes: every `count`-th part, from the `index`-th, from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """`i/n`; `ValueError` for anything else."""
+        first, slash, second = text.partition("/")
+        if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+            raise ValueError(f"--shard {text} must be i/n, the i-th of n shards, i from 1 to n")
+        return cls(int(first), int(second))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def holds(self, number: int) -> bool:
+        """Whether the part with this number is of this shard."""
+        return number % self.count == self.index - 1
+
+
+def part_size(num_rows: int, *, max_rows: int) -> int:
+    """The rows of a part: four batches of `max_rows`, fewer in a small sweep, so that it too has parts for several
+    engines, but at least one. It depends on nothing but the plan, so that all shards are cut alike."""
+    return max(max_rows, min(4 * max_rows, -(-num_rows // 16)))
+
+
+def cut(rows: Iterable[Row], *, rows_per_part: int) -> list[Part]:
+    """The parts, in the order in which they are best decoded: of each model the longest prompts first.
+
+    A part has at most `rows_per_part` rows, or the rows of one problem. Long prompts first, so that what is left at
+    the end, when engines run out of parts, is short.
+    """
+    problems: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        problems.setdefault(row["model"], {}).setdefault((row["task"], row["problem_id"]), []).append(row)
+    parts: list[list[Row]] = []
+    for of_model in problems.values():
+        current: list[Row] = []
+        for group in sorted(of_model.values(), key=lambda group: -len(group[0]["prompt"])):
+            if current and len(current) + len(group) > rows_per_part:
+                parts.append(current)
+                current = []
+            current = [*current, *group]
+        parts.append(current)
+    return [Part(number, part) for number, part in enumerate(parts)]
+
+
+def in_turns(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """The rows in the order in which they share prefixes best: the first of each prompt, then the second of each.
+
+    Requests that begin in one forward find nothing of each other in the cache; those that begin later do.
+    """
+    turns: Counter[str] = Counter()
+    places = []
+    for row in rows:
+        places.append(turns[row["input"]])
+        turns[row["input"]] += 1
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]

@@ -1,0 +1,257 @@
+"""The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
+from mbd_core.checkpoint.shipped import SHIPPED, model_folder
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, SINGLE
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.best_folder import author_defaults
+from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
+from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
+from mbd_core.evaluation.tasks.asking import Asked, ask_tasks, check_positions
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
+from mbd_core.evaluation.tasks.recipes import OWN, Recipe, find_recipe
+from mbd_core.tasks.split import Split
+
+# The configurations with which a sweep asks an endpoint, and what a reader must know of its numbers.
+
+
+def endpoint_variants(endpoint: Endpoint, grid: Grid, names: Sequence[str], methods: Methods) -> list[Variant]:
+    """An endpoint's configurations: those of the methods if it is one of this project, else its default alone.
+
+    Raises `ValueError` as `plan_variants` does, and for a buffer_size that the endpoint does not take.
+    """
+    default = Variant(method=ENDPOINT_DEFAULT, decoding=None)
+    if endpoint.defaults is None:
+        return [default]
+    own = [name for name in names if name != ENDPOINT_DEFAULT]
+    found = [default] if ENDPOINT_DEFAULT in names else []
+    if own:
+        block_size = endpoint.defaults["block_size"]
+        found += plan_variants(grid, own, methods=methods, defaults=endpoint.defaults, block_size=block_size)
+    for variant in found:
+        if variant.decoding and endpoint.slots and variant.decoding.buffer_size > endpoint.slots:
+            raise ValueError(
+                f"method '{variant.method}' with buffer_size={variant.decoding.buffer_size} exceeds the "
+                f"{endpoint.slots} slots of endpoint '{endpoint.name}'"
+            )
+    return found
+
+
+def check_default_alone(endpoints: Sequence[Endpoint], asked: Sequence[str]) -> None:
+    """Raise `ValueError` if methods or a grid are asked for and nothing but endpoints without any is there."""
+    if set(asked) - {ENDPOINT_DEFAULT} and not any(endpoint.is_ours for endpoint in endpoints):
+        raise ValueError(
+            f"endpoint '{endpoints[0].name}' takes no decoding fields, so its only method is {ENDPOINT_DEFAULT}; "
+            "leave out --methods, --method and --grid"
+        )
+
+
+def endpoint_notes(endpoint: Endpoint, asked: Mapping[str, Asked]) -> Sequence[str]:
+    """What a reader must know of numbers from an endpoint; `ValueError` for answers that it cannot hold."""
+    for task, one in asked.items():
+        if endpoint.positions is not None and one.max_tokens >= endpoint.positions:
+            raise ValueError(
+                f"endpoint '{endpoint.name}' holds {endpoint.positions} positions, prompt and answer together, and an "
+                f"answer of {task} may have {one.max_tokens} tokens; give --max-tokens"
+            )
+    known = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
+    return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{known}"]
+
+
+# The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The user's options of a sweep.
+
+    models          names of shipped models, or paths of model folders
+    endpoints       endpoints that are asked beside them
+    tasks           names of tasks
+    grid            decoding fields and their values, in the syntax of `parse_grid`
+    methods         names of methods (default: single, multi and those of `definitions`)
+    definitions     the user's own methods, as NAME=JSON
+    data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
+    limit           problems per task (default: 500 generated problems, or all of a file)
+    recipe          the name of the recipe that says how the tasks are asked
+    examples        files of solved problems for few-shot recipes, as TASK=PATH, or PATH alone with one task
+    max_tokens      tokens of an answer, at most (default: the recipe's limit, or what the model holds)
+    engine          the engine's sizes; `plan_sweep` sets its buffer size to the largest of all configurations
+    """
+
+    models: Sequence[str]
+    tasks: Sequence[str]
+    grid: str = ""
+    methods: Sequence[str] | None = None
+    definitions: Sequence[str] = ()
+    data: Sequence[str] = ()
+    limit: int | None = None
+    split: Split = "test"
+    seed: int = 0
+    recipe: str = OWN.name
+    examples: Sequence[str] = ()
+    max_tokens: int | None = None
+    endpoints: Sequence[Endpoint] = ()
+    engine: EngineConfig = EngineConfig()
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All samples of a sweep: every model's variants on every task's problems.
+
+    models    name -> folder, an argument of `model_folder`
+    endpoints name -> endpoint, for the models that are asked over HTTP
+    asked     how each task is asked, by its name
+    methods   the decoding fields of each method in the sweep
+    notes     remarks for a reader of the numbers
+    """
+
+    models: dict[str, str]
+    endpoints: dict[str, Endpoint]
+    variants: dict[str, list[Variant]]
+    problem_sets: list[ProblemSet]
+    grid: str
+    methods: Methods
+    recipe: Recipe
+    asked: Mapping[str, Asked]
+    seed: int
+    engine: EngineConfig
+    tensor_parallel: int
+    notes: list[str]
+
+    @property
+    def num_samples(self) -> int:
+        num_problems = sum(len(problem_set.problems) for problem_set in self.problem_sets)
+        return num_problems * sum(len(variants) for variants in self.variants.values())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One row for each sample (`PLANNED_COLUMNS`), ordered by model, problem and configuration."""
+        sample = 0
+        for model, variants in self.variants.items():
+            for problem_set in self.problem_sets:
+                asked = self.asked[problem_set.task.name]
+                for number, problem in enumerate(problem_set.problems):
+                    for variant in variants:
+                        yield {
+                            "sample": sample,
+                            "model": model,
+                            "method": variant.method,
+                            "task": problem_set.task.name,
+                            **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
+                            "config": variant.config,
+                            **asked.columns(number),
+                            "seed": self.seed,
+                        }
+                        sample += 1
+
+
+def plan_sweep(options: SweepOptions) -> Sweep:
+    """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
+    tasks = [find_task(name) for name in options.tasks]
+    task_names = [task.name for task in tasks]
+    files = task_files(options.data, task_names, option="--data")
+    examples = task_files(options.examples, task_names, option="--examples")
+    recipe = find_recipe(options.recipe)
+    settings = [recipe.setting(name) for name in task_names]
+    grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
+    if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
+        raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
+    default_methods = [SINGLE, MULTI, *(name for name in methods if name not in NAMED_METHODS)]
+    method_names = default_methods if options.methods is None else list(options.methods)
+    problem_sets = [
+        load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
+        for task in tasks
+    ]
+    asked = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
+    models: dict[str, str] = {}
+    variants: dict[str, list[Variant]] = {}
+    notes: list[str] = []
+    for model in options.models:
+        folder = model_folder(model)
+        name = folder.resolve().name
+        if name in models:
+            raise ValueError(f"two models are named '{name}': {models[name]} and {model}; rename one folder")
+        models[name] = model if folder == SHIPPED / model else str(folder.resolve())
+        contents = read_folder(folder)
+        if any(setting.wording.needs_chat for setting in settings) and not contents.tokenizer.chat_template:
+            raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
+        contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
+        variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
+        notes += check_positions(name, contents.config.max_positions, asked)
+        model_notes = (edit_note(name, contents.defaults, one.decoding) for one in variants[name] if one.decoding)
+        notes += dict.fromkeys(note for note in model_notes if note is not None)
+    num_slots = max(
+        (one.decoding.buffer_size for one in itertools.chain.from_iterable(variants.values()) if one.decoding),
+        default=options.engine.num_slots,
+    )
+    if not models:
+        check_default_alone(options.endpoints, [*(options.methods or ()), *options.definitions, *grid])
+    for endpoint in options.endpoints:
+        if endpoint.name in variants:
+            raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
+        variants[endpoint.name] = endpoint_variants(endpoint, grid, method_names, methods)
+        notes += endpoint_notes(endpoint, asked)
+    return Sweep(
+        models=models,
+        endpoints={endpoint.name: endpoint for endpoint in options.endpoints},
+        variants=variants,
+        problem_sets=problem_sets,
+        grid=options.grid,
+        methods={name: methods[name] for name in method_names if name in methods},
+        recipe=recipe,
+        asked=asked,
+        seed=options.seed,
+        engine=replace(options.engine, buffer_size=num_slots),
+        tensor_parallel=options.tensor_parallel,
+        notes=notes,
+    )
+
+
+def _model_variants(
+    name: str,
+    folder: ModelFolder,
+    grid: Grid,
+    method_names: Sequence[str],
+    methods: Mapping[str, Mapping[str, Any]],
+    tensor_parallel: int,
+) -> list[Variant]:
+    """The configurations of one model; `ValueError` if the model does not support them."""
+    variants = plan_variants(
+        grid, method_names, methods=dict(methods), defaults=folder.defaults, block_size=folder.config.block_size
+    )
+    try:
+        folder.config.sharded(tensor_parallel)
+    except ValueError as error:
+        raise ValueError(f"--tensor-parallel {tensor_parallel} cannot be honoured: model '{name}': {error}") from None
+    for variant in variants:
+        assert variant.decoding is not None
+        full = variant.decoding.canvas is not None or variant.decoding.prompt_attention == "full"
+        if full and folder.config.attention != "full":
+            raise ValueError(f"method '{variant.method}' needs a full-attention model; '{name}' attends in blocks")
+    return variants
+
+
+def task_files(options: Sequence[str], tasks: Sequence[str], *, option: str) -> dict[str, str]:
+    """The path of each task's file, from TASK=PATH, or from PATH alone if there is one task."""
+    files: dict[str, str] = {}
+    for item in options:
+        task, equals, path = item.partition("=")
+        if not (equals and task in tasks):
+            if equals and "/" not in task:
+                find_task(task)
+                raise ValueError(f"{option} {item}: the task '{task}' is not among --tasks {','.join(tasks)}")
+            if len(tasks) > 1:
+                raise ValueError(f"{option} {item}: with several tasks write TASK=PATH")
+            task, path = tasks[0], item
+        if task in files:
+            raise ValueError(f"{option} gives task '{task}' two files: {files[task]} and {path}")
+        files[task] = path
+    return files

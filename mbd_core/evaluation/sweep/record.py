@@ -1,0 +1,194 @@
+"""What a sweep's folder records of its plan: enough to go on with it, to refuse another one, and to report it."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Self
+
+from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.evaluation.measures.summary import ReportKey
+from mbd_core.evaluation.sweep.endpoint import is_endpoint
+from mbd_core.evaluation.sweep.parts import Part, Row, Shard
+from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.timing import Timing, timed_cases
+
+VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
+# The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
+# folder that an earlier form began are not those that would be added to it. A record without one has form 1.
+ROWS = 2
+# Sizes that were asked for: how rows are batched, and which requests there is memory for.
+ENGINE_SIZES = ("max_rows", "num_pages", "kv_memory_fraction")
+# Columns of a row that are no part of its problem.
+APART = ("sample", "model", "method", "config", "max_tokens", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """A sweep as its folder knows it. Two records with an equal `plan` give the same rows.
+
+    plan       what decides the rows: models by digest, configurations, problems, sizes, form, versions (`plan_of`)
+    shard      the part of the sweep that lies in this folder
+    num_parts  how many parts the sweep is cut into
+    num_cases  configurations and tasks that are timed (`timed_cases`)
+    timing     how they are timed, which decides no row
+    labels     column heads by task
+    settings   what a reader of the report needs besides (`sweep_settings`)
+    """
+
+    plan: Mapping[str, Any]
+    shard: Shard
+    num_parts: int
+    num_cases: int
+    timing: Timing
+    labels: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    def parts(self) -> list[int]:
+        """The numbers of the parts that belong into this folder."""
+        return [number for number in range(self.num_parts) if self.shard.holds(number)]
+
+    @property
+    def cases(self) -> list[int]:
+        """The numbers of the timed cases that belong into this folder."""
+        return [number for number in range(self.num_cases) if self.shard.holds(number)]
+
+    def subjects(self) -> Iterator[ReportKey]:
+        """The subjects of the report's rows, in its order."""
+        for model, configurations in self.plan["configurations"].items():
+            for method, config in configurations:
+                for task in self.plan["tasks"]:
+                    yield ReportKey(model, method, task, config)
+
+    @property
+    def num_samples(self) -> int:
+        """Of all shards together."""
+        return sum(self.plan["tasks"][key.task]["problems"] for key in self.subjects())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Self:
+        return cls(**{**content, "shard": Shard(**content["shard"]), "timing": Timing(**content["timing"])})
+
+
+def plan_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
+    """What decides the rows of a sweep; `rows` are all its rows."""
+    return {
+        "models": {name: model_digest(model_folder(folder)) for name, folder in sweep.models.items()}
+        | {name: endpoint.identity for name, endpoint in sweep.endpoints.items()},
+        "configurations": {
+            name: [[variant.method, variant.config] for variant in variants]
+            for name, variants in sweep.variants.items()
+        },
+        "tasks": {
+            problem_set.task.name: {
+                "problems": len(problem_set.problems),
+                "rule": problem_set.task.rule,
+                "max_tokens": next(row["max_tokens"] for row in rows if row["task"] == problem_set.task.name),
+                "sha256": _problems_digest(rows, problem_set.task.name),
+            }
+            for problem_set in sweep.problem_sets
+        },
+        "seed": sweep.seed,
+        **{name: getattr(sweep.engine, name) for name in ENGINE_SIZES},
+        "tensor_parallel": sweep.tensor_parallel,
+        "rows": ROWS,
+        "versions": {name: version(name) for name in VERSIONS},
+    }
+
+
+def _problems_digest(rows: Sequence[Row], task: str) -> str:
+    """A hash of a task's problems as they are asked: what the rows of one configuration hold, but for `APART`."""
+    first = next(row for row in rows if row["task"] == task)
+    digest = hashlib.sha256()
+    for row in rows:
+        if all(row[name] == first[name] for name in ("model", "task", "method", "config")):
+            asked = {name: value for name, value in row.items() if name not in APART}
+            digest.update(json.dumps(asked, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def record_of(
+    sweep: Sweep,
+    rows: Sequence[Row],
+    parts: Sequence[Part],
+    *,
+    shard: Shard,
+    timing: Timing,
+) -> SweepRecord:
+    """The record of a sweep that is cut into `parts`; its settings are to be added (`dataclasses.replace`)."""
+    return SweepRecord(
+        plan=plan_of(sweep, rows),
+        shard=shard,
+        num_parts=len(parts),
+        num_cases=len(timed_cases(timed_rows(sweep, rows), timing)),
+        timing=timing,
+        labels={problem_set.task.name: problem_set.task.label for problem_set in sweep.problem_sets},
+        settings={},
+    )
+
+
+def timed_rows(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
+    """The rows of which some are timed: those that engines decode here."""
+    return [row for row in rows if row["model"] in sweep.models]
+
+
+def difference(there: SweepRecord, here: SweepRecord) -> str | None:
+    """What differs between the sweep of a folder and the one that is to be written there; `None` if nothing does."""
+    said = list(_differences(there.plan, here.plan))
+    if there.shard != here.shard:
+        said.append(f"it is shard {there.shard}, not {here.shard}")
+    if there.num_cases and here.num_cases and there.timing != here.timing:
+        said.append(f"its configurations are timed with {there.timing}, not {here.timing} (--timed 0 keeps its times)")
+    return "; ".join(said) or None
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    if list(there["models"]) != list(here["models"]):
+        yield f"its models are {', '.join(there['models'])}, not {', '.join(here['models'])}"
+    else:
+        for name, digest in here["models"].items():
+            if there["models"][name] != digest and (is_endpoint(digest) or is_endpoint(there["models"][name])):
+                yield f"model '{name}' is another: {there['models'][name]}, not {digest}"
+            elif there["models"][name] != digest:
+                yield f"the files of model '{name}' are others"
+            yield from _other_configurations(name, there["configurations"][name], here["configurations"][name])
+    if list(there["tasks"]) != list(here["tasks"]):
+        yield f"its tasks are {', '.join(there['tasks'])}, not {', '.join(here['tasks'])}"
+    else:
+        for name, task in here["tasks"].items():
+            yield from _other_problems(name, there["tasks"][name], task)
+    for name in ("seed", *ENGINE_SIZES, "tensor_parallel"):
+        if there[name] != here[name]:
+            yield f"its {name} is {there[name]}, not {here[name]}"
+    if (form := there.get("rows", 1)) != here["rows"]:
+        yield f"another version of this program began it: its rows have form {form}, not {here['rows']}"
+    for name in VERSIONS:
+        if there["versions"].get(name) != here["versions"][name]:
+            yield f"it was made with {name} {there['versions'].get(name)}, not {here['versions'][name]}"
+
+
+def _other_configurations(model: str, there: Sequence[Any], here: Sequence[Any]) -> Iterator[str]:
+    if there == here:
+        return
+    only_here = [method for method, config in here if [method, config] not in there]
+    only_there = [method for method, config in there if [method, config] not in here]
+    if not (only_here or only_there):
+        yield f"model '{model}' has its configurations in another order"
+        return
+    extra = [f"lacks one of {name}" for name in only_here[:1]] + [f"has another of {name}" for name in only_there[:1]]
+    yield f"model '{model}' has {len(there)} configurations, not {len(here)}, and {' and '.join(extra)}"
+
+
+def _other_problems(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    if there["problems"] != here["problems"]:
+        yield f"task '{name}' has {there['problems']} problems, not {here['problems']}"
+    elif there["max_tokens"] != here["max_tokens"]:
+        yield f"the max_tokens of task '{name}' is {there['max_tokens']}, not {here['max_tokens']}"
+    elif there != here:
+        yield f"the problems, prompts or rule of task '{name}' are others"

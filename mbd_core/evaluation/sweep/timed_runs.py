@@ -1,0 +1,241 @@
+"""Runs of one configuration by itself on a clock, and the speed of each: TPS, throughput, latency percentiles."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.evaluation.measures.statistics import percentile
+from mbd_core.evaluation.sweep.decoding import (
+    DecodingModel,
+    ModelRefused,
+    Stops,
+    output_at,
+    sample_requests,
+    sample_stops,
+)
+from mbd_core.evaluation.sweep.timing import TimedCase, config_of
+
+# Runs of one configuration by itself on a clock: requests one at a time, then always some under way together.
+
+ALONE, TOGETHER = "alone", "together"
+COPIED = ("model", "method", "task", "config", "problem_id")  # columns of the plan
+TIMED_COLUMNS = pa.schema(
+    [(name, pa.string()) for name in (*COPIED, "run")]
+    + [(name, pa.int64()) for name in ("concurrency", "num_tokens", "num_forwards")]
+    + [(name, pa.float64()) for name in ("begun", "ended", "decode_seconds")]
+    + [("error", pa.string())]
+)
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class TimedOutput:
+    """An output, and when the engine was given its request and gave it back."""
+
+    output: Output
+    begun: float
+    ended: float
+
+
+def run_timed(
+    model: DecodingModel,
+    requests: Sequence[Request],
+    *,
+    stops: Stops,
+    concurrency: int,
+    clock: Clock = time.perf_counter,
+) -> Iterator[TimedOutput]:
+    """Serve requests with `concurrency` of them under way as long as there are as many: the engine is given the next
+    when one is back, at its end or at one of its stop strings. In the order in which they end."""
+    engine, decode = model.engine, partial(decode_text, model.tokenizer)
+    waiting, begun, tokens = deque(requests), dict[str, float](), dict[str, list[int]]()
+    while waiting or begun:
+        while waiting and len(begun) < concurrency:
+            request = waiting.popleft()
+            begun[request.request_id], tokens[request.request_id] = clock(), []
+            engine.add(request)
+        for step in engine.step():
+            if step.request_id not in begun:
+                continue  # the step after an abort
+            tokens[step.request_id] += step.new_tokens
+            output = output_at(step, tokens[step.request_id], stops.get(step.request_id, ()), decode)
+            if output is not None:
+                if step.output is None:
+                    engine.abort(step.request_id)
+                yield TimedOutput(output, begun.pop(step.request_id), clock())
+    while engine.has_work:
+        engine.step()  # what follows an abort
+
+
+class TimedStage:
+    """Times cases, with an engine of the case's own buffer size, `concurrency` batch rows and no prefix cache.
+
+    `load` loads a model by its name for a buffer size; its `ValueError` becomes a `ModelRefused`. An engine is kept
+    for the cases that follow with the same model and buffer size.
+    """
+
+    def __init__(
+        self, load: Callable[[str, int], DecodingModel], *, concurrency: int, clock: Clock = time.perf_counter
+    ) -> None:
+        self._load, self._concurrency, self._clock = load, concurrency, clock
+        self._loaded: tuple[tuple[str, int], DecodingModel] | None = None
+
+    def __call__(self, case: TimedCase, *, left_out: Collection[int] = ()) -> pa.Table:
+        """A row (`TIMED_COLUMNS`) for every request of both runs. Requests that the model cannot serve are left out,
+        and those of the samples `left_out`.
+
+        If the engine fails, one row with the error; the engine is then closed, since its state is unknown.
+        """
+        model = self._model(case.model, case.buffer_size)
+        try:
+            rows = self._rows(model, case, left_out)
+        except Exception as error:
+            of_case = {name: case.rows[0][name] for name in COPIED}
+            rows = [{**of_case, "error": f"{type(error).__name__}: {error}"}]
+        if rows and "error" in rows[0]:
+            del model
+            self.close()
+        return pa.Table.from_pylist(rows, schema=TIMED_COLUMNS)
+
+    def _rows(self, model: DecodingModel, case: TimedCase, left_out: Collection[int]) -> list[dict[str, Any]]:
+        """Both runs, warmed up before: by the first request alone, then by as many as run together."""
+        requests, stops = sample_requests(model, case.rows), sample_stops(case.rows)
+        served = [
+            number
+            for number, request in enumerate(requests)
+            if case.rows[number]["sample"] not in left_out and _is_served(model.engine, request)
+        ]
+        alone = [requests[number] for number in served if number < case.num_alone]
+        together = [requests[number] for number in served]
+        for warm_up, concurrency in ((alone[:1], 1), (together[: self._concurrency], self._concurrency)):
+            list(run_timed(model, warm_up, stops=stops, concurrency=concurrency))
+        rows = []
+        problems = {request.request_id: row for request, row in zip(requests, case.rows, strict=True)}
+        for run, chosen, concurrency in (
+            (ALONE, alone, 1),
+            (TOGETHER, together, min(self._concurrency, len(together))),
+        ):
+            for timed in run_timed(model, chosen, stops=stops, concurrency=concurrency, clock=self._clock):
+                row, counts = problems[timed.output.request_id], timed.output.counts
+                rows.append(
+                    {
+                        **{name: row[name] for name in COPIED},
+                        "run": run,
+                        "concurrency": concurrency,
+                        "num_tokens": counts.num_tokens,
+                        "num_forwards": counts.num_forwards,
+                        "decode_seconds": counts.decode_seconds,
+                        "begun": timed.begun,
+                        "ended": timed.ended,
+                    }
+                )
+        return rows
+
+    def close(self) -> None:
+        """Close and drop the engine."""
+        if self._loaded is not None:
+            (_, model), self._loaded = self._loaded, None
+            model.engine.close()
+
+    def _model(self, name: str, buffer_size: int) -> DecodingModel:
+        if self._loaded is None or self._loaded[0] != (name, buffer_size):
+            self.close()
+            try:
+                self._loaded = ((name, buffer_size), self._load(name, buffer_size))
+            except ValueError as error:
+                raise ModelRefused(f"model '{name}': {error}") from error
+        return self._loaded[1]
+
+
+def _is_served(engine: Engine, request: Request) -> bool:
+    try:
+        engine.admission.check(request)
+    except RequestRefused:
+        return False
+    return True
+
+
+# The speed of each configuration, from the requests that were timed with it: TPS, throughput, latency percentiles.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One configuration's speed on a task. Seconds are the engine's: from the moment when it is given a request,
+    nothing of it cached, to the moment when it gives the whole answer back; text is made elsewhere.
+
+    num_alone, num_together  requests in the two runs: one at a time, and `concurrency` always under way
+    tpf_alone            useful tokens / forwards of the requests that ran one at a time
+    tps_batch_1          useful tokens / seconds, one request at a time
+    decode_tps_batch_1   useful tokens / seconds of the forwards in NFE alone: the papers' TPS, TPF over step time
+    forward_ms_batch_1   milliseconds of one such forward
+    throughput           useful tokens of all requests together / seconds from the first's beginning to the last's end
+    latency_*            percentiles of a request's seconds; `None` where too few requests were timed for one
+    """
+
+    model: str
+    method: str
+    task: str
+    config: str
+    num_alone: int
+    tpf_alone: float
+    tps_batch_1: float
+    decode_tps_batch_1: float
+    forward_ms_batch_1: float
+    latency_alone_p50: float | None
+    latency_alone_p90: float | None
+    concurrency: int
+    num_together: int
+    throughput: float
+    latency_together_p50: float | None
+    latency_together_p90: float | None
+    latency_together_p99: float | None
+
+
+def speeds(rows: Iterable[Mapping[str, Any]]) -> list[Speed]:
+    """The speed of every configuration that was timed, in the order of its first row; of rows of `TIMED_COLUMNS`."""
+    cases: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["error"] is None:
+            cases.setdefault(config_of(row), []).append(row)
+    return [_speed(*case, of_case) for case, of_case in cases.items()]
+
+
+def _speed(model: str, method: str, task: str, config: str, rows: Sequence[Mapping[str, Any]]) -> Speed:
+    alone = [row for row in rows if row["run"] == ALONE]
+    together = [row for row in rows if row["run"] == TOGETHER]
+    alone_seconds, together_seconds = ([row["ended"] - row["begun"] for row in run] for run in (alone, together))
+    alone_tokens, alone_forwards = (sum(row[name] for row in alone) for name in ("num_tokens", "num_forwards"))
+    decode_seconds = sum(row["decode_seconds"] for row in alone)
+    wall = max(row["ended"] for row in together) - min(row["begun"] for row in together)
+    return Speed(
+        model=model,
+        method=method,
+        task=task,
+        config=config,
+        num_alone=len(alone),
+        tpf_alone=_rate(alone_tokens, alone_forwards),
+        tps_batch_1=_rate(alone_tokens, sum(alone_seconds)),
+        decode_tps_batch_1=_rate(alone_tokens, decode_seconds),
+        forward_ms_batch_1=1000 * _rate(decode_seconds, alone_forwards),
+        latency_alone_p50=percentile(alone_seconds, 50),
+        latency_alone_p90=percentile(alone_seconds, 90),
+        concurrency=max(row["concurrency"] for row in together),
+        num_together=len(together),
+        throughput=_rate(sum(row["num_tokens"] for row in together), wall),
+        latency_together_p50=percentile(together_seconds, 50),
+        latency_together_p90=percentile(together_seconds, 90),
+        latency_together_p99=percentile(together_seconds, 99),
+    )
+
+
+def _rate(amount: float, per: float) -> float:
+    return amount / per if per else 0.0

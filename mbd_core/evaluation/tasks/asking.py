@@ -1,0 +1,122 @@
+"""What a sweep asks its models: every task's problems in the words of a recipe, with the limits of their answers."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mbd_core.evaluation.tasks.benchmarks import Task
+from mbd_core.evaluation.tasks.problems import ProblemSet
+from mbd_core.evaluation.tasks.prompts import Example, choose_examples, load_examples, worded
+from mbd_core.evaluation.tasks.recipes import Recipe, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A task as it is asked.
+
+    inputs         one for each problem, as `worded` made them
+    max_tokens     an answer's tokens, at most
+    may_shorten    whether an answer may get fewer tokens than that, where a model holds no more positions
+    examples_from  the file of the examples, if there are any, and `examples_sha256` a hash of its examples
+    """
+
+    setting: Setting
+    inputs: tuple[str, ...]
+    max_tokens: int
+    may_shorten: bool
+    examples_from: str | None = None
+    examples_sha256: str | None = None
+
+    def columns(self, number: int) -> dict[str, Any]:
+        """The planned columns of a problem that concern its prompt and its end."""
+        return {
+            "input": self.inputs[number],
+            "stop": json.dumps(self.setting.stop),
+            "max_tokens": self.max_tokens,
+            "may_shorten": self.may_shorten,
+        }
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "examples": self.setting.num_examples,
+            "examples_from": self.examples_from,
+            "examples_sha256": self.examples_sha256,
+            "form": self.setting.wording.form,
+            "prompt": self.setting.wording.text,
+            "prompt_by": self.setting.text_by,
+            "max_tokens": self.max_tokens,
+            "stop": list(self.setting.stop),
+            "setting_from": self.setting.source,
+            "extraction": self.setting.extraction,
+        }
+
+
+def ask_tasks(
+    problem_sets: Sequence[ProblemSet], recipe: Recipe, *, examples: Mapping[str, str], max_tokens: int | None
+) -> dict[str, Asked]:
+    """`ask` for every task, by its name; `examples` are the files of those that have some."""
+    return {
+        one.task.name: ask(one, recipe, examples=examples.get(one.task.name), max_tokens=max_tokens)
+        for one in problem_sets
+    }
+
+
+def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_tokens: int | None) -> Asked:
+    """The problems as `recipe` asks them; `max_tokens` takes the place of the recipe's limit.
+
+    Raises `ValueError` if the recipe does not have the task, and for examples that are missing, malformed, too few or
+    not wanted.
+    """
+    setting = recipe.setting(problem_set.task.name)
+    shown = examples_of(problem_set.task, recipe, examples)
+    chosen = choose_examples(shown, count=setting.num_examples, choice=setting.choice)
+    inputs = tuple(
+        worded(setting.wording, problem, before) for problem, before in zip(problem_set.problems, chosen, strict=False)
+    )
+    return Asked(
+        setting=setting,
+        inputs=inputs,
+        max_tokens=setting.max_tokens if max_tokens is None else max_tokens,
+        may_shorten=max_tokens is None,
+        examples_from=examples,
+        examples_sha256=hashlib.sha256(json.dumps([asdict(one) for one in shown]).encode()).hexdigest()
+        if shown
+        else None,
+    )
+
+
+def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[Example]:
+    """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
+    wanted = recipe.setting(task.name).num_examples
+    if (path is None) != (wanted == 0):
+        raise ValueError(
+            f"recipe '{recipe.name}' shows {wanted} solved problems before each of {task.name}; "
+            + ("none are wanted" if path else f"name their file: --examples {task.name}=PATH")
+        )
+    examples = load_examples(task, path) if path else []
+    if len(examples) < wanted:
+        raise ValueError(f"{path}: {wanted} examples are wanted and the file holds {len(examples)}")
+    return examples
+
+
+def check_positions(name: str, positions: int, asked: Mapping[str, Asked]) -> Sequence[str]:
+    """A note for each task whose answers a model must shorten; `ValueError` for a limit of the user's own that the
+    model cannot hold."""
+    notes = []
+    for task, one in asked.items():
+        if one.max_tokens < positions:
+            continue
+        if not one.may_shorten:
+            raise ValueError(
+                f"--max-tokens {one.max_tokens} cannot be honoured: model '{name}' holds {positions} positions, "
+                "prompt and answer together"
+            )
+        notes.append(
+            f"model '{name}' holds {positions} positions, prompt and answer together: an answer of {task} gets what "
+            f"its prompt leaves of them, not the recipe's {one.max_tokens} tokens"
+        )
+    return notes

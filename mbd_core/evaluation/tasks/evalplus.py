@@ -1,0 +1,334 @@
+"""HumanEval+ and MBPP+ by EvalPlus's rules: a problem, its inputs, when two results are the same, time limits.
+
+They are those of EvalPlus 0.3.1, which this file states anew, because EvalPlus runs a program, its inputs and the
+comparison in one process, where a program can decide the comparison. Here the program's process gets the inputs only.
+"""
+
+import base64
+import functools
+import json
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from mbd_core.evaluation.sandbox.plain_data import Digest, Value, encode
+from mbd_core.evaluation.sandbox.processes import Limits
+from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls
+
+# EvalPlus's rules for HumanEval+ and MBPP+: its inputs, when two results are the same, and its time limits.
+
+Dataset = Literal["humaneval", "mbpp"]
+SHORTEST_SECONDS = 1.0
+TIME_FACTOR = 4.0
+LONGEST_SECONDS = 60.0
+RELATIVE_TOLERANCE = 1e-07
+FLOAT_TOLERANCE = 1e-6
+NUMBERS = (int, float, complex)
+
+SET_ANSWERS = frozenset(
+    (
+        "similar_elements",
+        "find_char_long",
+        "common_in_nested_lists",
+        "extract_singly",
+        "larg_nnum",
+        "intersection_array",
+        "find_dissimilar",
+        "Diff",
+    )
+)
+GIVEN_ANSWERS = frozenset(("check_str", "text_match_three", "text_starta_endb"))
+
+# How MBPP+'s inputs, which are JSON, become Python's types, by the problem's number
+_PAIRS = {2, 116, 132, 143, 222, 261, 273, 394, 399, 421, 424, 429, 470, 560, 579, 596, 616, 630, 726, 740, 744, 809}
+_LISTS_OF_TUPLES = {63, 64, 70, 94, 120, 237, 272, 299, 400, 409, 417, 438, 473, 614, 780}
+_FIRST_LIST_OF_TUPLES = {75, 413, 444, 753}
+_SECOND_TUPLE = {106, 750}
+_FIRST_TUPLE = {250, 405, 446, 617, 720, 763, 808}
+_TUPLES_OF_TUPLES = {259, 401, 445}
+_ALL_TUPLES = {580, 615, 791}
+
+
+def typed_inputs(task_id: str, inputs: Sequence[list[Any]]) -> list[list[Any]]:
+    """The inputs of an MBPP+ problem in the types that its tests mean."""
+    number = int(task_id.rpartition("/")[2])
+    convert = next((rule for numbers, rule in _RULES if number in numbers), list)
+    return [list(convert(given)) for given in inputs]
+
+
+def _all_tuples(value: Any) -> Any:
+    return tuple(map(_all_tuples, value)) if isinstance(value, list) else value
+
+
+_RULES: tuple[tuple[set[int], Callable[[Any], Sequence[Any]]], ...] = (
+    (_PAIRS, lambda given: [tuple(part) for part in given]),
+    (_LISTS_OF_TUPLES, lambda given: [[tuple(item) for item in part] for part in given]),
+    (_FIRST_LIST_OF_TUPLES, lambda given: [[tuple(item) for item in given[0]], given[1]]),
+    (_SECOND_TUPLE, lambda given: [given[0], tuple(given[1])]),
+    ({115}, lambda given: [[set(item) if isinstance(item, list) and item else {} for item in given[0]]]),
+    ({124}, lambda given: [float(given[0]), complex(given[1])]),
+    (_FIRST_TUPLE, lambda given: [tuple(given[0]), given[1]]),
+    (_TUPLES_OF_TUPLES, lambda given: [tuple(tuple(item) for item in part) for part in given]),
+    ({278}, lambda given: [tuple(tuple(item) if isinstance(item, list) else item for item in given[0])]),
+    ({307}, lambda given: [tuple(given[0]), given[1], given[2]]),
+    ({722}, lambda given: [{key: tuple(value) for key, value in given[0].items()}, *given[1:]]),
+    ({252}, lambda given: [complex(given[0])]),
+    (_ALL_TUPLES, lambda given: _all_tuples(given)),
+)
+
+
+@dataclass
+class Comparison:
+    """Whether results are right, input by input in their order: a tolerance that one input brings stays for the next.
+
+    expected     what the canonical solution returned, and its type
+    """
+
+    dataset: Dataset
+    entry_point: str
+    inputs: Sequence[Sequence[Any]]
+    expected: Sequence[Value]
+    atol: float
+    _atol: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._atol = self.atol
+
+    def accept(self, number: int, out: Value) -> bool:
+        """Whether the result of an input is right; one that cannot be compared is not."""
+        try:
+            return self._is_right(self.inputs[number], out, self.expected[number])
+        except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
+            return False
+
+    def _is_right(self, given: Sequence[Any], out: Value, expected: Value) -> bool:
+        if self.dataset == "humaneval" and self.entry_point == "find_zero":
+            return bool(abs(_polynomial(given[0], out.value)) <= self.atol)
+        exact = self._is_exact(given, out.value, expected.value)
+        if self._atol == 0 and _is_floats(expected.value):
+            self._atol = FLOAT_TOLERANCE
+        if exact or self._atol == 0:
+            return exact
+        if out.type_name != expected.type_name or not _same_shape(out.value, expected.value, outermost=True):
+            return False
+        return bool(np.allclose(out.value, expected.value, rtol=RELATIVE_TOLERANCE, atol=self._atol))
+
+    def _is_exact(self, given: Sequence[Any], out: Any, expected: Any) -> bool:
+        exact = bool(out == expected)
+        if self.dataset != "mbpp":
+            return exact
+        if self.entry_point == "are_equivalent":
+            return True
+        if self.entry_point == "sum_div":
+            return exact or out == 0
+        if self.entry_point == "surface_Area":
+            return exact or abs(out - _surface_area(*given)) <= self._atol
+        if self.entry_point == "digit_distance_nums":
+            return exact or out == _digit_distance(*given)
+        if self.entry_point in SET_ANSWERS:
+            return set(out) == set(expected)
+        return exact
+
+
+def conversion(dataset: Dataset, entry_point: str) -> Literal["", "set", "given"]:
+    """What of a result the program's process sends."""
+    if dataset == "mbpp" and entry_point in SET_ANSWERS:
+        return "set"
+    return "given" if dataset == "mbpp" and entry_point in GIVEN_ANSWERS else ""
+
+
+def call_seconds(canonical_seconds: float) -> float:
+    """The time limit of one input, from the canonical solution's time."""
+    return max(SHORTEST_SECONDS, TIME_FACTOR * canonical_seconds)
+
+
+def all_seconds(limits: Sequence[float]) -> float:
+    """The time limit of all inputs together, with what EvalPlus leaves for the start and the end."""
+    return min(LONGEST_SECONDS, sum(limits)) + 2
+
+
+def _is_floats(value: Any) -> bool:
+    if isinstance(value, list | tuple) and value:
+        return all(isinstance(item, float) for item in value)
+    return isinstance(value, float)
+
+
+def _same_shape(out: Any, expected: Any, *, outermost: bool = False) -> bool:
+    """Whether two results are numbers nested alike: `allclose` broadcasts, so that nothing is close to everything.
+
+    The outermost decoded types are the same; the name that comes with a result is the program's own word.
+    """
+    if outermost and type(out) is not type(expected):
+        return False
+    if isinstance(expected, list | tuple):
+        if not isinstance(out, list | tuple) or len(out) != len(expected):
+            return False
+        return all(map(_same_shape, out, expected))
+    return isinstance(out, NUMBERS) and isinstance(expected, NUMBERS)
+
+
+def _polynomial(coefficients: Sequence[float], x: float) -> float:
+    """HumanEval/32: a root of the polynomial is judged by its value there."""
+    return sum(coefficient * math.pow(x, power) for power, coefficient in enumerate(coefficients))
+
+
+def _surface_area(base_edge: float, height: float) -> int:
+    """Mbpp/581, where `height` may also be meant as the pyramid's own."""
+    slant = math.sqrt((base_edge / 2) ** 2 + height**2)
+    return round(base_edge**2 + 2 * base_edge * slant)
+
+
+def _digit_distance(first: int, second: int) -> int:
+    """Mbpp/558, the digits aligned at the right."""
+    texts = str(first), str(second)
+    width = max(map(len, texts))
+    return sum(abs(int(a) - int(b)) for a, b in zip(*(text.zfill(width) for text in texts), strict=True))
+
+
+# One problem of HumanEval+ or MBPP+, packed as a text, and what its canonical solution returns.
+
+SPARE_BYTES = 1 << 16
+LONGEST_CANONICAL = 1 << 28
+SECONDS_PER_BYTE = 1e-6  # for sending a result, which EvalPlus does not do
+SECONDS_PER_DIGESTED_BYTE = 5e-8
+MEMORY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlusProblem:
+    """What grading needs of a row of EvalPlus's files; the inputs are as in the file."""
+
+    dataset: Dataset
+    task_id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    base_input: list[list[Any]]
+    plus_input: list[list[Any]]
+    atol: float
+
+    def pack(self) -> str:
+        """The problem as a short text."""
+        return base64.b85encode(zlib.compress(json.dumps(vars(self)).encode())).decode()
+
+    @classmethod
+    def unpack(cls, text: str) -> "PlusProblem":
+        """The problem of `pack`."""
+        return cls(**json.loads(zlib.decompress(base64.b85decode(text))))
+
+    def inputs(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        """The base inputs and the plus inputs, in the types that the function takes."""
+        if self.dataset == "humaneval":
+            return self.base_input, self.plus_input
+        return typed_inputs(self.task_id, self.base_input), typed_inputs(self.task_id, self.plus_input)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """A problem with what the canonical solution returned for each input, and how long a program may take."""
+
+    problem: PlusProblem
+    inputs: tuple[Sequence[Any], ...]
+    expected: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    num_base: int
+    limits: Limits
+
+    def comparisons(self) -> tuple[Comparison, Comparison]:
+        """The comparison of the base inputs and that of the plus inputs."""
+        first, second = (
+            Comparison(
+                dataset=self.problem.dataset,
+                entry_point=self.problem.entry_point,
+                inputs=self.inputs[part],
+                expected=self.expected[part],
+                atol=self.problem.atol,
+            )
+            for part in (slice(self.num_base), slice(self.num_base, None))
+        )
+        return first, second
+
+
+class OracleFailure(RuntimeError):
+    """A canonical solution did not return a result for every input."""
+
+
+@functools.lru_cache(maxsize=1024)
+def find_oracle(packed: str) -> Oracle:
+    """Run the canonical solution of a packed problem once in the sandbox; raises `OracleFailure`."""
+    problem = PlusProblem.unpack(packed)
+    base, plus = problem.inputs()
+    inputs = [*base, *plus]
+    expected: list[Value] = []
+
+    def keep(_number: int, out: Value) -> bool:
+        is_given = problem.dataset == "mbpp" and problem.entry_point in GIVEN_ANSWERS
+        expected.append(Value(out.value is not None, "bool", out.seconds) if is_given else out)
+        return True
+
+    calls = [Call(arguments=given, seconds=LONGEST_SECONDS, longest=LONGEST_CANONICAL) for given in inputs]
+    limits = Limits(wall_seconds=2 * LONGEST_SECONDS, cpu_seconds=int(2 * LONGEST_SECONDS), memory_bytes=MEMORY_BYTES)
+    program = problem.prompt + problem.canonical_solution
+    verdict = run_calls(program, problem.entry_point, calls, keep, limits=limits)
+    if verdict.reason != "passed":
+        raise OracleFailure(f"the canonical solution of {problem.task_id} fails: {verdict.reason} ({verdict.detail})")
+    lengths = [100 if isinstance(out.value, Digest) else len(encode(out.value)) for out in expected]
+    seconds = [
+        call_seconds(out.seconds) + _sending_seconds(out, length)
+        for out, length in zip(expected, lengths, strict=True)
+    ]
+    total = all_seconds(seconds[: len(base)]) + all_seconds(seconds[len(base) :])
+    return Oracle(
+        problem=problem,
+        inputs=tuple(inputs),
+        expected=tuple(expected),
+        calls=tuple(
+            Call(arguments=given, seconds=limit, longest=4 * length + SPARE_BYTES)
+            for given, limit, length in zip(inputs, seconds, lengths, strict=True)
+        ),
+        num_base=len(base),
+        limits=Limits(wall_seconds=total, cpu_seconds=int(total) + 1, memory_bytes=MEMORY_BYTES),
+    )
+
+
+def _sending_seconds(out: Value, length: int) -> float:
+    if isinstance(out.value, Digest):
+        return SECONDS_PER_DIGESTED_BYTE * out.value.length
+    return SECONDS_PER_BYTE * length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlusVerdict:
+    """Whether a program passes the base inputs, and whether it passes these and the plus inputs."""
+
+    base: bool
+    plus: bool
+    verdict: Verdict
+
+
+def judge_program(packed: str, program: str) -> PlusVerdict:
+    """Run a program on all inputs of a packed problem, by EvalPlus's rules; it stops at the first wrong result."""
+    oracle = find_oracle(packed)
+    base, plus = oracle.comparisons()
+    num_right = 0
+
+    def accept(number: int, out: Value) -> bool:
+        nonlocal num_right
+        right = base.accept(number, out) if number < oracle.num_base else plus.accept(number - oracle.num_base, out)
+        num_right += right
+        return right
+
+    entry_point = oracle.problem.entry_point
+    verdict = run_calls(
+        program,
+        entry_point,
+        oracle.calls,
+        accept,
+        limits=oracle.limits,
+        convert=conversion(oracle.problem.dataset, entry_point),
+    )
+    return PlusVerdict(base=num_right >= oracle.num_base, plus=verdict.reason == "passed", verdict=verdict)

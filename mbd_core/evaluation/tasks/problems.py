@@ -1,0 +1,153 @@
+"""The problems of a task: from a generator, or rows from where a benchmark lies."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fsspec
+
+from mbd_core.evaluation.tasks.benchmarks import Problem, Task
+from mbd_core.json_text import parse_json
+from mbd_core.tasks.split import Split
+
+# Rows from where a benchmark lies: JSON lines at a path or fsspec URL, or a data set of the Hugging Face hub.
+
+HUB = "hub:"
+
+
+def read_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The rows of a benchmark, each with its number and its place in words, `FILE, line N`.
+
+    `path` names a file of JSON lines, plain or gzipped, or `hub:NAME[:CONFIGURATION[:SPLIT]]` (by default the split
+    `test`), which the package `datasets` loads. Raises `ValueError`, one sentence, for what cannot be read.
+    """
+    if path.startswith(HUB):
+        yield from _hub_rows(path)
+        return
+    for number, line in _numbered_lines(path):
+        place = f"{path}, line {number}"
+        row = parse_json(line, f"{place}: it")
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: a {type(row).__name__}, not a JSON object")
+        yield number, place, row
+
+
+def _hub_rows(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    name, _, rest = path.removeprefix(HUB).partition(":")
+    configuration, _, split = rest.partition(":")
+    if not name:
+        raise ValueError(f"{path} names no data set; write {HUB}NAME, or {HUB}NAME:CONFIGURATION:SPLIT")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"{path} cannot be read without the package datasets (pip install 'mbd-cluster[hub]')"
+        ) from None
+    try:
+        rows = load_dataset(name, configuration or None, split=split or "test")
+    except Exception as error:  # it has no class of its own for a name, a network or a split that is not there
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from None
+    for number, row in enumerate(rows, start=1):
+        yield number, f"{path}, row {number}", dict(row)
+
+
+def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """The file's lines that are not blank, counted from 1."""
+    number = 0
+    try:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield number, raw
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}, after line {number}: damaged gzip data ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ImportError as error:
+        raise ValueError(f"{path} cannot be read without a package that is not installed: {error}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own, as S3's without credentials
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+# The problems of a task, from a generator or from where a benchmark lies.
+
+DEFAULT_LIMIT = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemSet:
+    """A task's problems and their source: a file, or a generator's split and seed."""
+
+    task: Task
+    source: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all problems: reports with the same hash have the same problems."""
+        text = "\n".join(json.dumps(asdict(p), sort_keys=True) for p in self.problems)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_problems(
+    task: Task, *, split: Split = "test", seed: int = 0, limit: int | None = None, data: str | None = None
+) -> ProblemSet:
+    """The first `limit` problems of a task.
+
+    A generated task takes `split` and `seed`, and 500 problems by default. The other tasks read `data`, which names a
+    file of JSON lines or a data set of the hub (`read_rows`), by default all of it. Raises `ValueError` for a limit
+    below 1, for `data` that is missing or not wanted, and for a malformed row, naming the file, the line and the
+    reason.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1")
+    if task.generate is None:
+        if data is None:
+            raise ValueError(f"task '{task.name}' needs a JSON-lines file: --data {task.name}=PATH")
+        return ProblemSet(task=task, source=data, problems=tuple(_read_problems(task, data)[:limit]))
+    if data is not None:
+        raise ValueError(f"task '{task.name}' is generated and takes no data file; given {data}")
+    source = f"{task.name}/{split}/{seed}"
+    rows = itertools.islice(task.generate(split=split, seed=seed), limit or DEFAULT_LIMIT)
+    problems = tuple(task.problem(f"{source}/{number}", row) for number, row in enumerate(rows))
+    return ProblemSet(task=task, source=f"generated: split {split}, seed {seed}", problems=problems)
+
+
+def _read_problems(task: Task, path: str) -> list[Problem]:
+    problems: list[Problem] = []
+    place_of: dict[str, str] = {}
+    for number, place, row in read_rows(path):
+        try:
+            problem = task.problem(f"{task.name}/{number}", _checked_row(row, columns=task.columns))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if problem.problem_id in place_of:
+            first = place_of[problem.problem_id].rpartition(", ")[2]
+            raise ValueError(f"{place}: '{problem.problem_id}' is already on {first}")
+        place_of[problem.problem_id] = place
+        problems.append(problem)
+    if not problems:
+        raise ValueError(f"{path} holds no problems")
+    return problems
+
+
+def _checked_row(row: dict[str, Any], *, columns: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """The row, whose columns are there and of their types; it may have others."""
+    for column, kind in columns.items():
+        if column not in row:
+            raise ValueError(f"no column '{column}'; a row needs {', '.join(columns)}")
+        if not isinstance(row[column], kind):
+            wanted = " or ".join(_KINDS[k] for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ValueError(f"column '{column}' must be {wanted}, not {type(row[column]).__name__}")
+    return row
+
+
+_KINDS: dict[type, str] = {str: "text", list: "a list", int: "a whole number", float: "a number"}

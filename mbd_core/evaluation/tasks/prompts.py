@@ -1,0 +1,119 @@
+"""What a model is given: a problem in the words of a recipe's setting, after the examples chosen for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mbd_core.checkpoint.chat import chat_prompts, plain_prompts, question
+from mbd_core.evaluation.tasks.benchmarks import Problem, Task
+from mbd_core.evaluation.tasks.problems import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# What a model is given: a problem in the words of a recipe's setting, after examples, as a chat or as plain text.
+
+Form = Literal["turn", "turns", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """The text around a problem.
+
+    form     `turn`: one turn of the user, examples included; `turns`: every example is a turn of the user and one of
+             the assistant; `plain`: text without a chat template
+    text     the problem, with {question} (in words) and, for MBPP, {tests}
+    answer   what stands around an example's answer, with {answer}
+    joint    between a problem's text and its example's answer, where both are in one text
+    between  between examples in one text
+    """
+
+    form: Form = "turn"
+    text: str = "{question}"
+    answer: str = "{answer}"
+    joint: str = " "
+    between: str = "\n\n"
+
+    @property
+    def needs_chat(self) -> bool:
+        return self.form != "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A solved problem that stands before the one that is asked."""
+
+    question: str
+    answer: str
+    tests: str = ""
+
+
+def worded(wording: Wording, problem: Problem, examples: Sequence[Example] = ()) -> str:
+    """The model's input as JSON: the messages of a chat, or one text. `prompt_ids` takes it."""
+    shown = [
+        (wording.text.format(question=e.question, tests=e.tests), wording.answer.format(answer=e.answer))
+        for e in examples
+    ]
+    asked = wording.text.format(question=problem.text or problem.prompt, tests=problem.tests)
+    if wording.form == "turns":
+        turns = [turn for pair in shown for turn in zip(("user", "assistant"), pair, strict=True)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return json.dumps([*messages, *question(asked)])
+    whole = wording.between.join([*(text + wording.joint + answer for text, answer in shown), asked])
+    return json.dumps(whole if wording.form == "plain" else question(whole))
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str]) -> list[list[int]]:
+    """Token ids of what `worded` returned: a chat in the model's template, a text with the tokenizer's own special
+    tokens before it. Raises `ValueError` for a chat if the tokenizer has no template."""
+    given: list[Any] = [json.loads(text) for text in inputs]
+    chats = iter(chat_prompts(tokenizer, [one for one in given if not isinstance(one, str)]))
+    texts = [one for one in given if isinstance(one, str)]
+    plain = iter(plain_prompts(tokenizer, texts))
+    return [list(next(plain if isinstance(one, str) else chats)) for one in given]
+
+
+# The examples of a few-shot prompt: read from the user's file, and chosen for every problem.
+
+Choice = Literal["first", "drawn"]
+QUESTIONS = ("question", "problem", "text", "prompt")
+ANSWERS = ("target", "solution", "code", "answer")
+DRAW_SEED = 1234  # lm-eval's default for few-shot examples
+
+
+def load_examples(task: Task, path: str) -> list[Example]:
+    """The examples of a file, in its order: JSON lines in the task's own format, as of its train split.
+
+    Raises `ValueError`, naming the file and the line, for a row without a question or an answer, and for an answer
+    without the mark that the task's own rule reads.
+    """
+    return [_example(task, place, row) for _, place, row in read_rows(path)]
+
+
+def _example(task: Task, place: str, row: dict[str, Any]) -> Example:
+    asked = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
+    answer = next((row[name] for name in ANSWERS if isinstance(row.get(name), str)), None)
+    if asked is None or answer is None:
+        missing, names = ("question", QUESTIONS) if asked is None else ("answer", ANSWERS)
+        raise ValueError(f"{place}: an example needs its {missing} in one of the columns {', '.join(names)}")
+    if task.rule == "flexible" and task.mark not in answer:
+        raise ValueError(f"{place}: the example's answer lacks '{task.mark}', from which {task.name} reads a number")
+    tests = row.get("test_list") or []
+    # MBPP's code has the line ends of another system
+    return Example(question=asked.strip(), answer=answer.replace("\r\n", "\n").strip(), tests="\n".join(tests))
+
+
+def choose_examples(examples: Sequence[Example], *, count: int, choice: Choice) -> Iterator[list[Example]]:
+    """The examples of problem after problem: the first `count`, or `count` that are drawn anew for each.
+
+    The draw is lm-eval's: one generator with the seed 1234, asked once for each problem in the file's order.
+    """
+    assert count <= len(examples)
+    generator = random.Random(DRAW_SEED)
+    while True:
+        yield list(examples[:count]) if choice == "first" else generator.sample(list(examples), count)

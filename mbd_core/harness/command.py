@@ -1,0 +1,32 @@
+"""The command line of lm-evaluation-harness with the model `mbd` in it, for releases that discover no entry points.
+
+Releases up to 0.4.13 know their own models only; the entry point `lm_eval.models` of this package is for later ones,
+where plain `lm_eval --model mbd` works. The command line, its options and its results are the harness's own.
+"""
+
+MODEL = "mbd"
+CLASS = "mbd_core.harness.model:HarnessModel"
+
+
+def register() -> None:
+    """Add the model to the harness's registry, by its name: nothing of it is imported before it is used."""
+    from lm_eval.api.registry import model_registry
+
+    if MODEL not in model_registry:
+        model_registry.register(MODEL, target=CLASS)
+
+
+def main() -> None:
+    """Run `lm_eval`; exits with code 2, and one sentence, where it is not installed."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError:
+        raise SystemExit(
+            "mbd-lm-eval: lm_eval is not installed; install it with: pip install 'mbd-cluster[harness]'"
+        ) from None
+    register()
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

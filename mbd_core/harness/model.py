@@ -1,0 +1,296 @@
+"""The model `mbd` of lm-evaluation-harness: this project's engine behind the harness's interface.
+
+    lm_eval --model mbd --model_args pretrained=DIR,method=multi,tau_m2t=0.9 --tasks ...
+
+Only the harness imports this module, which needs the package lm_eval.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from tqdm import tqdm
+
+from mbd_core.checkpoint.chat import chat_text, decode_text
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.literal_text import MaskedText, Masking, fixed_masking, literal, token_ids
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, merge_fields
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.decoding import before_stop, fitted, generate_until
+from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
+from mbd_core.files import check_new_file, write_text
+from mbd_core.harness.generation_fields import Generation, read_generation
+from mbd_core.harness.likelihood import Draws, log_likelihood
+from mbd_core.harness.scoring import CountedText
+from mbd_core.serving.tokens.load import load_engine
+
+LOGGER = logging.getLogger("lm_eval.mbd")
+
+
+class HarnessModel(TemplateLM):
+    """An engine as the harness sees it: texts in, texts out, each answer with its counts (`CountedText`).
+
+    pretrained   a shipped model's name, or a model folder
+    method       a method by name (`decoding.methods`); by default the model's own `generation_config.json` decides
+    batch_size   sequences decoded at once; `auto` is the engine's default
+    mc_num, seed the draws of a log-likelihood, and their seed
+    log          a file of JSON lines, yet to be written, one for each generation: its task, document, counts and end
+    decoding     any decoding field, as `tau_m2t=0.9` or `t2t.tau=0.5`
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str | None = None,
+        *,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        num_pages: int | None = None,
+        kv_memory_fraction: float = EngineConfig.kv_memory_fraction,
+        tensor_parallel: int = 1,
+        mc_num: int = Draws.number,
+        seed: int = 0,
+        log: str | None = None,
+        **decoding: Any,
+    ) -> None:
+        super().__init__()
+        del max_batch_size  # the engine takes requests from a queue as rows become free
+        if method is not None and method not in NAMED_METHODS:
+            raise ValueError(f"unknown method '{method}'; known: {', '.join(NAMED_METHODS)}")
+        self._method, self._fields = method, _nested(decoding)
+        if log is not None:
+            check_new_file(Path(log))
+        folder = model_folder(pretrained)
+        contents = read_folder(folder)
+        self._defaults = contents.defaults
+        self._block_size = self._fields.get("block_size", contents.config.block_size)
+        self.decoding = self._decoding({})
+        rows = EngineConfig.max_rows if str(batch_size).startswith("auto") else int(batch_size)
+        self._model = load_engine(
+            folder,
+            EngineConfig(
+                max_rows=rows,
+                num_pages=num_pages,
+                kv_memory_fraction=kv_memory_fraction,
+                buffer_size=self.decoding.buffer_size,
+                block_size=self._fields.get("block_size"),
+            ),
+            device=_device(device),
+            tensor_parallel=tensor_parallel,
+        )
+        self.tokenizer = self._model.tokenizer
+        self._masking = fixed_masking(self.tokenizer)
+        self._rows, self._draws, self._log = rows, Draws(number=mc_num, seed=seed), log
+        self._uses_chat, self._records = False, list[dict[str, Any]]()
+
+    def _decoding(self, changes: Mapping[str, Any]) -> DecodingConfig:
+        """The model's defaults under the method, `model_args` and a generation's own fields, each over the last."""
+        fields = dict(NAMED_METHODS[self._method]) if self._method is not None else {}
+        if self._method == MULTI and self._defaults.get("buffer_size", 1) == 1:
+            fields["buffer_size"] = DEFAULT_SLOTS
+        fields = merge_fields(merge_fields(fields, self._fields), _nested(changes))
+        return decoding_config(self._defaults, fields, block_size=self._block_size)
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[CountedText]:
+        """The answers, each cut before the stop string that comes first. A prompt that the model cannot hold is an
+        empty answer without counts, with a warning; any other refusal is the user's to mend, and ends the run."""
+        answers: list[CountedText] = []
+        group = 4 * self._rows
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            for start in range(0, len(requests), group):
+                part = requests[start : start + group]
+                answers += self._answers(part)
+                bar.update(len(part))
+                self._write_log()
+        return answers
+
+    def _answers(self, instances: Sequence[Instance]) -> list[CountedText]:
+        asked = [read_generation(instance.args[1]) for instance in instances]
+        requests: list[Request] = []
+        refused: dict[str, str] = {}
+        for number, (instance, generation) in enumerate(zip(instances, asked, strict=True)):
+            request = self._request(str(number), instance.args[0], generation)
+            try:
+                self._model.engine.admission.check(request)
+                requests.append(request)
+            except RequestRefused as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                refused[request.request_id] = str(error)
+                LOGGER.warning("document %s of %s has no answer: %s", instance.doc_id, instance.task_name, error)
+        stops = {str(number): generation.stop for number, generation in enumerate(asked)}
+        decode = partial(decode_text, self.tokenizer)
+        outputs = {o.request_id: o for o in generate_until(self._model.engine, requests, stops, decode)}
+        answers = []
+        for number, instance in enumerate(instances):
+            output = outputs.get(str(number))
+            answer = CountedText("")
+            if output is not None:
+                text = before_stop(decode(output.tokens), stops[str(number)])
+                answer = CountedText(text, output.counts, output.finish_reason)
+            answers.append(answer)
+            self.cache_hook.add_partial("generate_until", instance.args, answer)
+            self._record(instance, answer, refused.get(str(number)))
+        return answers
+
+    def _request(self, name: str, context: str, generation: Generation) -> Request:
+        request = Request(
+            request_id=name,
+            prompt=tuple(self.tok_encode(context)),
+            max_tokens=generation.max_tokens,
+            decoding=self._decoding(generation.decoding) if generation.decoding else self.decoding,
+            sampling=generation.sampling,
+        )
+        return fitted(request, self._model.config.max_positions)
+
+    def _record(self, instance: Instance, answer: CountedText, error: str | None) -> None:
+        row = {"task": instance.task_name, "doc_id": instance.doc_id, "error": error, **answer.measures()}
+        self._records.append({**row, "finish_reason": answer.finish_reason})
+
+    def _write_log(self) -> None:
+        if self._log is not None:
+            write_text(Path(self._log), "".join(json.dumps(row) + "\n" for row in self._records))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What a report of the harness says of the model: how it decodes, and its counts over all generations."""
+        counted = [row for row in self._records if "nfe" in row]
+        info: dict[str, Any] = {"mbd_backend": self._model.backend, "mbd_decoding": repr(self.decoding)}
+        if counted:
+            forwards, tokens = (sum(row[name] for row in counted) for name in ("nfe", "tokens"))
+            info |= {
+                "mbd_generations": len(self._records),
+                "mbd_not_decoded": len(self._records) - len(counted),
+                "mbd_cut": sum(row["cut"] for row in counted),
+                "mbd_nfe_mean": forwards / len(counted),
+                "mbd_tpf_mean": sum(row["tpf"] for row in counted) / len(counted),
+                "mbd_tpf_ratio_of_sums": tokens / forwards if forwards else 0.0,
+            }
+        return info
+
+    # -- log-likelihoods ----------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Monte Carlo estimates (`likelihood.py`), and whether greedy decoding gives the same tokens. A text that the
+        model cannot hold ends the run: no number stands for it."""
+        scored = []
+        for texts, context, continuation in tqdm(
+            requests, disable=kwargs.get("disable_tqdm", False), desc="Running loglikelihood requests"
+        ):
+            nats = log_likelihood(
+                self._model.engine.model,
+                context,
+                continuation,
+                block_size=self._model.engine.block_size,
+                draws=self._draws,
+            )
+            result = nats, self._is_greedy(context, continuation)
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+            scored.append(result)
+        return scored
+
+    def _is_greedy(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
+        if not continuation:
+            return True
+        request = Request(
+            request_id="greedy",
+            prompt=tuple(context),
+            max_tokens=len(continuation),
+            decoding=self.decoding,
+            ignore_eos=True,
+        )
+        (output,) = self._model.engine.generate([request])
+        return output.tokens == tuple(continuation)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Not offered: a whole document has no prefix, and none of the projects reports its perplexity."""
+        raise NotImplementedError(
+            "model 'mbd' does not give loglikelihood_rolling (perplexity of whole documents); tasks that generate, "
+            "and those that compare continuations (loglikelihood), run"
+        )
+
+    # -- texts and tokens ---------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self._model.config.eos_token_ids[0])
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text. A text that the chat template made, or that begins with the BOS, gets no special tokens;
+        any other the tokenizer's own, and the control tokens that it spells are text."""
+        bos = self.tokenizer.bos_token
+        is_whole = self._uses_chat or (bool(bos) and string.startswith(bos))
+        text = MaskedText(string, self._masking) if is_whole else literal(self.tokenizer, string)
+        special = not is_whole if add_special_tokens is None else add_special_tokens
+        return token_ids(self.tokenizer, [text], add_special_tokens=special)[0]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        return super()._encode_pair(context, self._masked(continuation) if self._uses_chat else continuation)
+
+    def _masked(self, text: str) -> str:
+        """A text whose control tokens are none, also where a chat's text, which has the template's own, holds it."""
+        if self._masking.hides_in(text):
+            raise ValueError(
+                f"a text of the task has a Unicode non-character from U+FDD0 on: {text[:80]!r}; remove it"
+            )
+        return self._masking.masked(text)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any
+    ) -> str:
+        """The chat in the model's template; without `add_generation_prompt` the last turn of the assistant goes on."""
+        self._uses_chat = True
+        turns = [{**turn, "content": self._masked(turn["content"])} for turn in chat_history]
+        if add_generation_prompt:
+            return chat_text(self.tokenizer, turns, masking=Masking()).text
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+        assert isinstance(text, str)
+        return text
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The model's template, for the harness's records."""
+        if isinstance(chat_template, str):
+            raise ValueError(f"--apply_chat_template {chat_template}: the model has one template; name none")
+        self._uses_chat = self._uses_chat or chat_template
+        return str(self.tokenizer.chat_template) if chat_template else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._model.name
+
+
+def _device(name: str | None) -> torch.device | None:
+    """The device, `None` where the engine chooses: `cuda:0` is also what the harness says if nobody chose."""
+    if name is None or (name in ("cuda", "cuda:0") and not torch.cuda.is_available()):
+        return None
+    return torch.device(name)
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Decoding fields with dotted names as parts; `ValueError` for an unknown one or a value of the wrong type."""
+    nested: dict[str, Any] = {}
+    for path, value in fields.items():
+        given = {True: "true", False: "false", None: "none"}.get(value, value) if _is_name(value) else value
+        (value,) = parse_grid(f"{path}={given}")[path]
+        for name in reversed(path.split(".")):
+            value = {name: value}
+        nested = merge_fields(nested, value)
+    return nested
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

@@ -1,0 +1,69 @@
+"""An answer with the counts of its decoding, and its score by this project's graders: what our task files name."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from mbd_core.decoding.blocks.request import Counts, FinishReason
+from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
+from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
+from mbd_core.evaluation.tasks.graders import grade
+
+# An answer with the counts of its decoding: a string, so that lm-evaluation-harness carries it like any other.
+
+
+class CountedText(str):
+    """A text with its counts and the reason of its end; `counts` is `None` for a request that was not decoded."""
+
+    counts: Counts | None
+    finish_reason: FinishReason | None
+
+    def __new__(cls, text: str, counts: Counts | None = None, finish_reason: FinishReason | None = None) -> Self:
+        self = super().__new__(cls, text)
+        self.counts, self.finish_reason = counts, finish_reason
+        return self
+
+    def __getnewargs__(self) -> tuple[str, Counts | None, FinishReason | None]:  # type: ignore[override]
+        """The harness keeps answers in a cache."""
+        return str(self), self.counts, self.finish_reason
+
+    def measures(self) -> dict[str, float]:
+        """NFE, tokens, TPF, TPS and whether it was cut, as numbers; nothing of a request that was not decoded.
+
+        TPS counts the seconds of the steps that the request took part in, others of its batch beside it.
+        """
+        if self.counts is None:
+            return {}
+        seconds = self.counts.decode_seconds
+        return {
+            "nfe": float(self.counts.num_forwards),
+            "tokens": float(self.counts.num_tokens),
+            "tpf": self.counts.tpf,
+            "tps": self.counts.num_tokens / seconds if seconds else 0.0,
+            "cut": float(self.finish_reason == "length"),
+        }
+
+
+# The score of one sample in lm-evaluation-harness, by this project's graders: what our task files name.
+
+MEASURES = ("nfe", "tokens", "tpf", "tps", "cut")
+
+
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """The names of what `score` returns for a task, the accuracy first."""
+    kinds = {"code": (), "plus": ("base", "plus")}.get(task.rule, ("strict", "flexible"))
+    return ("accuracy", *kinds, *MEASURES)
+
+
+def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The metrics of one answer to a row of `task_files`: right or wrong, by every rule of its task, and its counts.
+
+    An answer of another backend has no counts, and adds nothing to their means.
+    """
+    task, text = find_task(doc["task"]), results[0]
+    found = grade(task, Problem(**{name: doc[name] for name in PROBLEM_COLUMNS}), str(text))
+    metrics = {"accuracy": float(found.correct)}
+    for name in ("strict", "flexible", "base", "plus"):
+        right = getattr(found, f"{name}_correct")
+        if right is not None:
+            metrics[name] = float(right)
+    return metrics | (text.measures() if isinstance(text, CountedText) else {})

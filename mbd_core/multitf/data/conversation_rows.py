@@ -1,0 +1,213 @@
+"""Rows of a user's files: JSON lines, Parquet, Hugging Face datasets on disk; each a conversation with a name.
+
+Files are read one after another and row by row, here or at any URL that fsspec knows. A row is a list of messages
+(`messages`, or ShareGPT's `conversations`) or a prompt and its response.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mbd_core.json_text import parse_json
+from mbd_core.multitf.data.encoding import error_sentence
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
+CHATS = ("messages", "conversations")
+PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("problem", "solution"))
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+
+Row = tuple[str, Mapping[str, Any]]
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns that hold conversations: one of messages, or a pair of prompt and response.
+
+    If rows need not be `answered`, they may lack the response, and their conversations end before it.
+    """
+
+    chat: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    answered: bool = True
+
+    def __post_init__(self) -> None:
+        lacks = self.response is None and self.prompt is not None and self.answered
+        is_alone = self.response is not None and self.prompt is None
+        if lacks or is_alone or (self.chat is None) == (self.prompt is None):
+            raise ValueError("name either the column of messages, or both the columns of prompt and response")
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], *, answered: bool = True) -> "Columns":
+        """The columns by their usual names; `ValueError` lists those that are there."""
+        for name in CHATS:
+            if name in row:
+                return cls(chat=name, answered=answered)
+        for prompt, response in PAIRS:
+            if prompt in row and (response in row or not answered):
+                return cls(prompt=prompt, response=response, answered=answered)
+        raise ValueError(
+            f"its columns {', '.join(map(repr, row))} are no conversation: name the column of messages, or those of "
+            "prompt and response"
+        )
+
+    def messages(self, row: Mapping[str, Any]) -> Messages:
+        """The row's conversation, which ends with the answer; `ValueError` says what is wrong with it."""
+        for name in filter(None, (self.chat, self.prompt, self.response if self.answered else None)):
+            if row.get(name) is None:
+                raise ValueError(f"it has no {name!r}")
+        if self.chat is not None:
+            return _checked(row[self.chat], answered=self.answered)
+        assert self.prompt is not None
+        turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        turns.append({"role": "user", "content": row[self.prompt]})
+        if self.answered:
+            assert self.response is not None
+            turns.append({"role": "assistant", "content": row[self.response]})
+        return _checked(turns, answered=self.answered)
+
+
+def _checked(turns: Any, *, answered: bool) -> Messages:
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
+        raise ValueError("its conversation is no list of messages, each with a role and a content")
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role not in ROLES or not isinstance(content, str):
+            raise ValueError(f"its message {number} needs a role (system, user, assistant) and a content that is text")
+        messages.append({"role": ROLES[role], "content": content})
+    if not answered:
+        return _asked(messages)
+    if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] == "assistant":
+        raise ValueError("its conversation does not end with a user's message and the assistant's answer")
+    if not messages[-1]["content"].strip():
+        raise ValueError("its answer is empty")
+    return messages
+
+
+def _asked(messages: Messages) -> Messages:
+    """The messages before the last answer, which need not be there."""
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if not asked or asked[-1]["role"] != "user":
+        raise ValueError("its conversation does not end with a user's message, or with one and its answer")
+    return asked
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Make one sentence, a `ValueError`, of what cannot be read. One of ours is a sentence already."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each storage raises types of its own
+        raise ValueError(f"{path} cannot be read: {error_sentence(error)}") from None
+
+
+def find_files(path: str, *, split: str | None = None) -> list[str]:
+    """The data files at a path or URL, in order: the file itself, or those of a folder.
+
+    Of a Hugging Face dataset that was saved to disk, the files of its `split`. Raises `ValueError` if there are none.
+    """
+    with _reading(path):
+        system, root = fsspec.core.url_to_fs(path)
+        if system.isfile(root):
+            found = [root]
+        elif not system.exists(root):
+            raise ValueError(f"{path} does not exist")
+        else:
+            found = _folder_files(system, root, path, split)
+    unknown = [name for name in found if not name.endswith(SUFFIXES)]
+    if unknown or not found:
+        where = unknown[0] if unknown else path
+        raise ValueError(f"{where} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
+    return [system.unstrip_protocol(name) if "://" in path else name for name in found]
+
+
+def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[str]:
+    if system.exists(f"{root}/dataset_dict.json"):
+        splits = parse_json(system.cat_file(f"{root}/dataset_dict.json"), f"{path}/dataset_dict.json")["splits"]
+        if split is None and len(splits) > 1:
+            raise ValueError(f"{path} has the splits {', '.join(splits)}; name one with --split")
+        chosen = split or splits[0]
+        if chosen not in splits:
+            raise ValueError(f"{path} has no split {chosen!r}, only {', '.join(splits)}")
+        root = f"{root}/{chosen}"
+    elif split is not None:
+        raise ValueError(f"{path} has no splits; leave --split out")
+    if system.exists(f"{root}/state.json"):
+        state = parse_json(system.cat_file(f"{root}/state.json"), f"{path}/state.json")
+        return [f"{root}/{file['filename']}" for file in state["_data_files"]]
+    names = sorted(name for name in system.find(root) if name.endswith(SUFFIXES))
+    return [name for name in names if name.rpartition("/")[2] not in ("dataset_info.json", "state.json")]
+
+
+def read_rows(files: Sequence[str]) -> Iterator[Row]:
+    """Every row of the files with its name, as `data.jsonl line 3` or `data.parquet row 3`.
+
+    Raises `ValueError` naming the file, and the line where there is one, that cannot be read.
+    """
+    for path in files:
+        name = path.rpartition("/")[2]
+        with _reading(path):
+            if name.endswith(JSON_LINES):
+                yield from _json_lines(path, name)
+            elif name.endswith(".json"):
+                yield from _json_list(path, name)
+            else:
+                yield from _tables(path, name)
+
+
+def _json_lines(path: str, name: str) -> Iterator[Row]:
+    with fsspec.open(path, "rb", compression="infer") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{name} line {number}", _object(line, f"{path} line {number}")
+
+
+def _json_list(path: str, name: str) -> Iterator[Row]:
+    with fsspec.open(path, "rb") as file:
+        content = file.read()
+    try:
+        rows = parse_json(content, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; rows one a line are a .jsonl file") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} must be a list of objects")
+    yield from ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _object(line: bytes, where: str) -> Mapping[str, Any]:
+    row = parse_json(line, where)
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be a JSON object")
+    return row
+
+
+def _tables(path: str, name: str) -> Iterator[Row]:
+    with fsspec.open(path, "rb") as file:
+        number = 0
+        for batch in pq.ParquetFile(file).iter_batches() if path.endswith(".parquet") else _arrow_batches(file):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name} row {number}", row
+
+
+def _arrow_batches(file: Any) -> Iterator[pa.RecordBatch]:
+    """Arrow's stream format, which Hugging Face datasets have, or its file format."""
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not is_file:
+        yield from pa.ipc.open_stream(file)
+        return
+    reader = pa.ipc.open_file(file)
+    yield from (reader.get_batch(i) for i in range(reader.num_record_batches))

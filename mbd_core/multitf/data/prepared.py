@@ -1,0 +1,213 @@
+"""Folders of training samples, written once and read from the disk as needed; and the generated tasks' samples.
+
+`samples.arrow` holds tokens without fill, so that one folder serves all block sizes; `data.json` says what they were
+made of. Its digest identifies the data in a run's record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from mbd_core.checkpoint.chat import question
+from mbd_core.files import write_json
+from mbd_core.multitf.data.encoding import (
+    EncodedChat,
+    Example,
+    encode_chats,
+    encode_example,
+    filled_length,
+    tokenizer_fingerprint,
+)
+from mbd_core.tasks.generated import GENERATED_TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# A folder of training samples: written once, read from the disk by every worker as it needs them.
+
+DATA_KIND = "training set"  # the kind in its manifest
+SAMPLES, RECORD = "samples.arrow", "data.json"
+SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
+BATCH = 1024
+FIELDS = {"samples", "longest", "digest", "tokenizer", "eos_token_id", "mask_token_id", "max_length"}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A data folder by its absolute path or URL, and the digest of its samples."""
+
+    path: str
+    digest: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def named_data(folder: Path, path: str | None = None) -> PreparedData:
+    """The data of a folder as recipes name them, with the path or URL where they lie if that is not the folder."""
+    return PreparedData(path or str(folder.resolve()), read_record(folder)["digest"])
+
+
+def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
+    """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest."""
+    digest, count, longest, total = hashlib.sha256(), 0, 0, 0
+    rows: list[EncodedChat] = []
+
+    def flush() -> None:
+        tokens = [[*row.prompt, *row.response] for row in rows]
+        columns = [pa.array(tokens, SCHEMA.field(0).type), pa.array([len(r.prompt) for r in rows], pa.int32())]
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        rows.clear()
+
+    with pa.OSFile(str(folder / SAMPLES), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        for sample in samples:
+            count, length = count + 1, len(sample.prompt) + len(sample.response)
+            longest, total = max(longest, length + 1), total + length
+            digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
+            rows.append(sample)
+            if len(rows) == BATCH:
+                flush()
+        if rows:
+            flush()
+    return {"samples": count, "longest": longest, "tokens": total, "digest": digest.hexdigest()}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write what the samples are, which `read_record` reads."""
+    assert record.keys() >= FIELDS
+    write_json(folder / RECORD, record)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a data folder says of itself; `ValueError` for a folder that is none, or whose files are not whole."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        record = None
+    if not isinstance(record, dict) or not record.keys() >= FIELDS or not (folder / SAMPLES).is_file():
+        raise ValueError(f"{folder} holds no prepared training data; make it with jobs/prepare_data.py")
+    _read_samples(folder, record)
+    return record
+
+
+def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
+    """The samples, mapped into memory; `ValueError` for a file that is cut or another's."""
+    file = folder / SAMPLES
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} is cut or damaged ({reason}); copy it again, or prepare it again") from None
+    if table.schema != SCHEMA or len(table) != record["samples"]:
+        raise ValueError(f"{file} does not hold the samples that {RECORD} names; prepare it again")
+    return table
+
+
+class PreparedExamples(Sequence[Example]):
+    """The samples of a data folder, filled to blocks; each is read when it is asked for.
+
+    Raises `ValueError` for a sample that is longer than `max_length` with its fill.
+    """
+
+    def __init__(self, folder: Path, *, block_size: int, max_length: int, trailing_fill: int = 0) -> None:
+        record = read_record(folder)
+        self._fill = {
+            "eos_token_id": int(record["eos_token_id"]),
+            "block_size": block_size,
+            "max_length": max_length,
+            "trailing_fill": trailing_fill,
+        }
+        self._table = _read_samples(folder, record)
+        sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
+        room = max_length // block_size * block_size
+        filled = sizes + np.clip(room - sizes, 0, trailing_fill)
+        self.lengths: list[int] = [filled_length(length, block_size) for length in filled.tolist()]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        tokens = self._table["tokens"][index].as_py()
+        prompt = self._table["prompt_length"][index].as_py()
+        example = encode_example(tokens[:prompt], tokens[prompt:], **self._fill)
+        if example is None:
+            raise ValueError(f"training sample {index} is longer than max_length={self._fill['max_length']} tokens")
+        return example
+
+
+def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
+    """The samples' lengths, without reading prepared ones."""
+    return examples.lengths if isinstance(examples, PreparedExamples) else [len(e.tokens) for e in examples]
+
+
+# Training samples from the task generators, tokenised in the chat format.
+
+TOKENIZER_PAIRS = 8000
+"""A fresh model's tokenizer learns its merges from so many conversations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyData:
+    """How many problems of each task, and the stream they come from."""
+
+    per_task: int
+    seed: int = 0
+    tasks: tuple[str, ...] = ("gsm-mini", "code-mini")
+
+
+def conversations(data: TinyData) -> Iterator[tuple[str, str]]:
+    """(user, assistant) pairs of the tasks' train splits, interleaved."""
+    tasks = [GENERATED_TASKS[name] for name in data.tasks]
+    streams = [task.generate(split="train", seed=data.seed) for task in tasks]
+    for rows in itertools.islice(zip(*streams, strict=True), data.per_task):
+        for task, row in zip(tasks, rows, strict=True):
+            yield row[task.asked], row[task.answered]
+
+
+def write_conversations(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, data: TinyData, *, block_size: int, max_length: int
+) -> None:
+    """Tokenise them into a folder of samples, some at a time.
+
+    One longer than `max_length` tokens when it fills its blocks is a `ValueError`, since nothing is cut silently.
+    """
+    ids = {"eos_token_id": tokenizer.eos_token_id, "mask_token_id": tokenizer.mask_token_id}
+
+    def samples() -> Iterator[EncodedChat]:
+        for first, pairs in _batches(conversations(data)):
+            names = [f"training sample {number}" for number in range(first, first + len(pairs))]
+            chats = [[*question(user), {"role": "assistant", "content": answer}] for user, answer in pairs]
+            encoded = encode_chats(tokenizer, list(zip(names, chats, strict=True)), eos_token_id=ids["eos_token_id"])
+            for name, sample in zip(names, encoded, strict=True):
+                length = len(sample.prompt) + len(sample.response) + 1
+                if filled_length(length, block_size) > max_length:
+                    raise ValueError(f"{name} is longer than max_length={max_length} tokens")
+                yield sample
+
+    written = write_samples(folder, samples())
+    write_record(folder, {**written, **ids, "tokenizer": tokenizer_fingerprint(tokenizer), "max_length": max_length})
+
+
+def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+    """The pairs in lists, each with the number of its first."""
+    source, first = iter(pairs), 0
+    while batch := list(itertools.islice(source, BATCH)):
+        yield first, batch
+        first += len(batch)

@@ -1,0 +1,14 @@
+"""Training runs by name: the recipes of the tiny models, those of the study on ledger-mini, and the papers'."""
+
+from mbd_core.multitf.recipes.paper import PAPER_RECIPES
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.recipes.shipped import LEDGER_RECIPES, TINY_RECIPES
+
+RECIPES: dict[str, TrainingRecipe] = {r.name: r for r in (*TINY_RECIPES, *LEDGER_RECIPES, *PAPER_RECIPES)}
+
+
+def recipe_named(name: str) -> TrainingRecipe:
+    """The recipe of that name; `ValueError` lists the known names."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe '{name}'; known: {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]

@@ -1,0 +1,152 @@
+"""A training run as a value: what is trained, on what, how, and what a command changes in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from mbd_core.json_text import differing_fields
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.config import AttentionChoice, ExpertsCut, LoraSettings, Precision, TrainConfig
+from mbd_core.multitf.data.prepared import TOKENIZER_PAIRS, PreparedData, TinyData
+from mbd_core.multitf.states.layout import StateConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """What is trained, on what, and how.
+
+    The run starts from the model `base` (a shipped model's name or an absolute path), or, without one, from random
+    weights of the configuration `model`. A recipe with neither, or without `data`, needs them from the user: then
+    `architectures` are the models that it is for (none named: any that the training states fit). `max_length` bounds a
+    sample with its fill, of which up to `trailing_fill` tokens are added beyond the last block. `states.block_size` is
+    the trained model's block size, whatever the base had. `generation` is what the trained model recommends for
+    decoding. `source` says where the numbers come from.
+    """
+
+    name: str
+    base: str | None
+    model: ModelConfig | None
+    data: TinyData | PreparedData | None
+    states: StateConfig
+    train: TrainConfig
+    max_length: int
+    generation: dict[str, Any]
+    trailing_fill: int = 0
+    architectures: tuple[str, ...] = ()
+    source: str = "this project's own (docs/findings.md)"
+
+
+def shortened(recipe: TrainingRecipe, steps: int) -> TrainingRecipe:
+    """The recipe with `steps` updates: the schedule in proportion, and no more generated samples than they consume.
+
+    A recipe that also trains its tokenizer keeps the samples that the tokenizer is learned from.
+    """
+    warmup = max(1, round(recipe.train.warmup * steps / recipe.train.steps))
+    train = replace(recipe.train, steps=steps, warmup=warmup)
+    if not isinstance(recipe.data, TinyData):
+        return replace(recipe, train=train)
+    consumed = steps * train.batch_size
+    pairs = max(consumed, TOKENIZER_PAIRS) if recipe.base is None else consumed
+    data = replace(recipe.data, per_task=min(recipe.data.per_task, -(-pairs // len(recipe.data.tasks))))
+    return replace(recipe, train=train, data=data)
+
+
+def with_precision(recipe: TrainingRecipe, precision: Precision) -> TrainingRecipe:
+    """The recipe computed in `precision`."""
+    return replace(recipe, train=replace(recipe.train, precision=precision))
+
+
+class Computed(TypedDict, total=False):
+    """How updates are computed, which leaves them as they are up to the order of sums; `None` is the recipe's own."""
+
+    micro_batch: int | None
+    pack: int | None
+    activation_checkpointing: bool | None
+    attention: AttentionChoice | None
+    compile: bool | None
+    tensor_parallel: int | None
+    cut_experts: ExpertsCut | None
+
+
+WITHOUT_EFFECT = tuple(Computed.__annotations__)
+"""What a resumed run may change."""
+
+
+def with_options(
+    recipe: TrainingRecipe,
+    *,
+    fitted_noise: Path | None = None,
+    steps: int | None = None,
+    lora: int | None = None,
+    **computed: Unpack[Computed],
+) -> TrainingRecipe:
+    """The recipe with what a command says of it; `None` leaves the recipe's own.
+
+    `fitted_noise` is a file of mask ratios, `steps` the updates, `lora` an adapter's rank; `computed` are fields of
+    `TrainConfig` without effect on what is learned. Raises `ValueError` for a rank below 1, and as
+    `read_noise` does.
+    """
+    if fitted_noise is not None:
+        recipe = with_fitted_noise(recipe, fitted_noise)
+    if steps is not None:
+        recipe = shortened(recipe, steps)
+    changes: dict[str, Any] = {name: value for name, value in computed.items() if value is not None}
+    if lora is not None:
+        changes["lora"] = replace(recipe.train.lora or LoraSettings(), rank=lora, alpha=lora)
+    return replace(recipe, train=replace(recipe.train, **changes))
+
+
+def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
+    """The recipe with the mask ratios of a file that `write_noise` wrote, instead of its own schedule's.
+
+    Raises `ValueError` as `read_noise` does.
+    """
+    from mbd_core.multitf.states.noise_file import read_noise
+
+    bounds = replace(recipe.states.bounds, fitted=read_noise(path))
+    return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
+
+
+def as_recorded(recipe: TrainingRecipe) -> dict[str, Any]:
+    """The recipe as JSON gives it back."""
+    recorded = json.loads(json.dumps(asdict(recipe), default=str))
+    assert isinstance(recorded, dict)
+    return recorded
+
+
+def other_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Which fields of two recipes, as they were recorded, are of different runs, in words; "" if they are alike in all
+    but `WITHOUT_EFFECT`."""
+    return differing_fields(_with_effect(recorded), _with_effect(wanted))
+
+
+def _with_effect(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without what has no effect; generated data of before `tasks` could be chosen are of both."""
+    train = {name: value for name, value in recipe["train"].items() if name not in WITHOUT_EFFECT}
+    data = recipe["data"]
+    if isinstance(data, dict) and "per_task" in data:
+        data = {"tasks": list(TinyData.tasks)} | data
+    return {**recipe, "train": train, "data": data}
+
+
+def start_line(recipe: TrainingRecipe, *, device: torch.device, num_workers: int = 1) -> str:
+    """What a run says when it starts: the recipe's size, the precision it computes in, and how it attends.
+
+    Raises `ValueError` for an attention that cannot be trained on `device`.
+    """
+    from mbd_core.multitf.states.mask import TrainingAttention
+
+    train, data = recipe.train, recipe.data
+    packed = "" if train.pack is None else f", samples packed up to {train.pack:,} tokens"
+    problems = f"{data.per_task} problems of each task" if isinstance(data, TinyData) else f"samples of {data}"
+    return (
+        f"recipe {recipe.name}: {train.steps} steps of {train.batch_size} samples in {train.precision}, "
+        f"{num_workers} worker{'s' * (num_workers > 1)}, {problems}, "
+        f"{TrainingAttention(train.attention, device).describe()}{', compiled layers' * train.compile}{packed}"
+    )

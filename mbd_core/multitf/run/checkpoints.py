@@ -1,0 +1,329 @@
+"""Checkpoints of a run in a folder or at a URL that fsspec knows: PyTorch's distributed format, each worker's part.
+
+    step_000100/   __0_0.distcp, __1_0.distcp   what each worker holds of weights and optimizer states
+                   .metadata                    where each tensor lies (DCP)
+                   checkpoint.json              step, recipe, precision, losses so far; written last
+
+A folder without `checkpoint.json` was not written to its end, and is not read. Tensors are stored by name and by their
+place in the whole, so that other numbers of workers, and replicated or sharded weights, go on from the same files.
+Where an adapter (LoRA) is trained, it alone is stored: the base is the recipe's, and has the digest that is kept.
+Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
+
+Several workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same
+call. One worker writes at once: that takes little beside the steps (docs/training.md). `jobs/convert_checkpoint.py`
+makes a model folder of a checkpoint.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mbd_core.checkpoint.dcp import MARKER, UNPICKLING_ERRORS, in_one_process
+from mbd_core.checkpoint.safetensor_files import METADATA
+from mbd_core.multitf.data.encoding import error_sentence
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
+from mbd_core.multitf.step.adapter import is_adapters
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.workers import Workers
+
+OLD = "trainer.pt"
+NAME = re.compile(r"step_(\d{6,})")
+Curve = list[dict[str, float]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """What a checkpoint says of itself. The curve has a point for an update; `base` is an adapter's, by its digest."""
+
+    step: int
+    recipe: dict[str, Any]
+    precision: str
+    curve: Curve
+    base: str | None = None
+
+
+class Checkpoints:
+    """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
+
+    `options` go to the storage's library. Failures of the storage are `OSError`s, on all workers. Where an adapter is
+    trained, the first worker says the digest of its base in `base`.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        workers: Workers,
+        *,
+        recipe: TrainingRecipe,
+        keep: int = 2,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.location, self.workers, self.keep = location.rstrip("/"), workers, keep
+        self.recipe = as_recorded(recipe)
+        self._options = dict(options or {})
+        self.base: str | None = None
+        several = workers.size > 1
+        self._group = distributed.new_group(backend="gloo") if several else None
+        self._poll_group = distributed.new_group(backend="gloo") if several else None  # DCP's threads use the first
+        self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
+        self._system, self._path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self._options)
+
+    def newest(self) -> CheckpointRecord | None:
+        """The newest checkpoint that was written to its end, as the first worker sees it; `None` if there is none.
+
+        Raises `ValueError`, on every worker, if it is another recipe's, is damaged, or an older version's.
+        """
+        return self._on_first(self._read_newest, f"the checkpoints in {self.location} cannot be read")
+
+    def _on_first(self, call: Callable[[], Result], failure: str) -> Result:
+        """What `call` returns on the first worker, on all of them; so is a `ValueError`, and else an `OSError`."""
+        found: list[Any] = [None]
+        if self.workers.is_first:
+            try:
+                found = [call()]
+            except ValueError as error:
+                found = [error]
+            except Exception as error:  # each storage raises types of its own
+                found = [OSError(f"{failure}: {error_sentence(error)}")]
+        if self._group is not None:
+            distributed.broadcast_object_list(found, src=0, group=self._group)
+        if isinstance(found[0], ValueError | OSError):
+            raise found[0]
+        result: Result = found[0]
+        return result
+
+    def load(self, trainer: Trainer, record: CheckpointRecord) -> None:
+        """Fill the trainer's weights and optimizer states from that checkpoint, and go on after its step.
+
+        Raises `ValueError` if a file of it is missing or cut.
+        """
+        state = _state(trainer)
+        reader = FsspecReader(self._folder(record.step), **self._options)
+        try:
+            with (
+                _storage_failures(f"the checkpoint {self._folder(record.step)} cannot be read"),
+                in_one_process() if self._group is None else nullcontext(),
+            ):
+                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        except OSError:
+            damage = self._damage(record.step)
+            if damage is None:
+                raise
+            raise self._damaged(record.step, damage) from None
+        set_model_state_dict(trainer.model, state["model"], options=StateDictOptions(strict=not _has_adapter(trainer)))
+        set_optimizer_state_dict(trainer.model, trainer.optimizers, state["optimizers"])
+        trainer.step_number = record.step
+
+    def save(self, trainer: Trainer, curve: Curve) -> None:
+        """Begin to write a checkpoint; the one before is whole when this returns."""
+        self.wait()
+        record = CheckpointRecord(
+            step=trainer.step_number,
+            recipe=self.recipe,
+            precision=trainer.precision,
+            curve=list(curve),
+            base=self.base,
+        )
+        folder = self._folder(record.step)
+        self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
+        with _storage_failures(_not_written(folder)):
+            writer = _Writer(folder, sync_files="://" not in self.location, **self._options)
+            if self._group is None:
+                with in_one_process():
+                    dcp.save(_state(trainer), storage_writer=writer, no_dist=True)
+                self._finish(record)
+                return
+            writing = dcp.async_save(_state(trainer), storage_writer=writer, process_group=self._group)
+        self._writing = record, cast("Future[Any]", writing)
+
+    def poll(self) -> None:
+        """Mark the checkpoint that is being written if all its parts are there by now; nobody waits for them.
+
+        The workers agree on it: where a part could not be written, all raise here, and none is left in its next step.
+        """
+        if self._writing is not None:
+            done = torch.tensor(int(self._writing[1].done()))
+            distributed.all_reduce(done, op=distributed.ReduceOp.MIN, group=self._poll_group)
+            if done:
+                self.wait()
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written is whole."""
+        if self._writing is not None:
+            (record, writing), self._writing = self._writing, None
+            failure = _not_written(self._folder(record.step))
+            with _storage_failures(failure):
+                writing.result()
+            self._on_first(partial(self._finish, record), failure)
+
+    def _forget_unfinished(self, step: int) -> None:
+        """Remove what says that the parts of a checkpoint are whole, which are to be written again."""
+        unfinished = f"{self._path}/{_name(step)}/{METADATA}"
+        if self._system.exists(unfinished):
+            self._system.rm(unfinished)
+
+    def _finish(self, record: CheckpointRecord) -> None:
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`."""
+        file = f"{self._path}/{_name(record.step)}/{MARKER}"
+        with self._system.open(f"{file}.partial", "w") as beside:
+            json.dump(vars(record), beside)
+        self._system.mv(f"{file}.partial", file)
+        kept = self._whole()[: self.keep]
+        for step in self._steps():
+            if step not in kept and step < record.step and self._is_ours(step):
+                self._system.rm(f"{self._path}/{_name(step)}", recursive=True)
+
+    def _folder(self, step: int) -> str:
+        return f"{self.location}/{_name(step)}"
+
+    def _steps(self) -> list[int]:
+        """The steps of all checkpoints, also of those that were not written to their end."""
+        if not self._system.exists(self._path):
+            return []
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
+        return sorted((int(match[1]) for name in names if (match := NAME.fullmatch(name))), reverse=True)
+
+    def _whole(self) -> list[int]:
+        """The steps of the checkpoints that were written to their end, the newest first."""
+        return [step for step in self._steps() if self._system.exists(f"{self._path}/{_name(step)}/{MARKER}")]
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether the folder holds what a checkpoint is made of, to its end or not."""
+        paths = self._system.ls(f"{self._path}/{_name(step)}", detail=False)
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
+        return any(name in (MARKER, METADATA) or name.endswith(".distcp") for name in names)
+
+    def _read_newest(self) -> CheckpointRecord | None:
+        """The newest whole checkpoint's record; `ValueError` if the run cannot go on from it."""
+        for step in self._steps():
+            if self._system.exists(f"{self._path}/{_name(step)}/{OLD}"):
+                raise ValueError(
+                    f"{self._folder(step)} is a checkpoint of an older version ({OLD}), which is not read; give "
+                    "another folder"
+                )
+        steps = self._whole()
+        if not steps:
+            return None
+        try:
+            with self._system.open(f"{self._path}/{_name(steps[0])}/{MARKER}", "r") as file:
+                record = CheckpointRecord(**json.load(file))
+            name = record.recipe["name"]
+            different = other_settings(_of_any_precision(record.recipe), _of_any_precision(self.recipe))
+        except (ValueError, TypeError, KeyError):
+            raise self._damaged(steps[0], f"{MARKER} is cut or damaged") from None
+        if name != self.recipe["name"]:
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run of {name}, not of {self.recipe['name']}; give another "
+                "folder"
+            )
+        if None not in (record.base, self.base) and record.base != self.base:
+            raise ValueError(
+                f"{self.location} holds checkpoints of an adapter (LoRA) of another base: {self.recipe['base']} has "
+                "changed since; give the base as it was, or another folder"
+            )
+        if different:
+            raise ValueError(
+                f"{self.location} holds checkpoints of a run with other settings ({MARKER} in {_name(steps[0])}): "
+                f"{different}; give those, or another folder"
+            )
+        return record
+
+    def _damage(self, step: int) -> str | None:
+        """Which file of a checkpoint is missing or cut; `None` if none is, or the storage does not say."""
+        folder = f"{self._path}/{_name(step)}"
+        try:
+            if not self._system.exists(f"{folder}/{METADATA}"):
+                return f"{METADATA} is missing"
+            try:
+                stored = FsspecReader(self._folder(step), **self._options).read_metadata().storage_data
+            except UNPICKLING_ERRORS:
+                return f"{METADATA} is cut or damaged"
+            ends: dict[str, int] = {}
+            for place in stored.values():
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            for file, length in sorted(ends.items()):
+                if not self._system.exists(f"{folder}/{file}"):
+                    return f"{file} is missing"
+                if (there := self._system.size(f"{folder}/{file}")) < length:
+                    return f"{file} is cut: {there:,} of {length:,} bytes are there"
+        except Exception:  # each storage raises types of its own; what `load` met is raised then
+            return None
+        return None
+
+    def _damaged(self, step: int, damage: str) -> ValueError:
+        before = next((_name(s) for s in self._whole() if s < step), "the beginning")
+        return ValueError(
+            f"the checkpoint {self._folder(step)} cannot be read: {damage}; remove that folder to go on from {before}"
+        )
+
+
+class _Writer(FsspecWriter):
+    """Says why a file cannot be written: torch raises an error of its file's end over the storage's, as a full disk's,
+    and between workers goes the last error alone."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # each storage raises types of its own
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise OSError(error_sentence(cause or error)) from error
+
+
+@contextmanager
+def _storage_failures(what: str) -> Iterator[None]:
+    """What fails in the block becomes an `OSError`: `what`, and the cause; of several workers' the first one's."""
+    try:
+        yield
+    except CheckpointException as report:
+        rank, (cause, _) = min(report.failures.items())
+        raise OSError(f"{what} by worker {rank}: {error_sentence(cause)}") from cause
+    except Exception as error:  # each storage raises types of its own
+        raise OSError(f"{what}: {error_sentence(error)}") from error
+
+
+def _not_written(folder: str) -> str:
+    return f"the checkpoint {folder} cannot be written"
+
+
+def _of_any_precision(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without its precision: a run keeps the one it began in, whatever is asked."""
+    return {**recipe, "train": {**recipe["train"], "precision": "auto"}}
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _has_adapter(trainer: Trainer) -> bool:
+    return trainer.config.lora is not None
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """What is stored: all weights, or those of an adapter alone, whose base stays as it is; the optimizers' states."""
+    weights = get_model_state_dict(trainer.model)
+    if _has_adapter(trainer):
+        weights = {name: tensor for name, tensor in weights.items() if is_adapters(name)}
+    return {"model": weights, "optimizers": get_optimizer_state_dict(trainer.model, trainer.optimizers)}

@@ -1,0 +1,262 @@
+"""What a run logs, whoever launched it: `losses.jsonl`, the targets of `--log-to`, and `losses.png` at its end.
+
+Only the first worker has a log. All of it lies in the run's folder, here or at a URL.
+"""
+
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mbd_core.files import file_beside, write_text
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded
+from mbd_core.multitf.run.log_targets import GuardedLog, RunLogger, default_targets, open_logs
+from mbd_core.multitf.step.compute import Peak, mfu
+from mbd_core.multitf.step.loss import BUCKETS
+
+# `losses.jsonl` of a run: a line an update, written as they are done; the update's point of the curve, and its speed.
+#
+# Equal runs have equal points and never equal speeds: checkpoints hold the curve, and only this file the speeds.
+
+LOSSES = "losses.jsonl"
+SPEEDS = ("seconds", "tokens_per_second", "mfu")
+"""An update's wall time, the tokens without padding that it computed in a second, its share of the devices' peak."""
+
+Point = dict[str, float]
+
+
+class CurveFile:
+    """The curve of a run as lines in the folder or at the URL `folder`; `options` go to the storage's library.
+
+    In a folder here each update is a line at once; an object store cannot append, so there the file is written whole
+    whenever `flush` is called. Its first writing drops the updates that a restart repeats, and keeps the others'
+    speeds. `points` are its lines.
+    """
+
+    def __init__(self, folder: str, curve: list[Point], *, options: Mapping[str, Any] | None = None) -> None:
+        self._system, path = fsspec.core.url_to_fs(folder, **(options or {}))
+        self._file, self._is_here, self.curve = f"{path}/{LOSSES}", isinstance(self._system, LocalFileSystem), curve
+        speeds = self._speeds()
+        self.points: list[Point] = [point | speeds.get(point["step"], {}) for point in curve]
+        self._write()
+
+    def flush(self) -> None:
+        """Bring the file up to date where lines cannot be appended."""
+        if not self._is_here:
+            self._write()
+
+    def append(self, **speed: float) -> None:
+        """Add the curve's last update, with its speed."""
+        self.points.append(self.curve[-1] | speed)
+        if self._is_here:
+            with Path(self._file).open("a", encoding="utf-8") as file:
+                file.write(_line(self.points[-1]))
+
+    def _speeds(self) -> dict[float, Point]:
+        """The speeds of the updates that are in the file, by their steps."""
+        found: dict[float, Point] = {}
+        with suppress(FileNotFoundError):
+            for line in self._system.cat_file(self._file).decode("utf-8", errors="replace").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
+                    point = json.loads(line)
+                    found[point["step"]] = {name: point[name] for name in SPEEDS if name in point}
+        return found
+
+    def _write(self) -> None:
+        text = "".join(map(_line, self.points))
+        if self._is_here:
+            write_text(Path(self._file), text)
+        else:
+            self._system.pipe_file(self._file, text.encode())
+
+
+def _line(point: Point) -> str:
+    return json.dumps(point) + "\n"
+
+
+# The plot of a run: its loss, by slot and by mask ratio too, the gradients' norm, the learning rate, the speed.
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+"""Okabe and Ito's, which the colour-blind tell apart; lines differ in their dashes too."""
+DASHES = ("-", "--", "-.", ":")
+WINDOWS = 20
+"""A moving mean is over a part of the run of one in so many, of 100 updates at most."""
+SINGLE = {"grad_norm": "gradient norm, before clipping", "lr": "learning rate", "tokens_per_second": "tokens/s"}
+
+Points = Sequence[Mapping[str, float]]
+
+
+def moving_mean(values: Sequence[float], window: int) -> np.ndarray:
+    """Of each value the mean of it and of those before it, `window` at most."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
+    """Write the plot of a run's points, of which there is at least one, as PNG."""
+    figure = Figure(figsize=(15.0, 7.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{title}: {len(points)} updates")
+    panels = figure.subplots(2, 3).ravel()
+    window = max(1, min(100, len(points) // WINDOWS))
+    _raw_and_mean(panels[0], points, "loss", window)
+    panels[0].set_title(f"loss, and its mean over {window} updates", fontsize="medium")
+    for panel, start, what in ((panels[1], "loss_slot_", "slot"), (panels[2], "loss_ratio_", "mask ratio (%)")):
+        _means(panel, points, [name for name in BUCKETS if name.startswith(start)], start, window)
+        panel.set_title(f"loss of a label, by {what}", fontsize="medium")
+    for panel, (name, label) in zip(panels[3:], SINGLE.items(), strict=True):
+        _raw_and_mean(panel, points, name, 1 if name == "lr" else window)
+        panel.set_title(label, fontsize="medium")
+    for panel in panels:
+        panel.set_xlabel("update")
+        panel.grid(alpha=0.3)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _known(points: Points, name: str) -> tuple[list[float], list[float]]:
+    """The updates that have this number, counted from 1, and their numbers."""
+    known = [(point["step"] + 1, point[name]) for point in points if name in point]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def _raw_and_mean(panel: Axes, points: Points, name: str, window: int) -> None:
+    steps, values = _known(points, name)
+    smooth = window > 1
+    panel.plot(steps, values, color=COLOURS[0], alpha=0.3 if smooth else 1.0, linewidth=1.0, marker=_marker(steps))
+    if smooth:
+        panel.plot(steps, moving_mean(values, window), color=COLOURS[1], linewidth=1.8)
+
+
+def _means(panel: Axes, points: Points, names: Sequence[str], start: str, window: int) -> None:
+    for number, name in enumerate(names):
+        steps, values = _known(points, name)
+        if steps:
+            panel.plot(
+                steps,
+                moving_mean(values, window),
+                color=COLOURS[number % len(COLOURS)],
+                linestyle=DASHES[number % len(DASHES)],
+                marker=_marker(steps),
+                label=name.removeprefix(start).replace("_", " to "),
+            )
+    if panel.lines:
+        panel.legend(fontsize="small")
+
+
+def _marker(steps: Sequence[float]) -> str | None:
+    """One update alone is no line."""
+    return "o" if len(steps) == 1 else None
+
+
+# What a run logs, whoever launched it: `losses.jsonl`, the targets of `--log-to`, and `losses.png` at its end.
+
+PLOT, IDS = "losses.png", "log_ids.json"
+
+
+class RunLog:
+    """The log of a run that goes on from where `curve` ends; the trainer's loop adds points to `curve`.
+
+    `targets`: `None` is the default's. `peak` is one worker's. `options` go to the storage's library. `begin` is
+    called before an update and `add` after it, `flush` before a checkpoint says that it is done, `close` at the end.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        curve: list[Point],
+        recipe: TrainingRecipe,
+        *,
+        peak: Peak,
+        num_workers: int = 1,
+        targets: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.curve, self.recipe, self.peak, self.num_workers = curve, recipe, peak, num_workers
+        self.file = CurveFile(folder, curve, options=options)
+        self._system, self._path = fsspec.core.url_to_fs(folder, **(options or {}))
+        self._is_here = isinstance(self._system, LocalFileSystem)
+        chosen, self._reason = default_targets() if targets is None else (tuple(targets), "")
+        self._targets, self._began = chosen, time.perf_counter()
+        ids = self._ids()
+        self._loggers = open_logs(
+            chosen,
+            folder,
+            start=len(curve),
+            ids=ids,
+            name=self._path.rpartition("/")[2],
+            settings=as_recorded(recipe),
+            options=options or {},
+        )
+        if ids:
+            self._system.pipe_file(f"{self._path}/{IDS}", json.dumps(ids).encode())
+        for point in self.file.points if ids else ():  # services may lack what a lost machine did not send
+            self._send(point, to=[logger for logger in self._loggers if isinstance(logger, GuardedLog)])
+
+    def describe(self) -> str:
+        """Where the numbers go and what MFU is measured against, for the line that a run begins with."""
+        places = ", ".join((LOSSES, *self._targets))
+        return "; ".join(filter(None, (f"logs: {places}", self._reason, str(self.peak))))
+
+    def begin(self) -> None:
+        """An update begins."""
+        self._began = time.perf_counter()
+
+    def add(self) -> None:
+        """Log the update that was just done, the curve's last point."""
+        point, seconds = self.curve[-1], max(time.perf_counter() - self._began, 1e-9)
+        speed = {"seconds": _short(seconds), "tokens_per_second": _short(point["tokens"] / seconds)}
+        share = mfu(point["tflop"] * 1e12, seconds, self.peak, self.num_workers)
+        if share is not None:
+            speed["mfu"] = _short(share)
+        self.file.append(**speed)
+        self._send(self.file.points[-1], to=self._loggers)
+
+    def _send(self, point: Point, *, to: Sequence[RunLogger]) -> None:
+        values = {name: number for name, number in point.items() if name != "step"}
+        for logger in to:
+            logger.add(int(point["step"]), values)
+
+    def flush(self) -> None:
+        """Bring what lies at URLs up to date."""
+        self.file.flush()
+        for logger in self._loggers:
+            logger.flush()
+
+    def close(self) -> None:
+        """Finish the logs, and draw the plot."""
+        self.file.flush()
+        for logger in self._loggers:
+            logger.close()
+        if not self.file.points:
+            return
+        if self._is_here:
+            with file_beside(Path(self._path) / PLOT) as beside:
+                draw_losses(self.file.points, beside, title=self.recipe.name)
+        else:
+            image = io.BytesIO()
+            draw_losses(self.file.points, image, title=self.recipe.name)
+            self._system.pipe_file(f"{self._path}/{PLOT}", image.getvalue())
+
+    def _ids(self) -> dict[str, str]:
+        with suppress(FileNotFoundError):
+            ids = json.loads(self._system.cat_file(f"{self._path}/{IDS}"))
+            assert isinstance(ids, dict)
+            return ids
+        return {}
+
+
+def _short(number: float) -> float:
+    """Six digits of a measured number."""
+    return float(f"{number:.6g}")

@@ -1,0 +1,239 @@
+"""Where a run's numbers go besides `losses.jsonl`: TensorBoard in its folder, Weights & Biases, MLflow.
+
+A run that goes on after it was lost goes on in the same logs, and no step stands there twice: TensorBoard is told from
+which step on what an earlier start wrote is void; the other two get only steps that they do not have, for a repeated
+step has the same numbers.
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from mbd_core.multitf.data.encoding import error_sentence
+
+TENSORBOARD = "tensorboard"
+PACKAGES = {TENSORBOARD: "mbd-cluster[train]", "wandb": "wandb", "mlflow": "mlflow"}
+"""Each target's package, which has its name, and what installs it."""
+PROJECT = "mbd-cluster"
+"""The project or experiment under which runs are logged; `WANDB_PROJECT` and `MLFLOW_EXPERIMENT_NAME` say another."""
+NOTHING = "none"
+SPEED = ("seconds", "tokens_per_second", "mfu", "tokens", "padding", "tflop")
+"""What a dashboard shows as a group of its own."""
+MLFLOW_BATCH = 100  # parameters that MLflow takes at once
+
+
+class RunLogger(Protocol):
+    """A place where numbers of updates are logged, in the order of their steps."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def chosen_targets(text: str | None) -> tuple[str, ...] | None:
+    """The targets of `--log-to`; `None`, the default, is TensorBoard if it is installed.
+
+    Raises `ValueError` for a target that is not known, or not installed here.
+    """
+    if text is None:
+        return None
+    chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if chosen == (NOTHING,):
+        return ()
+    for name in chosen or (text,):
+        if name not in PACKAGES:
+            raise ValueError(f"--log-to {name!r}: known are {', '.join(PACKAGES)}, separated by commas, and {NOTHING}")
+        if not is_installed(name):
+            raise ValueError(f"--log-to {name}: the package is not installed: pip install '{PACKAGES[name]}'")
+    return chosen
+
+
+def is_installed(target: str) -> bool:
+    """Whether the target's package is there."""
+    return importlib.util.find_spec(target) is not None
+
+
+def default_targets() -> tuple[tuple[str, ...], str]:
+    """The targets of a run that names none, and a sentence if there is none."""
+    if is_installed(TENSORBOARD):
+        return (TENSORBOARD,), ""
+    return (), f"no TensorBoard logs: the package is not installed (pip install '{PACKAGES[TENSORBOARD]}')"
+
+
+def tag(name: str) -> str:
+    """A number's name in groups, as dashboards show them."""
+    for start, group in (("loss_slot_", "loss_by_slot"), ("loss_ratio_", "loss_by_mask_ratio")):
+        if name.startswith(start):
+            return f"{group}/{name.removeprefix(start)}"
+    return f"{'speed' if name in SPEED else 'train'}/{name}"
+
+
+def flat(settings: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Nested settings by the dotted names of their fields."""
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        named |= flat(value, f"{start}{name}.") if isinstance(value, Mapping) else {f"{start}{name}": value}
+    return named
+
+
+class TensorBoardLog:
+    """Event files in the run's folder `tensorboard/`; at a URL they are uploaded whenever `flush` is called."""
+
+    def __init__(self, folder: str, *, start: int, options: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._system, path = fsspec.core.url_to_fs(folder, **options)
+        self._target = f"{path}/{TENSORBOARD}"
+        self._is_here = isinstance(self._system, LocalFileSystem)
+        self._folder = self._target if self._is_here else tempfile.mkdtemp(prefix="mbd-tensorboard-")
+        self._writer = SummaryWriter(self._folder, purge_step=start)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(tag(name), value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+        if not self._is_here:
+            for file in Path(self._folder).iterdir():
+                self._system.pipe_file(f"{self._target}/{file.name}", file.read_bytes())
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.close()
+        if not self._is_here:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class WandbLog:
+    """A run of Weights & Biases, found again by the id that the run's folder keeps."""
+
+    def __init__(self, run_id: str | None, *, name: str, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self.id = run_id or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=name,
+            id=self.id,
+            resume="allow",
+            config=dict(settings),
+        )
+        self._next = int(self._run.starting_step)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        if step >= self._next:
+            self._run.log({tag(key): value for key, value in values.items()}, step=step)
+
+    def flush(self) -> None:
+        """Weights & Biases uploads by itself."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLog:
+    """A run of MLflow, on the server of `MLFLOW_TRACKING_URI`, found again by the id that the run's folder keeps."""
+
+    def __init__(self, run_id: str | None, *, name: str, settings: Mapping[str, Any]) -> None:
+        import mlflow
+        from mlflow.entities import Param
+
+        self._client = mlflow.MlflowClient()
+        self._next = 0
+        if run_id is None:
+            experiment = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+            self.id = self._client.create_run(experiment.experiment_id, run_name=name).info.run_id
+            params = [Param(name, str(value)[:500]) for name, value in flat(settings).items()]
+            self._client.log_batch(self.id, params=params[:MLFLOW_BATCH])
+        else:
+            self.id = run_id
+            self._client.update_run(run_id, status="RUNNING")
+            self._next = 1 + max((m.step for m in self._client.get_metric_history(run_id, tag("loss"))), default=-1)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        if step >= self._next:
+            now = int(time.time() * 1000)
+            self._client.log_batch(self.id, [Metric(tag(key), value, now, step) for key, value in values.items()])
+
+    def flush(self) -> None:
+        """Every update is sent at once."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+class GuardedLog:
+    """A service's log that ends no training: at its first failure it says so and takes nothing more."""
+
+    def __init__(self, name: str, log: RunLogger) -> None:
+        self.name, self._log = name, log
+        self.failed = False
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._try(lambda: self._log.add(step, values))
+
+    def flush(self) -> None:
+        self._try(self._log.flush)
+
+    def close(self) -> None:
+        self._try(self._log.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever the service's package raises
+            self.failed = True
+            print(
+                f"{self.name} fails and gets no more numbers of this start: {error_sentence(error)}", file=sys.stderr
+            )
+
+
+SERVICES: dict[str, type[WandbLog] | type[MlflowLog]] = {"wandb": WandbLog, "mlflow": MlflowLog}
+
+
+def open_logs(
+    targets: Sequence[str],
+    folder: str,
+    *,
+    start: int,
+    ids: dict[str, str],
+    name: str,
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[RunLogger]:
+    """The logs of a run that goes on with step `start`; `ids`, under which services know it, grows by new ones.
+
+    Raises `ValueError` for a service that does not open for a new run; after that its failures end nothing
+    (`GuardedLog`).
+    """
+    loggers: list[RunLogger] = []
+    for target in targets:
+        if target == TENSORBOARD:
+            loggers.append(TensorBoardLog(folder, start=start, options=options))
+        else:
+            try:
+                service = SERVICES[target](ids.get(target), name=name, settings=settings)
+            except Exception as error:  # whatever the service's package raises
+                sentence = f"--log-to {target} does not open: {error_sentence(error)}"
+                if target not in ids:
+                    raise ValueError(f"{sentence}; check its own settings, or leave it out") from error
+                print(f"{sentence}; it gets no numbers of this start", file=sys.stderr)
+                continue
+            ids[target] = service.id
+            loggers.append(GuardedLog(target, service))
+    return loggers

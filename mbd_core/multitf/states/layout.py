@@ -1,0 +1,182 @@
+"""Group-layouts, and how training states are drawn: layouts, noise, labels, weights (Section 3.2, App. B.1)."""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from mbd_core.multitf.states.noise import NoiseBounds, Rounding, ScheduleName
+
+# Group-layouts: partitions of K consecutive blocks into noise-groups (paper Section 3.2, App. B.1).
+
+Layouts = Literal["systematic", "random", "one_group", "d2f"]
+RandomSizes = Literal["paper", "released"]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One partition `lambda = (H_1, ..., H_n)`: the sizes of consecutive noise-groups, in blocks.
+
+    Raises `ValueError` for an empty layout or a group without blocks.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f"a group-layout needs groups of at least one block, not sizes={self.sizes}")
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.sizes)
+
+    def first_blocks(self) -> list[int]:
+        """For each block the first block of its noise-group, `alpha` of Eq. B.8, counted from 0."""
+        starts: list[int] = []
+        for size in self.sizes:
+            starts += [len(starts)] * size
+        return starts
+
+
+def systematic_layouts(num_blocks: int, max_group: int) -> list[GroupLayout]:
+    """`Lambda_sys`: every group size g in 2..max_group at each of its g shifts, boundary groups clipped (Eq. B.1)."""
+    _check(num_blocks, max_group)
+    layouts = []
+    for g in range(2, max_group + 1):
+        for shift in range(g):
+            bounds = sorted({0, num_blocks, *range(shift, num_blocks, g)})
+            layouts.append(GroupLayout(tuple(b - a for a, b in pairwise(bounds))))
+    return layouts
+
+
+def random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
+    """One of `Lambda_rand`: group sizes uniform on 2..max_group until the blocks are covered, the last one clipped."""
+    _check(num_blocks, max_group)
+    sizes: list[int] = []
+    left = num_blocks
+    while left:
+        sizes.append(min(rng.randint(2, max_group), left))
+        left -= sizes[-1]
+    return GroupLayout(tuple(sizes))
+
+
+def released_random_layout(num_blocks: int, max_group: int, rng: random.Random) -> GroupLayout:
+    """A random layout as the released code draws it: a last group of one block is repaired, then sizes are shuffled.
+
+    The repair (for `max_group` >= 3) grows the first group that has room by one block; without one it takes a block
+    from a group of at least 3, so that two are left over. The paper has neither step.
+    """
+    sizes = list(random_layout(num_blocks, max_group, rng).sizes)
+    if max_group >= 3 and sizes[-1] == 1:
+        growing = next((i for i, size in enumerate(sizes[:-1]) if size < max_group), None)
+        shrinking = next((i for i, size in enumerate(sizes[:-1]) if size >= 3), None)
+        if growing is not None:
+            sizes[growing] += 1
+            sizes.pop()
+        elif shrinking is not None:
+            sizes[shrinking] -= 1
+            sizes[-1] = 2
+    rng.shuffle(sizes)
+    return GroupLayout(tuple(sizes))
+
+
+def one_group_layout(num_blocks: int) -> GroupLayout:
+    """All blocks in one noise-group: with layouts over the response, D2F's fully block-causal variant (App. C.5)."""
+    return GroupLayout((num_blocks,))
+
+
+def single_block_layout(num_blocks: int) -> GroupLayout:
+    """Teacher forcing as a layout: every block is noisy alone behind a clean prefix (Eq. 2.7)."""
+    return GroupLayout((1,) * num_blocks)
+
+
+def layout_set(
+    num_blocks: int,
+    *,
+    max_group: int,
+    num_random: int,
+    rng: random.Random,
+    kind: Layouts = "systematic",
+    random_sizes: RandomSizes = "paper",
+) -> list[GroupLayout]:
+    """`Lambda = Lambda_sys + Lambda_rand` (Eq. B.2), or the random ones alone; `max_group=1` is plain teacher forcing.
+
+    `one_group` and `d2f` are one layout, of one noise-group over all blocks.
+    """
+    if kind in ("one_group", "d2f"):
+        return [one_group_layout(num_blocks)]
+    if max_group == 1:
+        return [single_block_layout(num_blocks)]
+    draw = random_layout if random_sizes == "paper" else released_random_layout
+    drawn = [draw(num_blocks, max_group, rng) for _ in range(num_random)]
+    return drawn if kind == "random" else systematic_layouts(num_blocks, max_group) + drawn
+
+
+def _check(num_blocks: int, max_group: int) -> None:
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks={num_blocks}: a layout needs at least one block")
+    if max_group < 2:
+        raise ValueError(f"max_group={max_group}: noise-groups hold at least 2 blocks; use 1 for teacher forcing")
+
+
+# How training states are drawn: layouts, noise, labels and the weight of each label.
+
+Weighting = Literal["masked_mean", "block_ratio", "self_normalised", "ratio_mean"]
+SelfDenoising = Literal["none", "both", "half"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateConfig:
+    """The training states of a run.
+
+    `layouts`         `systematic` ones and `num_random` random ones beside them; `random`: those alone; `one_group`:
+                      all blocks in one noise-group (App. C.5); `d2f`: native D2F, one noisy sequence without a clean
+                      one, its blocks from the prompt's end and the prompt seen whole
+    `max_group`       the largest noise-group; 1 is teacher forcing, and what `one_group` and `d2f` have
+    `num_layouts`     draw so many of the layout set anew for each sample, an unbiased estimate of Alg. 1's mean over
+                      all of it; `None` takes them all
+    `random_sizes`    how random layouts are drawn: as in the paper, or repaired and shuffled as in the released code
+    `span`            layouts partition the whole content (App. B.1), or begin at the first block with a response
+                      token, where decoding begins
+    `weighting`       Eq. B.11 (`masked_mean`), Eq. B.13 (`block_ratio`), SDAR's released loss, `sum(CE / t) /
+                      sum(1 / t)` over the labels of the whole batch (`self_normalised`), or D2F's, the mean of `CE /
+                      t` over them (`ratio_mean`)
+    `labels`          the masked positions, or every position of the answer as DMax trains (`answer_labels`)
+    `self_denoising`  DMax's OPUT (Alg. 2), whose second branch sees the model's own predictions at masked positions:
+                      `both` branches of every layout, or each layout in one of them, drawn evenly (`half`)
+    """
+
+    block_size: int
+    max_group: int = 1
+    num_random: int = 0
+    num_layouts: int | None = None
+    span: Literal["content", "response"] = "content"
+    schedule: ScheduleName = "chain_uniform"
+    bounds: NoiseBounds = NoiseBounds()
+    rounding: Rounding = "floor"
+    weighting: Weighting = "masked_mean"
+    layouts: Layouts = "systematic"
+    random_sizes: RandomSizes = "paper"
+    labels: Literal["masked", "answer"] = "masked"
+    self_denoising: SelfDenoising = "none"
+
+    def __post_init__(self) -> None:
+        if self.max_group < 1 or self.block_size < 1 or self.num_random < 0:
+            raise ValueError(
+                f"max_group={self.max_group}, block_size={self.block_size} must be >= 1 and "
+                f"num_random={self.num_random} >= 0"
+            )
+        if self.num_layouts is not None and self.num_layouts < 1:
+            raise ValueError(f"num_layouts={self.num_layouts} must be at least 1, or None for the whole layout set")
+        if self.layouts in ("one_group", "d2f") and (self.max_group, self.num_random) != (1, 0):
+            raise ValueError(f"layouts={self.layouts} is one layout: leave max_group at 1 and num_random at 0")
+        if self.layouts == "random" and (self.max_group < 2 or self.num_random < 1):
+            raise ValueError(
+                f"layouts=random needs max_group >= 2 and num_random >= 1, not {self.max_group} and {self.num_random}"
+            )
+        if self.schedule == "slot_ranges" and not self.bounds.slots:
+            raise ValueError("schedule=slot_ranges needs bounds.slots, a range for each place in a noise-group")
+        if self.schedule == "fitted" and self.bounds.fitted is None:
+            raise ValueError("schedule=fitted needs bounds.fitted, the measured states that it draws from")
+        if self.labels == "answer" and self.weighting != "masked_mean":
+            raise ValueError(f"labels=answer is weighted by masked_mean, not {self.weighting}: not all are masked")

@@ -1,0 +1,397 @@
+"""MultiTF training sequences: noisy streams of a sample over its one clean stream; short samples packed together.
+
+The paper batches every layout as its own `[x_t; x_0]` (Eq. B.5). Here the n layouts of a sample share its clean
+half, `[x_t^1; ...; x_t^n; x_0]`: the same losses and gradients, the clean half computed once
+(tests/multitf/states/test_multitf.py). Native D2F has one noisy stream alone (`lay_out_d2f`). Short samples may
+share a sequence, one behind the other.
+
+Shape legend: S training sequences, L tokens of the longest.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mbd_core.multitf.data.encoding import IGNORE, Example, answer_labels
+from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
+from mbd_core.multitf.states.noise import SCHEDULES, SLACK, choose_masked
+
+# Several samples in one training sequence: which ones together, so that little of a batch is padding.
+#
+# Samples of a sequence do not see each other (`mask`), and keep their own positions and weights: losses and gradients
+# are those of a sequence each. Which samples are together depends on their lengths alone, so every worker knows it of
+# all workers.
+
+Together = list[list[int]]
+"""The samples of each training sequence, by their places in a worker's share of the batch."""
+
+
+def alone(count: int) -> Together:
+    """A sequence for each sample."""
+    return [[number] for number in range(count)]
+
+
+def packed_together(lengths: Sequence[int], max_tokens: int) -> Together:
+    """First-fit decreasing: the longest sample first, each into the first sequence of samples that has room for it.
+
+    The samples of a sequence have up to `max_tokens` tokens together; one that has more is alone.
+    """
+    together: Together = []
+    room: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        length = lengths[number]
+        place = next((place for place, left in enumerate(room) if length <= left), None)
+        if place is None:
+            together.append([number])
+            room.append(max_tokens - length)
+        else:
+            together[place].append(number)
+            room[place] -= length
+    return together
+
+
+def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Together]:
+    """`packed_together` of each worker's share, its samples' lengths; all workers have equally many sequences.
+
+    Workers that hold parts of one model must call it equally often. Who needs fewer sequences divides its fullest.
+    """
+    packed = [packed_together(lengths, max_tokens) for lengths in shares]
+    most = max(map(len, packed))
+    for together in packed:
+        while len(together) < most:
+            fullest = max(together, key=len)
+            half = len(fullest) // 2
+            together.append(fullest[half:])
+            del fullest[half:]
+    return packed
+
+
+# MultiTF training sequences: noisy streams of one sample over its one clean stream, ready for the model.
+
+EPSILON = 1e-6
+"""The least mask ratio that a label's weight is divided by (Eq. B.13)."""
+
+
+@dataclass(frozen=True)
+class NoisyStream:
+    """One layout's corrupted blocks: `tokens`, `masked` and the sampled `ratio` of each token's block.
+
+    With `rollout` the model's own predictions take the place of the masks before it trains on the stream (Alg. 2).
+    """
+
+    tokens: list[int]
+    masked: list[bool]
+    ratio: list[float]
+    rollout: bool = False
+
+
+Columns = dict[str, list]
+"""One sample's training sequence as lists, named as the fields of `MultiTFBatch` but `sample`."""
+
+
+@dataclass(frozen=True)
+class MultiTFBatch:
+    """Padded training sequences, all (S, L).
+
+    `input_ids`, `positions` and the mask's three numbers (`stream`, `block`, `first`) go into the model. `source` is
+    where in its sequence a label's logits come from: the label's own place, or with shifted logits the place of the
+    token before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum
+    to 1 per sample under `masked_mean`. `slot` is a noisy token's block counted from its noise-group's first, `ratio`
+    the mask ratio that was drawn for that block: what a loss is reported by (`loss_buckets`). `sample` is which of the
+    batch's samples a token is of, -1 for padding.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    stream: Tensor
+    block: Tensor
+    first: Tensor
+    labels: Tensor
+    weights: Tensor
+    source: Tensor
+    rollout: Tensor
+    slot: Tensor
+    ratio: Tensor
+    sample: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return int((self.sample.unique() >= 0).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int((self.stream >= 0).sum())
+
+    def to(self, device: torch.device) -> "MultiTFBatch":
+        return MultiTFBatch(*(t.to(device) for t in vars(self).values()))
+
+
+def choose_layouts(num_blocks: int, config: StateConfig, rng: random.Random) -> list[GroupLayout]:
+    """The layouts of one sample: all of `Lambda`, or `num_layouts` of it (teacher forcing repeats its only one)."""
+    layouts = layout_set(
+        num_blocks,
+        max_group=config.max_group,
+        num_random=config.num_random,
+        rng=rng,
+        kind=config.layouts,
+        random_sizes=config.random_sizes,
+    )
+    if config.num_layouts is None:
+        return layouts
+    if config.num_layouts <= len(layouts):
+        return rng.sample(layouts, config.num_layouts)
+    return rng.choices(layouts, k=config.num_layouts)
+
+
+def corrupt(
+    example: Example, layout: GroupLayout, *, start: int, config: StateConfig, mask_token_id: int, rng: random.Random
+) -> NoisyStream:
+    """Alg. 1 lines 8 to 15 on the blocks from token `start` on; only response tokens are ever masked."""
+    size = config.block_size
+    schedule = SCHEDULES[config.schedule]
+    ratios = [t for group in layout.sizes for t in schedule(group, config.bounds, rng)]
+    tokens = list(example.tokens[start:])
+    masked = [False] * len(tokens)
+    slack = SLACK if config.schedule == "fitted" else 0.0
+    for block, ratio in enumerate(ratios):
+        low = max(start + block * size, example.prompt_length) - start
+        maskable = range(low, min((block + 1) * size, len(tokens)))
+        if maskable:
+            for i in choose_masked(maskable, ratio, config.rounding, rng, slack=slack):
+                tokens[i] = mask_token_id
+                masked[i] = True
+    return NoisyStream(tokens, masked, [t for t in ratios for _ in range(size)][: len(tokens)])
+
+
+def build_batch(
+    examples: Sequence[Example],
+    config: StateConfig,
+    *,
+    mask_token_id: int,
+    rngs: Sequence[random.Random],
+    shift: bool = False,
+    together: Together | None = None,
+) -> MultiTFBatch:
+    """Draw layouts and noise for each example and lay out its noisy streams before what they see of its clean one.
+
+    Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
+    `shift`: the model's logits at a position predict the next one's token. `together`: the samples
+    that share a training sequence (`packing`), by default none. Raises `ValueError` for an example that cannot be laid
+    out.
+    """
+    rows = []
+    for example, rng in zip(examples, rngs, strict=True):
+        _check_example(example, config, shift=shift)
+        draw = partial(corrupt, example, config=config, mask_token_id=mask_token_id, rng=rng)
+        drawn = _draw_d2f if config.layouts == "d2f" else _draw_streams
+        rows.append(drawn(example, config, draw, rng, shift))
+    return collate(rows, together)
+
+
+def _draw_streams(
+    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
+) -> Columns:
+    size = config.block_size
+    first_block = example.prompt_length // size if config.span == "response" else 0
+    layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
+    drawn = [(layout, draw(layout, start=first_block * size)) for layout in layouts]
+    row = lay_out(example, self_denoised(drawn, config, rng), config, first_block=first_block, shift=shift)
+    return without_unseen(row)
+
+
+def _draw_d2f(
+    example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
+) -> Columns:
+    num_blocks = -(-(len(example.tokens) - example.prompt_length) // config.block_size)
+    (layout,) = choose_layouts(num_blocks, config, rng)
+    return lay_out_d2f(example, draw(layout, start=example.prompt_length), config, shift=shift)
+
+
+def self_denoised(
+    streams: Sequence[tuple[GroupLayout, NoisyStream]], config: StateConfig, rng: random.Random
+) -> list[tuple[GroupLayout, NoisyStream]]:
+    """The streams in the branches of Alg. 2 that `config.self_denoising` asks for."""
+    if config.self_denoising == "both":
+        return [(lay, replace(noisy, rollout=rollout)) for lay, noisy in streams for rollout in (False, True)]
+    if config.self_denoising == "half":
+        return [(layout, replace(noisy, rollout=rng.random() < 0.5)) for layout, noisy in streams]
+    return list(streams)
+
+
+def lay_out(
+    example: Example,
+    streams: Sequence[tuple[GroupLayout, NoisyStream]],
+    config: StateConfig,
+    *,
+    first_block: int,
+    shift: bool = False,
+) -> Columns:
+    """One training sequence: the noisy streams, which begin at block `first_block`, before the clean one.
+
+    With `shift` a token's logits come from the token before it in its stream, and for the first token of a noise-group
+    from the clean stream: decoding takes them from the last committed position.
+    """
+    size, length = config.block_size, len(example.tokens)
+    num_blocks, start = length // size, first_block * size
+    clean_at = len(streams) * (length - start)
+    row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
+    for number, (layout, noisy) in enumerate(streams, start=1):
+        at = len(row["input_ids"])
+        starts = layout.first_blocks()
+        labels = _labels(example, noisy, config, start=start)
+        weights = _weights(labels, noisy, config, num_blocks=num_blocks - first_block, num_streams=len(streams))
+        row["input_ids"] += noisy.tokens
+        row["positions"] += range(start, length)
+        row["stream"] += [number] * len(noisy.tokens)
+        row["block"] += [b for b in range(first_block, num_blocks) for _ in range(size)]
+        row["first"] += [first_block + a for a in starts for _ in range(size)]
+        row["labels"] += labels
+        row["weights"] += weights
+        row["rollout"] += [m and noisy.rollout for m in noisy.masked]
+        row["slot"] += [b - a for b, a in enumerate(starts) for _ in range(size)]
+        row["ratio"] += noisy.ratio
+        if shift:
+            heads = {a * size for a in starts}
+            row["source"] += [clean_at + start + i - 1 if i in heads else at + i - 1 for i in range(length - start)]
+    _add_clean(row, example, size)
+    length = len(row["input_ids"])
+    row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
+    _check_columns(row)
+    return row
+
+
+def without_unseen(row: Columns) -> Columns:
+    """The sequence without the clean blocks at its end that no noisy token sees: neither loss nor gradient needs them.
+
+    They are those from the first block of the last noise-group on, of all layouts, and see no noisy token themselves.
+    """
+    noisy = sum(1 for stream in row["stream"] if stream > 0)
+    last = max(row["first"][:noisy])
+    kept = noisy + sum(1 for block in row["block"][noisy:] if block < last)
+    return {name: column[:kept] for name, column in row.items()}
+
+
+def lay_out_d2f(example: Example, noisy: NoisyStream, config: StateConfig, *, shift: bool = False) -> Columns:
+    """Native D2F's one sequence: the prompt, whose tokens see each other, then the response in blocks of its own.
+
+    With `shift` a token's logits come from the token before it.
+    """
+    prompt, length = example.prompt_length, len(example.tokens)
+    head = NoisyStream(list(example.tokens[:prompt]), [False] * prompt, [1.0] * prompt)
+    whole = NoisyStream(head.tokens + noisy.tokens, head.masked + noisy.masked, head.ratio + noisy.ratio)
+    labels = _labels(example, whole, config, start=0)
+    blocks = [0] * prompt + [1 + i // config.block_size for i in range(length - prompt)]
+    row: Columns = {
+        "input_ids": whole.tokens,
+        "positions": list(range(length)),
+        "stream": [1] * length,
+        "block": blocks,
+        "first": [0] * length,
+        "labels": labels,
+        "weights": _weights(labels, whole, config, num_blocks=blocks[-1], num_streams=1),
+        "source": [max(0, i - shift) for i in range(length)],
+        "rollout": [False] * length,
+        "slot": [max(0, b - 1) for b in blocks],
+        "ratio": whole.ratio,
+    }
+    _check_columns(row)
+    return row
+
+
+def collate(samples: Sequence[Columns], together: Together | None = None) -> MultiTFBatch:
+    """Training sequences padded to the longest; `together`: the samples of each, by default one."""
+    rows = [_one_behind_the_other(samples, numbers) for numbers in together or alone(len(samples))]
+    length = max(len(row["input_ids"]) for row in rows)
+    fill = {f.name: 0 for f in fields(MultiTFBatch)} | {
+        "stream": -1,
+        "sample": -1,
+        "labels": IGNORE,
+        "weights": 0.0,
+        "rollout": False,
+        "ratio": 0.0,
+    }
+    columns = {
+        name: torch.tensor(
+            [row[name] + [pad] * (length - len(row[name])) for row in rows],
+            dtype=torch.float64 if name in ("weights", "ratio") else None,
+        )
+        for name, pad in fill.items()
+    }
+    return MultiTFBatch(**columns)
+
+
+def _one_behind_the_other(samples: Sequence[Columns], numbers: Sequence[int]) -> Columns:
+    """The samples of these numbers as one training sequence; each keeps its own positions, streams and blocks."""
+    sequence: Columns = {f.name: [] for f in fields(MultiTFBatch)}
+    for number in numbers:
+        start, sample = len(sequence["input_ids"]), samples[number]
+        for name, column in sample.items():
+            sequence[name] += [start + place for place in column] if name == "source" else column
+        sequence["sample"] += [number] * len(sample["input_ids"])
+    return sequence
+
+
+def samples_of(batch: MultiTFBatch) -> list[list[tuple[int, int]]]:
+    """Of each training sequence its samples in their order: each one's number in the batch, and its tokens."""
+    rows = []
+    for sample in batch.sample:
+        numbers, counts = sample[sample >= 0].unique_consecutive(return_counts=True)
+        rows.append(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
+    return rows
+
+
+def _add_clean(row: Columns, example: Example, size: int) -> None:
+    length = len(example.tokens)
+    row["input_ids"] += example.tokens
+    row["positions"] += range(length)
+    row["stream"] += [0] * length
+    row["block"] += [b for b in range(length // size) for _ in range(size)]
+    row["first"] += [b + 1 for b in range(length // size) for _ in range(size)]
+    row["labels"] += [IGNORE] * length
+    row["weights"] += [0.0] * length
+    row["rollout"] += [False] * length
+    row["slot"] += [0] * length
+    row["ratio"] += [0.0] * length
+
+
+def _labels(example: Example, noisy: NoisyStream, config: StateConfig, *, start: int) -> list[int]:
+    if config.labels == "answer":
+        return answer_labels(example.tokens, example.prompt_length)[start:]
+    return [t if m else IGNORE for t, m in zip(example.tokens[start:], noisy.masked, strict=True)]
+
+
+def _weights(
+    labels: Sequence[int], noisy: NoisyStream, config: StateConfig, *, num_blocks: int, num_streams: int
+) -> list[float]:
+    """Each label's part of the loss's numerator; `loss.denominator` is the other part of the same definition.
+
+    `masked_mean` and `block_ratio` are means over the layouts, the other two pool the labels of all layouts.
+    """
+    labelled = [label != IGNORE for label in labels]
+    if config.weighting == "masked_mean":
+        count = max(1, sum(labelled))
+        return [1.0 / count / num_streams if chosen else 0.0 for chosen in labelled]
+    scale = num_blocks * num_streams if config.weighting == "block_ratio" else 1
+    inverse = [1.0 / max(t, EPSILON) for t in noisy.ratio]
+    return [t / scale if chosen else 0.0 for chosen, t in zip(labelled, inverse, strict=True)]
+
+
+def _check_example(example: Example, config: StateConfig, *, shift: bool) -> None:
+    if config.layouts != "d2f" and len(example.tokens) % config.block_size:
+        raise ValueError(
+            f"a sample of {len(example.tokens)} tokens is no whole number of blocks of {config.block_size}; "
+            "fill it with EOS (encode_example)"
+        )
+    if shift and not example.prompt_length:
+        raise ValueError("a sample without a prompt cannot be trained with shifted logits: nothing predicts its start")
+
+
+def _check_columns(row: Columns) -> None:
+    lengths = {name: len(column) for name, column in row.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"a training sequence has columns of unequal lengths: {lengths}; its sample is malformed")

@@ -1,0 +1,224 @@
+"""The losses of MultiTF: one weighted sum over labels, whose weights come with the batch (Eqs. B.11, B.13).
+
+DMax's self-denoising (Alg. 2) and D2F's distillation (Eq. 3) are the same sum after another forward without gradients.
+
+Shape legend: N labels, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.config import Distillation
+from mbd_core.multitf.data.encoding import IGNORE
+from mbd_core.multitf.states.layout import Weighting
+from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.states.sample import MultiTFBatch
+
+# Where a run's loss lies: means over the labels of each slot of a noise-group, and of each part of the mask ratios.
+#
+# A label's slot is the place of its block within its noise-group, from 1; its mask ratio is the one that was drawn
+# for its block. Sums and counts travel as one row of numbers, so that workers add theirs in one exchange.
+#
+# Shape legend: N labels, K buckets.
+
+NUM_SLOTS = 8
+"""The last one holds all later slots too: layouts in one group have as many as a response has blocks."""
+NUM_RATIOS = 4
+BUCKETS = tuple(f"loss_slot_{slot}" for slot in range(1, NUM_SLOTS + 1)) + tuple(
+    f"loss_ratio_{100 * part // NUM_RATIOS}_{100 * (part + 1) // NUM_RATIOS}" for part in range(NUM_RATIOS)
+)
+"""The names of all buckets, as logs have them; `loss_ratio_25_50` is of ratios above 0.25 and up to 0.5."""
+
+
+def bucket_sums(losses_N: Tensor, slots_N: Tensor, ratios_N: Tensor) -> Tensor:
+    """The sums of the losses in all buckets, then the numbers of labels: (2K) in float64. Slots count from 0."""
+    slot_N = slots_N.clamp(0, NUM_SLOTS - 1)
+    ratio_N = NUM_SLOTS + ((ratios_N * NUM_RATIOS).ceil().long() - 1).clamp(0, NUM_RATIOS - 1)
+    sums = torch.zeros(2, len(BUCKETS), dtype=torch.float64, device=losses_N.device)
+    for bucket_N in (slot_N, ratio_N):
+        sums[0].index_add_(0, bucket_N, losses_N.detach().double())
+        sums[1].index_add_(0, bucket_N, torch.ones_like(losses_N, dtype=torch.float64))
+    return sums.flatten()
+
+
+def bucket_means(sums: Sequence[float]) -> dict[str, float]:
+    """The mean loss of every bucket that has a label, by its name."""
+    totals, counts = sums[: len(BUCKETS)], sums[len(BUCKETS) :]
+    return {name: total / count for name, total, count in zip(BUCKETS, totals, counts, strict=True) if count}
+
+
+# The losses of MultiTF: one weighted sum over labels, whose weights come with the batch (paper Eqs. B.11, B.13).
+
+DENSE = TrainingAttention("dense", torch.device("cpu"))
+"""What a loss attends with unless it is told: a dense mask, on any device."""
+
+LOGIT_BYTES = 2**28
+"""Float32 logits of so many bytes exist at once; more labels go through the head in pieces."""
+
+
+Scored = tuple[Tensor, Tensor]
+"""For each label the loss, and whether the model's likeliest token is the label (N)."""
+
+Tokens = tuple[Tensor, Tensor]
+"""Tokens of a batch: their rows, and their places in them (N)."""
+
+Measured = tuple[Tensor, Tensor]
+"""The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
+sums and counts of `loss_buckets.bucket_sums`."""
+
+
+def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:
+    """What the weighted sum of losses is divided by: samples, or what all labels of the batch have together.
+
+    Over several workers it is to be summed, and divided by their number, since gradients are averaged. Never 0.
+    """
+    if weighting == "self_normalised":
+        total = batch.weights.sum()
+    elif weighting == "ratio_mean":
+        total = (batch.labels != IGNORE).sum()
+    else:
+        total = torch.tensor(batch.num_samples)
+    return total
+
+
+def multitf_loss(
+    model: Decoder,
+    batch: MultiTFBatch,
+    divisor: Tensor | float | None = None,
+    *,
+    attention: TrainingAttention = DENSE,
+    rolls_out: bool | None = None,
+) -> Measured:
+    """The weighted CE over `divisor`, by default the number of samples.
+
+    The last layer's MLP and the LM head run on labelled positions only, the head in pieces where their logits are
+    large; a batch without any label gives a zero loss. `rolls_out`: whether there is a roll-out, by default where the
+    batch has positions for it; workers with parts of one model must all have one or none, since each forward gathers
+    weights.
+    """
+    if bool(batch.rollout.any()) if rolls_out is None else rolls_out:
+        batch = roll_out(model, batch, attention=attention)
+    known = _labelled(model, batch, attention)
+
+    def score(hidden_ND: Tensor, labels_N: Tensor) -> Scored:
+        logits_NV = _wide(model.logits(hidden_ND))
+        return F.cross_entropy(logits_NV, labels_N, reduction="none"), logits_NV.argmax(-1) == labels_N
+
+    return _measured(_in_pieces(score, model, known.hidden, known.labels), known, batch, divisor)
+
+
+@torch.no_grad()
+def roll_out(model: Decoder, batch: MultiTFBatch, *, attention: TrainingAttention = DENSE) -> MultiTFBatch:
+    """The batch with the model's likeliest tokens in place of the masks of `batch.rollout` (Alg. 2)."""
+    rows, places = batch.rollout.nonzero(as_tuple=True)
+    hidden = _hidden(model, batch, attention, (rows, places))
+    tokens = batch.input_ids.clone()
+    for part in torch.arange(len(rows), device=tokens.device).split(_piece(model)):
+        logits = model.logits(hidden[part]).float()
+        logits[:, model.config.mask_token_id] = -torch.inf
+        tokens[rows[part], places[part]] = logits.argmax(-1)
+    return replace(batch, input_ids=tokens, rollout=torch.zeros_like(batch.rollout))
+
+
+def distillation_loss(
+    model: Decoder,
+    batch: MultiTFBatch,
+    direction: Distillation,
+    *,
+    as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext,
+    divisor: Tensor | float | None = None,
+    attention: TrainingAttention = DENSE,
+) -> Measured:
+    """D2F's asymmetric distillation (Eq. 3): the weighted KL divergence of student and teacher at masked positions.
+
+    The teacher is the network within `as_teacher` (its adapter off), without gradients: it sees the same noisy
+    sequence whole, the student under the batch's mask.
+    """
+    with torch.no_grad(), as_teacher():
+        taught = _labelled(model, batch, attention, whole=True).hidden
+    known = _labelled(model, batch, attention)
+
+    def score(hidden_ND: Tensor, taught_ND: Tensor, labels_N: Tensor) -> Scored:
+        with torch.no_grad():
+            teacher = _wide(model.logits(taught_ND))  # the head has no adapter
+        student = _wide(model.logits(hidden_ND))
+        return divergence(student, teacher, direction), student.argmax(-1) == labels_N
+
+    return _measured(_in_pieces(score, model, known.hidden, taught, known.labels), known, batch, divisor)
+
+
+def divergence(student: Tensor, teacher: Tensor, direction: Distillation) -> Tensor:
+    """The KL divergence of two distributions given as logits (N, V), for each position (N)."""
+    logs, target = student.log_softmax(-1), teacher.log_softmax(-1)
+    if direction == "student_teacher":
+        logs, target = target, logs
+    return F.kl_div(logs, target, reduction="none", log_target=True).sum(-1)
+
+
+def _hidden(
+    model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, tokens: Tokens, *, whole: bool = False
+) -> Tensor:
+    """The hidden states (N, D) that predict these tokens.
+
+    Where there is none, one token's is computed: weights that a forward does not use have no gradient, not even zero.
+    """
+    rows_N, places_N = tokens
+    kept_N = rows_N * batch.input_ids.shape[1] + batch.source[rows_N, places_N]
+    computed_N = kept_N if len(kept_N) else kept_N.new_zeros(1)
+    hidden: Tensor = model(batch.input_ids, batch.positions, attention.of(batch, whole=whole), kept=computed_N)
+    return hidden[: len(kept_N)]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Of each label the hidden state that predicts it (N, D), and its columns of the batch (N)."""
+
+    hidden: Tensor
+    labels: Tensor
+    weights: Tensor
+    slots: Tensor
+    ratios: Tensor
+
+
+def _labelled(model: Decoder, batch: MultiTFBatch, attention: TrainingAttention, *, whole: bool = False) -> Labelled:
+    rows, places = (batch.labels != IGNORE).nonzero(as_tuple=True)
+    hidden = _hidden(model, batch, attention, (rows, places), whole=whole)
+    columns = (column[rows, places] for column in (batch.labels, batch.weights, batch.slot, batch.ratio))
+    return Labelled(hidden, *columns)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32: bfloat16 logits are no ground for a loss."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _piece(model: Decoder) -> int:
+    """Labels whose float32 logits may exist at once."""
+    return max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
+
+
+def _in_pieces(score: Callable[..., Scored], model: Decoder, *columns: Tensor) -> Scored:
+    """`score` of the columns' rows, and in the backward pass again where they are too many for one piece."""
+    size = _piece(model)
+    if len(columns[0]) <= size:
+        return score(*columns)
+    parts = [
+        checkpoint(score, *part, use_reentrant=False)
+        for part in zip(*(column.split(size) for column in columns), strict=True)
+    ]
+    losses, hits = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(hits)
+
+
+def _measured(scored: Scored, known: Labelled, batch: MultiTFBatch, divisor: Tensor | float | None) -> Measured:
+    losses, hits = scored
+    loss = (losses * known.weights.to(losses.dtype)).sum() / (batch.num_samples if divisor is None else divisor)
+    accuracy = hits.detach().float().sum() / max(1, hits.numel())
+    return loss, torch.cat([accuracy.double()[None], bucket_sums(losses, known.slots, known.ratios)])

@@ -1,0 +1,383 @@
+"""What a training step takes of each worker's memory, counted on the meta device before anything is loaded.
+
+Weights, gradients and optimizer states are exact: the tensors are counted on the meta device, as they are cut among
+the workers. The rest is an estimate of the peak: what the backward pass keeps (`activation_memory`), gathered weights
+and copies in bfloat16, logits and masks. The allocator's own loss is `RESERVE`.
+
+    weights      float32, also where the run computes in bfloat16: the master weights
+    gradients    float32, of what is trained
+    optimizer    AdamW two float32 numbers a parameter, Muon one
+    gathered     bfloat16 casts of replicated weights; of sharded ones what is whole at once: embeddings, last norm and
+                 head with their gradients, two layers, and the gradients of one; gradients of what is trained
+    activations  of the samples computed at once: every layer's tensors, or with activation checkpointing its input,
+                 and one layer's tensors twice, kept and computed anew with their gradients
+    logits       of as many labels as go through the head at once
+    mask         a dense mask's: for each pair of tokens a byte, and the number that all layers add to its score
+"""
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mbd_core.models.decoder import Decoder, DecoderLayer, rotary
+from mbd_core.models.mlp import MoE, SwiGLU
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.config import ExpertsCut, LoraSettings, Sharding, TrainConfig
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.sample import choose_layouts
+from mbd_core.multitf.step.adapter import add_adapter
+from mbd_core.multitf.step.loss import LOGIT_BYTES
+from mbd_core.multitf.step.optimizers import is_muons, trained_parameters
+from mbd_core.multitf.step.parallel import cut_dim
+
+# How many bytes a step keeps for its backward pass, counted on tensors without memory (the meta device).
+#
+# One layer of each kind runs on a training sequence of the asked length, and what autograd saves of it is added up.
+# So the count follows the layer's code. The last layer counts as the others, though its MLP has the predicted tokens
+# alone: how many these are depends on the noise. Two parts stand for themselves. Attention is counted as a fused
+# kernel's: queries, keys, values, output, and a float32 number for each query and head. Experts are counted as
+# grouped products (`ops.experts`): a token's assignment to an expert keeps its input, four inner tensors, and its
+# output in float32.
+#
+# Shape legend: T tokens, A assignments, D hidden, F expert width.
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Of one sequence: `layers` of all layers together, `inputs` of these their inputs, `layer` the largest one's."""
+
+    layers: int
+    inputs: int
+    layer: int
+
+
+def kept_bytes(
+    config: ModelConfig,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    tensor_parallel: int = 1,
+    cut_experts: ExpertsCut = "expert",
+) -> KeptBytes:
+    """What `tokens` tokens in one sequence keep in the layers of this model, computed in `dtype`.
+
+    With `tensor_parallel` on one of so many workers; of experts that are cut by expert each then has its equal share.
+    """
+    kinds = {
+        sparse: _layer_bytes(config, sparse, tokens, dtype, tensor_parallel, cut_experts)
+        for sparse in set(_kinds(config))
+    }
+    each = [kinds[sparse] for sparse in _kinds(config)]
+    inputs = config.num_layers * tokens * config.hidden_size * dtype.itemsize
+    return KeptBytes(layers=sum(each), inputs=inputs, layer=max(each))
+
+
+def _kinds(config: ModelConfig) -> list[bool]:
+    return [config.is_sparse(layer) for layer in range(config.num_layers)]
+
+
+def _layer_bytes(
+    config: ModelConfig, sparse: bool, tokens: int, dtype: torch.dtype, parallel: int, cut: ExpertsCut
+) -> int:
+    number = _kinds(config).index(sparse)
+    kept: dict[int, tuple[Tensor, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = (tensor, storage.nbytes())  # the tensor stays, so that no address is used twice
+        return tensor
+
+    with torch.device("meta"):
+        layer = _own_layer(config, number, parallel, cut).to(dtype)
+        if isinstance(layer.mlp, MoE):
+            width = layer.mlp.experts.gate_proj.shape[1]
+            share = parallel if cut == "expert" else 1
+            setattr(layer.mlp.experts, "forward", partial(_counted_experts, width, share))  # noqa: B010
+        x = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+        rope = rotary(torch.arange(tokens)[None], config)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer([x], [rope], _fused_attention, number, None, None)
+        others = {t.untyped_storage()._cdata for t in (*layer.parameters(), *layer.buffers(), *rope)}
+        return sum(size for address, (_, size) in kept.items() if address not in others)
+
+
+def _own_layer(config: ModelConfig, number: int, parallel: int, cut: ExpertsCut) -> DecoderLayer:
+    """What one of `parallel` workers has of a layer; experts that are cut by expert are all there, to be counted."""
+    moe = config.moe
+    own = replace(
+        config,
+        num_heads=config.num_heads // parallel,
+        num_kv_heads=config.num_kv_heads // parallel,
+        intermediate_size=config.intermediate_size // parallel,
+    )
+    if moe is not None and cut == "width":
+        own = replace(own, moe=replace(moe, intermediate_size=moe.intermediate_size // parallel))
+    layer = DecoderLayer(own, number)
+    if isinstance(layer.mlp, MoE) and layer.mlp.shared_experts is not None:
+        assert moe is not None
+        layer.mlp.shared_experts = SwiGLU(config.hidden_size, moe.shared_size // parallel)
+    return layer
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("this attention only counts")
+
+
+def _fused_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = _FusedAttention.apply(q, k, v)
+    return out
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, width: int, share: int) -> Tensor:
+        x_AD = x_TD.new_empty(-(-weights_TK.numel() // share), x_TD.shape[1])
+        inner = [x_AD.new_empty(len(x_AD), width) for _ in range(4)]
+        ctx.save_for_backward(x_AD, *inner, x_AD.float().clone(), weights_TK)
+        return torch.empty_like(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("these experts only count")
+
+
+def _counted_experts(width: int, share: int, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out: Tensor = _GroupedExperts.apply(x_TD, weights_TK, width, share)
+    return out
+
+
+# What a training step takes of each worker's memory, counted before anything is loaded; and whether that fits.
+
+GB = 10**9
+WIDE, NARROW = 4, 2  # bytes of a float32 and of a bfloat16 number
+RESERVE = 0.06
+"""The share of a device's memory that its context and the gaps between allocations take."""
+AUTOCAST_KEEPS = 0.8
+"""What a layer keeps under autocast, of what it keeps in float32: 0.68 to 0.79 in layers of three families."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the plan is for: a model, how it is trained, on samples of how many tokens, by how many workers.
+
+    `dense`: attention under a dense mask instead of a block mask, which takes next to nothing.
+    """
+
+    config: ModelConfig
+    states: StateConfig
+    train: TrainConfig
+    sample_tokens: int
+    num_workers: int
+    sharding: Sharding
+    precision: Literal["float32", "bfloat16"]
+    dense: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharding == "sharded" and self.num_workers > 1
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of workers with the same samples, each of `train.tensor_parallel`."""
+        return max(1, self.num_workers // self.train.tensor_parallel)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens of the samples of a training sequence, at most."""
+        return max(self.sample_tokens, self.train.pack or 0)
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Training sequences that a worker computes at once, at most: those of its longest samples."""
+        samples = max(1, self.train.batch_size // self.num_groups)
+        count = -(-samples // (self.packed_tokens // self.sample_tokens))
+        return count if self.train.micro_batch is None else min(count, self.train.micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the worker that has most, and how many parameters there are and are trained."""
+
+    num_parameters: int
+    num_trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+    mask: int
+
+    @property
+    def total(self) -> int:
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.gathered + self.activations + self.logits + self.mask
+
+
+def plan_memory(setting: Setting) -> MemoryPlan:
+    """The plan of a setting. Nothing is allocated but a LoRA adapter, if the setting has one."""
+    with torch.device("meta"):
+        model = Decoder(setting.config)
+    if setting.train.lora is not None:
+        add_adapter(model, setting.train.lora, seed=0)
+    trained = trained_parameters(model)
+    muons = {n for n, p in trained.items() if setting.train.optimizer == "muon" and is_muons(n, p)}
+    num_states = sum((1 if name in muons else 2) * _own(name, p, setting) for name, p in trained.items())
+    tokens, labels = sequence_tokens(setting)
+    return MemoryPlan(
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_trained=sum(p.numel() for p in trained.values()),
+        weights=WIDE * sum(_own(name, p, setting) for name, p in model.named_parameters()),
+        gradients=WIDE * sum(_own(name, p, setting) for name, p in trained.items()),
+        optimizer=WIDE * num_states,
+        gathered=_gathered(model, setting),
+        activations=setting.sequences_at_once * _activations(setting, tokens),
+        logits=_logits(setting, setting.sequences_at_once * labels),
+        mask=setting.sequences_at_once * tokens**2 * (1 + _width(setting)) if setting.dense else 0,
+    )
+
+
+def sequence_tokens(setting: Setting) -> tuple[int, int]:
+    """Tokens of the longest training sequence, and how many of them can have a label."""
+    states, length = setting.states, setting.packed_tokens
+    if states.layouts == "d2f":
+        return length, length
+    layouts = choose_layouts(max(1, length // states.block_size), states, random.Random(0))
+    noisy = len(layouts) * (2 if states.self_denoising == "both" else 1) * length
+    return noisy + length, noisy
+
+
+def _own(name: str, parameter: nn.Parameter, setting: Setting) -> int:
+    """Numbers that the first worker keeps of a parameter: its first dimension is cut, the last part may be short."""
+    shape, dim = list(parameter.shape), cut_dim(name, setting.train.cut_experts)
+    if dim is not None:
+        shape[dim] //= setting.train.tensor_parallel
+    if setting.is_sharded:
+        shape[0] = -(-shape[0] // setting.num_groups)
+    return math.prod(shape)
+
+
+def _in_group(named: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> int:
+    """Numbers that a worker has of parameters while they are gathered: all of them, or its tensor-parallel part."""
+    parts = {name: 1 if cut_dim(name, train.cut_experts) is None else train.tensor_parallel for name, _ in named}
+    return sum(parameter.numel() // parts[name] for name, parameter in named)
+
+
+def _width(setting: Setting) -> int:
+    return NARROW if setting.precision == "bfloat16" else WIDE
+
+
+def _gathered(model: Decoder, setting: Setting) -> int:
+    width = _width(setting)
+    everything = sum(p.numel() for p in model.parameters())
+    if not setting.is_sharded:
+        return NARROW * everything if setting.precision == "bfloat16" else 0
+    layers = [_in_group(list(layer.named_parameters()), setting.train) for layer in model.model.layers]
+    trained = [_in_group(trained_parameters(layer).items(), setting.train) for layer in model.model.layers]
+    root = everything - sum(p.numel() for layer in model.model.layers for p in layer.parameters())
+    trained_root = sum(p.numel() for n, p in trained_parameters(model).items() if not n.startswith("model.layers."))
+    return width * (root + trained_root + 2 * max(layers)) + (width + WIDE) * max(trained)
+
+
+def _activations(setting: Setting, tokens: int) -> int:
+    autocast = setting.precision == "bfloat16" and not setting.is_sharded
+    dtype = torch.bfloat16 if setting.precision == "bfloat16" and not autocast else torch.float32
+    train = setting.train
+    kept = kept_bytes(
+        setting.config,
+        tokens=tokens,
+        dtype=dtype,
+        tensor_parallel=train.tensor_parallel,
+        cut_experts=train.cut_experts,
+    )
+    share = AUTOCAST_KEEPS if autocast else 1.0
+    if setting.train.activation_checkpointing:
+        return kept.inputs + 2 * round(share * kept.layer)
+    return round(share * (kept.layers + kept.layer))
+
+
+def _logits(setting: Setting, labels: int) -> int:
+    """Logits, in float32, their log-probabilities and the gradients of both."""
+    vocab = setting.config.vocab_size
+    at_once = min(labels, max(1, LOGIT_BYTES // (WIDE * vocab)))
+    return at_once * vocab * (2 * _width(setting) + 3 * WIDE)
+
+
+def plan_lines(setting: Setting, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:
+    """The plan as a run prints it: one line, and one with its parts."""
+    size = _count(plan.num_parameters)
+    count, cut = setting.num_workers, f", {setting.sharding}" if setting.num_workers > 1 else ""
+    if setting.train.tensor_parallel > 1:
+        cut += f", tensor parallel {setting.train.tensor_parallel}"
+    trained = "" if plan.num_trained == plan.num_parameters else f" ({_count(plan.num_trained)} trained)"
+    parts = ", ".join(
+        f"{name} {getattr(plan, name) / GB:.1f}"
+        for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "mask")
+    )
+    tokens, _ = sequence_tokens(setting)
+    again = ", layers computed again" if setting.train.activation_checkpointing else ""
+    return [
+        f"memory: {size} parameters{trained}, {count} {device}{'s' * (count > 1)}{cut}: {plan.total / GB:.1f} GB each",
+        f"  GB: {parts} ({setting.sequences_at_once} x {tokens:,} tokens at once in {setting.precision}{again})",
+    ]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
+def check_memory(setting: Setting, available: int, *, device: str = "GPU") -> MemoryPlan:
+    """The plan; `ValueError` if it takes more than is `available` to a worker, saying what would make it fit."""
+    plan = plan_memory(setting)
+    room = round((1 - RESERVE) * available)
+    if plan.total > room:
+        raise ValueError(
+            f"training takes {plan.total / GB:.1f} GB on each {device}, and {room / GB:.1f} GB of its "
+            f"{available / GB:.1f} are for it; {_remedy(setting, room, device)}"
+        )
+    return plan
+
+
+def _remedy(setting: Setting, room: int, device: str) -> str:
+    found = next((what for what, other in _others(setting, device) if plan_memory(other).total <= room), None)
+    return "choose a smaller model or shorter samples" if found is None else f"it fits with {found}"
+
+
+def _others(setting: Setting, device: str) -> Iterator[tuple[str, Setting]]:
+    """Settings that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
+    train, options = setting.train, ""
+    if setting.sequences_at_once > 1:
+        train, options = replace(train, micro_batch=1), "--micro-batch 1 "
+        yield options.rstrip(), replace(setting, train=train)
+    if not train.activation_checkpointing:
+        train, options = replace(train, activation_checkpointing=True), f"{options}--activation-checkpointing "
+        yield options.rstrip(), replace(setting, train=train)
+    for count in _more_workers(setting):
+        sharded = replace(setting, train=train, num_workers=count, sharding="sharded")
+        yield f"{options}--sharding sharded on {count} {device}s", sharded
+    if train.lora is None and train.tensor_parallel == 1:
+        options = f"{options}--lora {LoraSettings().rank}"
+        adapted = replace(setting, train=replace(train, lora=LoraSettings()))
+        yield options, adapted
+        yield from ((f"{options} {what}", other) for what, other in _others(adapted, device))
+
+
+def _more_workers(setting: Setting) -> Iterable[int]:
+    """Numbers of workers over which a batch divides, from the present one on."""
+    size, group = setting.train.batch_size, setting.train.tensor_parallel
+    groups = (count for count in range(setting.num_groups, size + 1) if size % count == 0)
+    return (count * group for count in groups if count * group > 1)

@@ -1,0 +1,262 @@
+"""Weights cut among workers: FSDP2 layer by layer, and tensor and expert parallelism of workers that share samples.
+
+    attention   heads: q, k and v by rows, o by columns
+    MLP         width: gate and up by rows, down by columns; so the shared experts
+    experts     whole ones, some on each worker (`expert`), or a part of each one's width (`width`)
+    the rest    whole on each worker: embeddings, norms, router, head
+
+All are DTensors, also what is whole, so that FSDP2 cuts every tensor once more among the groups of such workers, and
+checkpoints know each part's place. The residual stream is whole on each worker: the sums of the parts are added up
+after the attention and after the MLP, and the gradients of the parts' inputs before them.
+
+Shape legend: T tokens, K experts a token, D hidden, E experts on this worker, F expert width on this worker.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from mbd_core.models.decoder import Decoder, DecoderLayer
+from mbd_core.models.mlp import Experts, MoE, Router, compute_experts
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shard import split_dim
+from mbd_core.multitf.config import ExpertsCut
+
+# Tensor and expert parallelism in training: workers that share their samples, each with its part of every layer.
+
+
+def check_divides(config: ModelConfig, size: int, experts: ExpertsCut) -> None:
+    """Raise `ValueError` naming the size that does not divide among `size` workers."""
+    moe = config.moe
+    divided = {"num_key_value_heads": config.num_kv_heads, "intermediate_size": config.intermediate_size}
+    if moe is not None:
+        divided |= {"shared experts' width": moe.shared_size}
+        divided |= (
+            {"num_experts": moe.num_experts}
+            if experts == "expert"
+            else {"moe_intermediate_size": moe.intermediate_size}
+        )
+    for name, value in divided.items():
+        if value % size:
+            raise ValueError(f"{name}={value} of the model does not divide among --tensor-parallel {size} workers")
+
+
+def cut_dim(name: str, experts: ExpertsCut) -> int | None:
+    """The dimension along which the decoder's tensor `name` is cut, None if every worker of a group holds it whole."""
+    stacked = name.endswith(("experts.gate_proj", "experts.up_proj", "experts.down_proj"))
+    return 0 if stacked and experts == "expert" else split_dim(name)
+
+
+def parallelize(model: Decoder, mesh: DeviceMesh, experts: ExpertsCut) -> None:
+    """Cut the model's layers among the workers of `mesh`, which has one dimension; every one of them calls it.
+
+    A model with values must have the same on each. Raises `ValueError` as `check_divides` does.
+    """
+    check_divides(model.config, mesh.size(), experts)
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        parallelize_module(layer, mesh, _layer_plan(layer, experts), src_data_rank=None)
+    whole: dict[str, ParallelStyle] = {"model.embed_tokens": _Whole(), "model.norm": _Whole()}
+    parallelize_module(model, mesh, whole, src_data_rank=None)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    parallelize_module(model.lm_head, mesh, _Whole(), src_data_rank=None)
+
+
+def _layer_plan(layer: DecoderLayer, experts: ExpertsCut) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {"input_layernorm": _Whole(), "post_attention_layernorm": _Whole()}
+    plan |= {f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan |= {"self_attn.o_proj": RowwiseParallel()}
+    if layer.self_attn.q_norm is not None:
+        plan |= {"self_attn.q_norm": _Whole(Shard(-2)), "self_attn.k_norm": _Whole(Shard(-2))}
+    dense = "mlp"
+    if isinstance(layer.mlp, MoE):
+        plan |= {"mlp.gate": _Router(), "mlp.experts": _Experts(experts)}
+        dense = "mlp.shared_experts"
+        if layer.mlp.shared_experts is None:
+            return plan
+    plan |= {f"{dense}.gate_proj": ColwiseParallel(), f"{dense}.up_proj": ColwiseParallel()}
+    return plan | {f"{dense}.down_proj": RowwiseParallel()}
+
+
+class _Whole(ParallelStyle):
+    """A module with whole weights on each worker. Its input is the same on all, or cut as `layout` says."""
+
+    def __init__(self, layout: Placement | None = None) -> None:
+        self.layout = layout or Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(inputs[0], mesh, (self.layout,), run_check=False), *inputs[1:])
+
+        def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        _replicate(module, device_mesh)
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
+
+
+class _Router(ParallelStyle):
+    """A router with whole weights: its scores, and so the choice of experts, are the same on each worker."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        _replicate(module, device_mesh)
+        setattr(module, "logits", partial(_scores, module.logits, device_mesh))  # noqa: B010
+        return module
+
+
+def _scores(logits: Callable[[Tensor], Tensor], mesh: DeviceMesh, x_TD: Tensor) -> Tensor:
+    scores = logits(DTensor.from_local(x_TD, mesh, (Replicate(),), run_check=False))
+    assert isinstance(scores, DTensor)
+    return scores.to_local()
+
+
+class _Experts(ParallelStyle):
+    """Experts of which each worker has some, or a part of each one's width, computed on local tensors."""
+
+    def __init__(self, cut: ExpertsCut) -> None:
+        self.cut = cut
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Experts)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = cut_dim(f"experts.{name}", self.cut)
+            assert dim is not None
+            _distribute(module, name, parameter, device_mesh, Shard(dim))
+        forward = _some_experts if self.cut == "expert" else _part_of_experts
+        setattr(module, "forward", partial(forward, module, device_mesh))  # noqa: B010
+        return module
+
+
+def _part_of_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted experts of which this worker computes a part of the width, added up over the workers."""
+    x_TD, weights_TK = _shared(x_TD, mesh), _shared(weights_TK, mesh)
+    return _added_up(compute_experts(x_TD, *_local(experts), ids_TK, weights_TK), mesh)
+
+
+def _some_experts(experts: Experts, mesh: DeviceMesh, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted experts of which this worker computes those that it has, added up over the workers.
+
+    Every worker has all tokens, so none is sent. One that no token chose gives its first expert a token that counts
+    nothing: its weights then have gradients, zeros, as on every other worker.
+    """
+    x_TD, weights_TK = _shared(x_TD, mesh), _shared(weights_TK, mesh)
+    gate_EFD, up_EFD, down_EDF = _local(experts)
+    ids_TK = ids_TK - mesh.get_local_rank() * len(gate_EFD)
+    tokens_A, columns_A = ((ids_TK >= 0) & (ids_TK < len(gate_EFD))).nonzero(as_tuple=True)
+    if len(tokens_A):
+        ids_A1, weights_A1 = ids_TK[tokens_A, columns_A, None], weights_TK[tokens_A, columns_A, None]
+    else:
+        tokens_A = tokens_A.new_zeros(1)
+        ids_A1, weights_A1 = ids_TK.new_zeros(1, 1), 0.0 * weights_TK[:1, :1]
+    out_AD = compute_experts(x_TD[tokens_A], gate_EFD, up_EFD, down_EDF, ids_A1, weights_A1)
+    out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    return _added_up(out_TD.index_add(0, tokens_A, out_AD.float()).to(x_TD.dtype), mesh)
+
+
+def _local(experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
+    parameters = (experts.gate_proj, experts.up_proj, experts.down_proj)
+    gate, up, down = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+    return gate, up, down
+
+
+def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same tensor on each worker, each of which uses it for its part: its gradients are added up."""
+    return DTensor.from_local(x, mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+
+
+def _added_up(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the workers, on each of them."""
+    return (
+        DTensor.from_local(x, mesh, (Partial(),), run_check=False).redistribute(placements=(Replicate(),)).to_local()
+    )
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not isinstance(parameter, DTensor):
+            _distribute(module, name, parameter, mesh, Replicate())
+
+
+def _distribute(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, layout: Placement) -> None:
+    """Make a module's parameter this worker's part of it, cut from the values that are here."""
+    part = distribute_tensor(parameter.detach(), mesh, (layout,), src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+# Weights, gradients and optimizer states cut among the workers: FSDP2 (`fully_shard`), layer by layer.
+#
+# Each worker keeps its part of every tensor, in float32. A layer's whole weights exist while it computes, gathered in
+# the precision of the run, and its gradients are summed in float32 into the parts. What is not a layer (embeddings,
+# last norm, head) is gathered once a step, because the loss uses the head in pieces.
+#
+# The numbers are those of replicated weights, up to the order of sums; in bfloat16 the residual stream is bfloat16
+# too.
+
+
+def shard_model(
+    objective: nn.Module,
+    model: Decoder,
+    *,
+    device: torch.device,
+    world_size: int,
+    in_bfloat16: bool,
+    tensor_parallel: int = 1,
+    cut_experts: ExpertsCut = "expert",
+) -> None:
+    """Cut the model among the workers of the default process group; `objective` is what is called in a step.
+
+    With `tensor_parallel` each so many workers, one after another, share every layer, and what each of them has of it
+    is cut among such groups. A model on a CPU moves to `device` layer by layer; one on the meta device gets memory for
+    its parts, no values.
+    """
+    if tensor_parallel > 1:
+        groups = (world_size // tensor_parallel, tensor_parallel)
+        both = init_device_mesh(device.type, groups, mesh_dim_names=("data", "tensor"))
+        both._flatten("workers")  # the gradients' norm is summed over all in one exchange, so alike on each
+        parallelize(model, both["tensor"], cut_experts)
+        mesh = both["data"]
+    else:
+        mesh = init_device_mesh(device.type, (world_size,))
+    # Inputs stay as they are: integers, float32 rotations, and a float64 divisor that bfloat16 would round.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if in_bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(objective, mesh=mesh, mp_policy=policy)
+    if any(p.is_meta for p in model.parameters()):
+        objective.to_empty(device=device)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this worker holds of a tensor: its part, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be cut; every worker must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor, the same on every worker, cut as `other` is; nothing is sent."""
+    if not isinstance(other, DTensor):
+        return tensor
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)

@@ -1,0 +1,310 @@
+"""The training loop's one step, without any launcher: batch, loss, gradients, update.
+
+A step's samples and the noise of each depend on (seed, step) alone: a resumed run repeats exactly what was lost, and
+any number of workers trains on the same global batch. So do the draws of an adapter's dropout.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.config import Distillation, Sharding, TrainConfig, check_workers
+from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.prepared import sample_lengths
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.states.sample import MultiTFBatch, Together, build_batch, packed_alike, samples_of
+from mbd_core.multitf.step.adapter import SampleDraws, add_adapter, without_adapter
+from mbd_core.multitf.step.compute import compile_layers, compute_precision, update_flops
+from mbd_core.multitf.step.loss import (
+    BUCKETS,
+    DENSE,
+    Measured,
+    bucket_means,
+    denominator,
+    distillation_loss,
+    multitf_loss,
+)
+from mbd_core.multitf.step.optimizers import make_optimizers
+from mbd_core.multitf.step.parallel import shard_model, whole
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One update: loss, accuracy on labels, tokens through the model without padding and `positions` with it (these
+    are this rank's).
+
+    `grad_norm` is that of all gradients together, before it was clipped. This rank's as well: `tflop`, the model's
+    operations (`training_flops`) in units of 10^12, and `sums`, where the loss lies (`loss_buckets.bucket_sums`).
+    Of tensor-parallel workers, who have the same samples, the first one counts tokens, operations and `sums`.
+    """
+
+    step: int
+    loss: float
+    accuracy: float
+    lr: float
+    tokens: int
+    positions: int
+    grad_norm: float
+    tflop: float
+    sums: tuple[float, ...]
+
+    def point(self) -> dict[str, float]:
+        """The update as a point of a run's curve."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        del numbers["sums"], numbers["positions"]
+        return numbers | {"padding": 1.0 - self.tokens / self.positions} | bucket_means(self.sums)
+
+
+class Objective(nn.Module):
+    """The model with its loss as one module, which a data-parallel wrapper can hook."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        distillation: Distillation | None = None,
+        attention: TrainingAttention = DENSE,
+        *,
+        rolls_out: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.attention, self.rolls_out = attention, rolls_out
+        self.distillation = distillation
+
+    def forward(self, batch: MultiTFBatch, divisor: Tensor | float | None = None) -> Measured:
+        if self.distillation is None:
+            return multitf_loss(self.model, batch, divisor, attention=self.attention, rolls_out=self.rolls_out)
+        teacher, attention = partial(without_adapter, self.model), self.attention
+        return distillation_loss(
+            self.model, batch, self.distillation, as_teacher=teacher, divisor=divisor, attention=attention
+        )
+
+
+class Trainer:
+    """Owns the optimizers and the step count.
+
+    `device`: where it computes, by default where the model is. With several workers (`world_size`) and `sharding` each
+    has the model replicated or its part of it, over the default process group; a model without values (on the meta
+    device) has values yet to be filled in then. Without `sharding` the caller averages the gradients. `mean` must
+    average a tensor over the workers, where there are several.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        examples: Sequence[Example],
+        states: StateConfig,
+        config: TrainConfig,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        mean: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        check_workers(config, world_size)
+        check_trainable(len(examples), config, world_size=world_size // config.tensor_parallel)
+        self.device = next(model.parameters()).device if device is None else device
+        self.precision = compute_precision(config.precision, self.device)
+        self.model = model.train()
+        self._draws = None if config.lora is None else add_adapter(model, config.lora, seed=config.seed)
+        if config.compile:
+            compile_layers(model)
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
+        attention = TrainingAttention(config.attention, self.device)
+        rolls_out = states.self_denoising != "none"
+        self.objective: nn.Module = Objective(model, config.distillation, attention, rolls_out=rolls_out)
+        self.examples, self.states, self.config = examples, states, config
+        self.lengths = sample_lengths(examples)
+        self.num_workers, self.mean, group = world_size, mean, config.tensor_parallel
+        self.rank, self.world_size = rank // group, world_size // group  # of those with other samples
+        self.counts = rank % group == 0  # once for each group: what workers count is summed
+        self.is_sharded = group > 1 or (sharding == "sharded" and world_size > 1)
+        self._place(sharding)
+        self.step_number = 0
+        self.optimizers = make_optimizers(
+            model, config.optimizer, lr=config.lr, weight_decay=config.weight_decay, betas=config.betas
+        )
+
+    def _place(self, sharding: Sharding | None) -> None:
+        if self.is_sharded:
+            shard_model(
+                self.objective,
+                self.model,
+                device=self.device,
+                world_size=self.num_workers,
+                in_bfloat16=self.precision == "bfloat16",
+                tensor_parallel=self.config.tensor_parallel,
+                cut_experts=self.config.cut_experts,
+            )
+            return
+        self.model.to(self.device)
+        if sharding == "replicated" and self.world_size > 1:
+            ids = None if self.device.index is None else [self.device.index]
+            self.objective = DistributedDataParallel(self.objective, device_ids=ids, gradient_as_bucket_view=True)
+
+    def batch(self, step: int) -> MultiTFBatch:
+        """This rank's share of the update numbered `step`, on the CPU."""
+        c, model, indices = self.config, self.model.config, self._indices(step)
+        return build_batch(
+            [self.examples[i] for i in indices],
+            self.states,
+            mask_token_id=model.mask_token_id,
+            rngs=[random.Random(f"{c.seed}/{step}/{i}") for i in indices],
+            shift=model.shift_logits,
+            together=self._together(step),
+        )
+
+    def _indices(self, step: int, *, of_all: bool = False) -> list[int]:
+        """The samples of this rank's share, or with `of_all` the whole batch's."""
+        indices = batch_indices(self.lengths, self.config.batch_size, seed=self.config.seed, step=step)
+        return indices if of_all else indices[self.rank :: self.world_size]
+
+    def _together(self, step: int) -> Together | None:
+        """Which samples of this rank's share are packed together."""
+        if self.config.pack is None:
+            return None
+        lengths = [self.lengths[i] for i in self._indices(step, of_all=True)]
+        shares = [lengths[rank :: self.world_size] for rank in range(self.world_size)]
+        return packed_alike(shares, self.config.pack)[self.rank]
+
+    def _announce(self, part: MultiTFBatch, samples: Sequence[int]) -> None:
+        """Say to an adapter's dropout which samples of this rank's share come next."""
+        if self._draws is not None:
+            draws = partial(SampleDraws.of, seed=self.config.seed, step=self.step_number)
+            self._draws.rows = [
+                [draws(samples[number], tokens=tokens) for number, tokens in row] for row in samples_of(part)
+            ]
+
+    def step(self) -> StepMetrics:
+        """One update of the weights."""
+        number, c = self.step_number, self.config
+        batch = self.batch(number)
+        divisor = self._divisor(batch)
+        loss, accuracy, sums = 0.0, 0.0, [0.0] * (2 * len(BUCKETS))
+        parts, samples = split_batch(batch, c.micro_batch), self._indices(number)
+        for part in parts:
+            self._announce(part, samples)
+            with self._gradients_stay_here(part is not parts[-1]):
+                with self._autocast():
+                    part_loss, measures = self.objective(part.to(self.device), divisor)
+                part_loss.backward()
+            share, part_accuracy, *part_sums = torch.cat([part_loss.detach().double()[None], measures]).tolist()
+            loss += share
+            accuracy += part_accuracy * part.num_samples / batch.num_samples
+            sums = [total + part_sum for total, part_sum in zip(sums, part_sums, strict=True)]
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)).item()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = c.lr_at(number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step_number += 1
+        tokens, positions, tflop = batch.num_tokens, sum(p.input_ids.numel() for p in parts), self._tflop(batch)
+        if not self.counts:
+            tokens, positions, tflop, sums = 0, 0, 0.0, [0.0] * len(sums)
+        return StepMetrics(number, loss, accuracy, c.lr_at(number), tokens, positions, norm, tflop, tuple(sums))
+
+    def _tflop(self, batch: MultiTFBatch) -> float:
+        c, rolls_out = self.config, self.states.self_denoising != "none"
+        distills, lora = c.distillation is not None, c.lora is not None
+        return update_flops(self.model.config, batch, rolls_out=rolls_out, distills=distills, lora=lora) / 1e12
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Sharded weights are gathered in bfloat16 already; whole ones are cast where they are used."""
+        enabled = self.precision == "bfloat16" and not self.is_sharded
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _gradients_stay_here(self, here: bool) -> AbstractContextManager[None]:
+        """Replicas average a step's gradients once, after its last part; those of shards add up where they lie."""
+        if here and isinstance(self.objective, DistributedDataParallel):
+            return self.objective.no_sync()
+        return nullcontext()
+
+    def _divisor(self, batch: MultiTFBatch) -> Tensor | float:
+        """The mean over the workers of what their losses are divided by; at least 1 label's worth, so never 0.
+
+        Every worker calls `mean`, also one without any label.
+        """
+        if self.states.weighting in ("masked_mean", "block_ratio"):
+            return float(batch.num_samples)
+        own = denominator(batch, self.states.weighting).double().to(self.device)
+        shared = own if self.mean is None else self.mean(own)
+        return shared if shared > 0 else torch.ones_like(shared)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs besides its recipe: weights, optimizer state, step."""
+        return {
+            "step": self.step_number,
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step_number = state["step"]
+
+
+def checkpoint_layers(model: Decoder) -> None:
+    """Make every layer forget what it computed, where gradients are recorded, and compute it again for them."""
+    for layer in model.model.layers:
+        layer.forward = partial(_forgetful, layer.forward)
+
+
+def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
+
+
+def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:
+    """Raise `ValueError` unless a batch divides over the workers and there are samples for one."""
+    if config.batch_size % world_size:
+        raise ValueError(f"batch_size={config.batch_size} does not divide over {world_size} workers")
+    if num_examples < config.batch_size:
+        raise ValueError(f"{num_examples} training samples are fewer than batch_size={config.batch_size}")
+
+
+def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:
+    """The batch in parts of at most `size` sequences, each only as long as its longest; `None`: the batch itself."""
+    count = len(batch.input_ids)
+    if size is None or count <= size:
+        return [batch]
+    parts = []
+    for start in range(0, count, size):
+        rows = slice(start, start + size)
+        length = int((batch.stream[rows] >= 0).sum(-1).max())
+        parts.append(MultiTFBatch(*(getattr(batch, f.name)[rows, :length] for f in fields(batch))))
+    return parts
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
+    return order
+
+
+def batch_indices(lengths: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
+    """One batch: shuffled each epoch, drawn from a window sorted by length so that little is padding."""
+    per_epoch = len(lengths) // batch_size
+    epoch, place = divmod(step, per_epoch)
+    order = _epoch_order(len(lengths), seed, epoch)
+    window = 16
+    start = place // window * window
+    stop = min(start + window, per_epoch)
+    chunk = sorted(order[start * batch_size : stop * batch_size], key=lambda i: (lengths[i], i))
+    batches = [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
+    random.Random(f"{seed}/window/{epoch}/{start}").shuffle(batches)
+    return batches[place - start]

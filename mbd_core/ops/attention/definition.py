@@ -1,0 +1,120 @@
+"""Paged attention by rows in plain torch: the rows' layout, and the definition that kernels are tested against.
+
+Block-causality needs no mask. A block attends, without order inside itself, to all keys up to its own end; so each
+block is one non-causal row with its own key length, the shape that `flash_attn_varlen_func(..., causal=False)` takes.
+
+Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query
+heads, K key/value heads, C head channels; in one call G sequences, Q query tokens of each, L keys of each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# The layout of a batch of rows over a paged cache, as every kernel takes it.
+#
+# Shape legend: R rows, P pages a row.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """All of row r's queries attend to the first `kv_lens_R[r]` keys of its pages.
+
+    cu_seqlens_q   where each row's queries begin among the packed queries, and where the last row ends (R + 1)
+    kv_lens_R      at least 1 for a row with queries
+    page_table_RP  each row's pages; the entries after them must be valid page numbers too
+    page_size      tokens a page
+    max_q          queries of the longest row, for kernels that need it on the host; `None`: `for_kernels` finds it
+    exact          each row's result must be bitwise independent of the other rows
+    rows_each      that many neighbouring rows, of `max_q` queries each, are one sequence's and have the same pages,
+                   all through the batch; a kernel that reads a sequence's keys once needs to know it
+    """
+
+    cu_seqlens_q: Tensor
+    kv_lens_R: Tensor
+    page_table_RP: Tensor
+    page_size: int
+    max_q: int | None = None
+    exact: bool = False
+    rows_each: int = 1
+
+    @property
+    def max_k(self) -> int:
+        """The number of keys that a row of the page table can hold."""
+        return self.page_table_RP.shape[1] * self.page_size
+
+    def for_kernels(self) -> "RowLayout":
+        """The same layout as flash kernels take it: int32, the table contiguous, `max_q` on the host.
+
+        Without `max_q` the longest row is read back from the device, which a CUDA graph cannot capture.
+        """
+        return replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q.int(),
+            kv_lens_R=self.kv_lens_R.int(),
+            page_table_RP=self.page_table_RP.int().contiguous(),
+            max_q=int(self.cu_seqlens_q.diff().max()) if self.max_q is None else self.max_q,
+        )
+
+
+# Paged attention by rows in plain torch: the definition that every kernel is tested against.
+
+
+def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
+    """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all of them, scaled by C^-1/2.
+
+    `q_THC` holds the rows one after another; `k_pages`, `v_pages` are one layer's (pages, S, K, C). Returns (T, H, C).
+    """
+    return bind_rows(layout)(q_THC, k_pages, v_pages)
+
+
+def bind_rows(layout: RowLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`paged_attention` of one layout, whose row lengths are read once for all layers.
+
+    Each row is a call of its own over exactly its keys, its operands freshly laid out. The same row therefore gives
+    the same bits in any batch.
+    """
+    bounds, kv_lens = layout.cu_seqlens_q.tolist(), layout.kv_lens_R.tolist()
+    page_table_RP, page_size = layout.page_table_RP, layout.page_size
+
+    def attend_rows(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        out_THC = torch.empty_like(q_THC)
+        for row, num_keys in enumerate(kv_lens):
+            start, stop = bounds[row], bounds[row + 1]
+            if start == stop:
+                continue
+            pages_GP = page_table_RP[row : row + 1, : -(-num_keys // page_size)]
+            k_GKLC, v_GKLC = gather_keys(k_pages, v_pages, pages_GP, num_keys)
+            out_THC[start:stop] = attend(q_THC[None, start:stop].clone(), k_GKLC, v_GKLC)[0]
+        return out_THC
+
+    return attend_rows
+
+
+def gather_keys(k_pages: Tensor, v_pages: Tensor, pages_GP: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """The first `num_keys` keys and values of each sequence, (G, K, L, C)."""
+    k = k_pages[pages_GP].flatten(1, 2)[:, :num_keys]
+    v = v_pages[pages_GP].flatten(1, 2)[:, :num_keys]
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attend(q_GQHC: Tensor, k_GKLC: Tensor, v_GKLC: Tensor, mask_GQL: Tensor | None = None) -> Tensor:
+    """Attention (G, Q, H, C) of each sequence's queries over its keys; without a mask, over all of its keys.
+
+    Keys are never copied for each query head. The CPU's kernel pairs query heads with key heads itself. Elsewhere the
+    query heads of one key head are stacked along the queries, which is correct because the queries have no order.
+    """
+    queries, heads = q_GQHC.shape[1:3]
+    if q_GQHC.device.type == "cpu":
+        mask = None if mask_GQL is None else mask_GQL[:, None]
+        q = q_GQHC.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k_GKLC, v_GKLC, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    kv_heads = k_GKLC.shape[1]
+    share = heads // kv_heads
+    q = q_GQHC.unflatten(2, (kv_heads, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = None if mask_GQL is None else torch.cat([mask_GQL] * share, dim=1)[:, None]
+    out = F.scaled_dot_product_attention(q, k_GKLC, v_GKLC, attn_mask=mask)
+    return out.unflatten(2, (share, queries)).permute(0, 3, 1, 2, 4).reshape(q_GQHC.shape)

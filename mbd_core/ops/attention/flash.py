@@ -1,0 +1,107 @@
+"""Flash-attention kernels of other packages, with one signature.
+
+Each kernel takes non-causal rows of varying length over a paged cache; `max_k` may exceed every row's key length. The
+packages differ in how they take the key lengths.
+
+Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mbd_core.ops.attention.definition import RowLayout
+
+Kernel = Callable[[Tensor, Tensor, Tensor, RowLayout], Tensor]
+"""Queries (T, H, C), key pages and value pages (pages, S, K, C), a `RowLayout.for_kernels` -> output (T, H, C)."""
+
+
+def torch_varlen(varlen_attn: Callable[..., Any]) -> Kernel:
+    """`torch.nn.attention.varlen.varlen_attn` with a block table, which runs FlashAttention 3 or 4."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = varlen_attn(
+            q,
+            k_pages,
+            v_pages,
+            rows.cu_seqlens_q,
+            None,
+            rows.max_q,
+            rows.max_k,
+            enable_gqa=q.shape[1] != k_pages.shape[2],
+            seqused_k=rows.kv_lens_R,
+            block_table=rows.page_table_RP,
+            num_splits=1 if rows.exact else None,
+        )
+        return out
+
+    return kernel
+
+
+def vllm_flash(flash_attn_varlen_func: Callable[..., Any], *, fa_version: int) -> Kernel:
+    """`vllm.vllm_flash_attn`, which takes the key lengths themselves."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            seqused_k=rows.kv_lens_R,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+            num_splits=1 if rows.exact else 0,
+            fa_version=fa_version,
+        )
+        return out
+
+    return kernel
+
+
+def flash_3(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
+    """FlashAttention 3 from its own packages, in which only `flash_attn_with_kvcache` takes pages."""
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            q=q,
+            k_cache=k_pages,
+            v_cache=v_pages,
+            cache_seqlens=rows.kv_lens_R,
+            page_table=rows.page_table_RP,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_q,
+            causal=False,
+            num_splits=1 if rows.exact else 0,
+        )
+        return out
+
+    return kernel
+
+
+def flash_2(flash_attn_varlen_func: Callable[..., Any]) -> Kernel:
+    """`flash_attn` 2.x, which with a block table takes the key lengths as cumulative sums.
+
+    It splits a row's keys only if every row is a single query. In all other batches a row's result does not depend
+    on the other rows, so `exact` changes nothing.
+    """
+
+    def kernel(q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            q=q,
+            k=k_pages,
+            v=v_pages,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            cu_seqlens_k=F.pad(rows.kv_lens_R.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=rows.max_q,
+            max_seqlen_k=rows.max_k,
+            block_table=rows.page_table_RP,
+            causal=False,
+        )
+        return out
+
+    return kernel

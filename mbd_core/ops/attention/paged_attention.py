@@ -1,0 +1,205 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""Paged attention in Triton, for GPUs without a flash-attention package.
+
+A program takes one sequence, one key head and one split of its keys. Its rows are the queries of all slots of the
+sequence, times the query heads that share the key head, up to `_MOST_ROWS`; each row has a key length of its own. So
+the keys of a prefix are read once for all of them. A second kernel joins the splits by their log-sum-exp.
+
+The number of splits depends on the number of programs alone. Which keys a split gets is computed on the device from
+the longest key length, so that a captured step splits short and long sequences evenly. Splits without keys end at
+once. Nothing is read on the host.
+
+Values past the longest row of a tile are never multiplied, whatever they are. Values past a row's own length that
+another row of its sequence sees are multiplied by zero, so they must be finite.
+
+Triton is imported by the first call, so that this file can be imported where Triton is not installed.
+
+Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels,
+N splits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mbd_core.ops.attention.definition import RowLayout
+from mbd_core.ops.launch import launch, power_of_two
+
+_MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
+_EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
+_PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
+_STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
+_MOST_SPLITS = 16  # each split's sums are written and read again
+tl: Any = None  # triton.language, set by `_compiled` for the kernels
+
+
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, keys_ptr, table_ptr,
+    q_token, q_head, k_page, k_place, k_head, v_page, v_place, v_head, table_row, tiles, length, num_out, scale,
+    EACH: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """One split of a sequence for one key head: each row's output and its sum's base-2 logarithm, or the result."""
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    head, split = tl.program_id(1), tl.program_id(2)
+    first = tl.load(bounds_ptr + sequence * EACH)
+    end = tl.load(bounds_ptr + (sequence + 1) * EACH)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = first + row // SHARE
+    query_head = head * SHARE + row % SHARE
+    live = token < end
+    if EACH == 1:
+        keys = tl.where(live, tl.load(keys_ptr + sequence), 0)
+    else:
+        keys = tl.load(keys_ptr + sequence * EACH + row // SHARE // length, mask=live, other=0)
+    most = tl.max(keys, 0)
+    span = tl.cdiv(tl.cdiv(most, SPLITS), BLOCK_N) * BLOCK_N
+    start, stop = split * span, tl.minimum(split * span + span, most)
+    place = token if SPLITS == 1 else split * num_out + token
+    place = place.to(tl.int64) * (tl.num_programs(1) * SHARE) + query_head
+    if start >= most:
+        if SPLITS > 1:
+            tl.store(lse_ptr + place, tl.full((BLOCK_M,), float("-inf"), tl.float32), mask=live)
+        return
+    channel = tl.arange(0, BLOCK_C)
+    deep = channel < C
+    q_at = q_ptr + token[:, None].to(tl.int64) * q_token + query_head[:, None] * q_head + channel[None, :]
+    q = tl.load(q_at, mask=live[:, None] & deep[None, :], other=0.0)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    out = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    pages = table_ptr + (sequence * EACH).to(tl.int64) * table_row
+    for begin in range(start, stop, BLOCK_N):
+        at = begin + tl.arange(0, BLOCK_N)
+        inside = at < stop
+        page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
+        k_at = page * k_page + (at % PAGE) * k_place + head * k_head
+        k = tl.load(k_ptr + (k_at[None, :] + channel[:, None]), mask=inside[None, :] & deep[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where((at[None, :] < keys[:, None]) & inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
+        weight = tl.exp2(scores - shift[:, None])
+        kept = tl.exp2(top - shift)
+        total = total * kept + tl.sum(weight, 1)
+        v_at = page * v_page + (at % PAGE) * v_place + head * v_head
+        v = tl.load(v_ptr + (v_at[:, None] + channel[None, :]), mask=inside[:, None] & deep[None, :], other=0.0)
+        out = tl.dot(weight.to(v.dtype), v, out * kept[:, None], input_precision="ieee")
+        top = higher
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_at = out_ptr + place[:, None] * C + channel[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & deep[None, :])
+    if SPLITS > 1:
+        tl.store(lse_ptr + place, top + tl.log2(total), mask=live)
+
+
+def _join_kernel(
+    parts_ptr, lse_ptr, out_ptr, num_out,
+    C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The splits of one query of one head, weighted by their sums."""
+    place = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    channel = tl.arange(0, BLOCK_C)
+    lse = tl.load(lse_ptr + split * num_out + place, mask=split < SPLITS, other=float("-inf"))
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    used = (lse != float("-inf"))[:, None] & (channel < C)[None, :]  # the others have written nothing
+    part = tl.load(parts_ptr + (split * num_out + place)[:, None] * C + channel[None, :], mask=used, other=0.0)
+    out = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + place * C + channel, out.to(out_ptr.dtype.element_ty), mask=channel < C)
+
+
+@functools.cache
+def _compiled() -> tuple[Any, Any, Any]:
+    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
+    global tl
+    import triton
+    import triton.language
+
+    tl = triton.language
+    # these change from step to step; a kernel for each of their kinds would be compiled in mid-service
+    changing = ["tiles", "table_row", "num_out"]
+    return (
+        triton,
+        triton.jit(_split_kernel, do_not_specialize=changing),
+        triton.jit(_join_kernel, do_not_specialize=["num_out"]),
+    )
+
+
+class Launch(NamedTuple):
+    """How a batch is cut: query tiles of a sequence, splits of its keys, and the tiles' sizes."""
+
+    tiles: int
+    splits: int
+    block_m: int
+    block_n: int
+    block_c: int
+
+    @property
+    def num_warps(self) -> int:
+        return 8 if self.block_m == _MOST_ROWS or self.block_c > 128 else 4
+
+
+def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: int, exact: bool) -> Launch:
+    """The cut of `sequences` with at most `queries` queries each, `share` query heads for each of `kv_heads`.
+
+    It depends on no key length and on no width of a page table, so that a step has the same one captured and eager.
+    """
+    rows = queries * share
+    most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
+    block_m = _EXACT_ROWS if exact else min(most, max(16, power_of_two(rows)))
+    tiles = -(-rows // block_m)
+    most_splits = 1 if exact else max(1, min(_MOST_SPLITS, _PROGRAMS // (sequences * tiles * kv_heads)))
+    splits = 1 << (most_splits.bit_length() - 1)  # few numbers: each is compiled for itself
+    block_c = max(16, power_of_two(head_dim))
+    block_n = 16 if block_c > 128 else 32 if block_m == _MOST_ROWS else 64  # what leaves all numbers in registers
+    return Launch(tiles, splits, block_m, block_n, block_c)
+
+
+def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
+    """`attention_definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`.
+
+    Every shape depends on the layout's alone, so a CUDA graph can capture the call. Raises `ValueError` for tensors
+    whose channels are not adjacent.
+    """
+    for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the {name} have strides {tensor.stride()}; make their last dimension contiguous")
+    _, split_kernel, join_kernel = _compiled()
+    (num_tokens, heads, channels), (page_size, kv_heads) = q_THC.shape, k_pages.shape[1:3]
+    assert rows.max_q is not None
+    each = 1 if rows.exact else rows.rows_each
+    sequences, share = rows.kv_lens_R.shape[0] // each, heads // kv_heads
+    cut = plan(
+        sequences=sequences,
+        queries=each * rows.max_q,
+        share=share,
+        kv_heads=kv_heads,
+        head_dim=channels,
+        exact=rows.exact,
+    )
+    out = torch.empty(q_THC.shape, dtype=q_THC.dtype, device=q_THC.device)
+    parts, lse = out, out
+    if cut.splits > 1:
+        parts = torch.empty((cut.splits, *q_THC.shape), dtype=torch.float32, device=q_THC.device)
+        lse = torch.empty((cut.splits, num_tokens, heads), dtype=torch.float32, device=q_THC.device)
+    launch(
+        split_kernel, (sequences * cut.tiles, kv_heads, cut.splits),
+        q_THC, k_pages, v_pages, parts, lse, rows.cu_seqlens_q, rows.kv_lens_R, rows.page_table_RP,
+        *q_THC.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
+        rows.page_table_RP.stride(0), cut.tiles, rows.max_q, num_tokens, channels**-0.5 * math.log2(math.e),
+        EACH=each, SHARE=share, C=channels, PAGE=page_size, SPLITS=cut.splits,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_C=cut.block_c, num_warps=cut.num_warps, num_stages=_STAGES,
+    )  # fmt: skip
+    if cut.splits > 1:
+        launch(
+            join_kernel, (num_tokens * heads,),
+            parts, lse, out, num_tokens * heads,
+            C=channels, SPLITS=cut.splits, BLOCK_S=_MOST_SPLITS, BLOCK_C=cut.block_c,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,126 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""The choice of each token's experts from the router's logits as one Triton kernel: `models.moe.Router`'s rule.
+
+A program takes one token. Its experts lie group by group in a square of registers; the best of all that may be chosen
+is taken K times. Ties go to the lowest expert.
+
+Triton is imported by the first call, so that this file can be imported where Triton is not installed.
+
+Shape legend: T tokens, E experts, K experts a token, S shared experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mbd_core.ops.launch import launch
+
+tl: Any = None  # triton.language, set by `_compiled` for the kernels
+
+
+def _route_kernel(
+    logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, scaling,
+    E: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZES: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One token: the K best experts of the KEPT best groups, and their weights; behind them the SHARED ones."""
+    token = tl.program_id(0).to(tl.int64)
+    least = float("-inf")
+    number = tl.arange(0, BLOCK_G)
+    group, member = number[:, None], tl.arange(0, BLOCK_E)[None, :]
+    inside = (group < GROUPS) & (member < E // GROUPS)
+    expert = tl.where(inside, group * (E // GROUPS) + member, E)
+    logits = tl.load(logits_ptr + token * E + expert, mask=inside, other=least)
+    if SIGMOID:
+        score = tl.sigmoid(logits)
+    else:
+        score = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    choice = score
+    if BIASED:
+        choice = choice + tl.load(bias_ptr + expert, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, least)
+    if GROUPS > 1:
+        first = tl.max(choice, 1)
+        first_at = tl.min(tl.where(choice == first[:, None], expert, E), 1)
+        second = tl.max(tl.where(expert == first_at[:, None], least, choice), 1)
+        best = first + second
+        better = best[None, :] > best[:, None]
+        earlier = (best[None, :] == best[:, None]) & (number[None, :] < number[:, None])
+        rank = tl.sum((better | earlier).to(tl.int32), 1)
+        choice = tl.where((rank < KEPT)[:, None], choice, least)
+    column = tl.arange(0, BLOCK_K)
+    ids = tl.zeros((BLOCK_K,), tl.int64)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    for k in range(K):
+        top = tl.max(tl.max(choice, 1), 0)
+        at = tl.min(tl.min(tl.where(choice == top, expert, E), 1), 0)
+        at = tl.minimum(at, E - 1)  # if all are NaN, none is the largest
+        weight = tl.sum(tl.sum(tl.where(expert == at, score, 0.0), 1), 0)
+        ids = tl.where(column == k, at.to(tl.int64), ids)
+        weights = tl.where(column == k, weight, weights)
+        choice = tl.where(expert == at, least, choice)
+    if NORMALIZES:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    weights = weights * scaling
+    if SHARED > 0:
+        ids = tl.where(column < K, ids, (E - K + column).to(tl.int64))
+        weights = tl.where(column < K, weights, 1.0)
+    if MASKED:
+        ids = tl.where(tl.load(live_ptr + token) != 0, ids, E + SHARED)
+    place = token * (K + SHARED) + column
+    tl.store(ids_ptr + place, ids, mask=column < K + SHARED)
+    tl.store(weights_ptr + place, weights, mask=column < K + SHARED)
+
+
+@functools.cache
+def _compiled() -> tuple[Any, Any]:
+    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
+    global tl
+    import triton
+    import triton.language
+
+    tl = triton.language
+    return triton, triton.jit(_route_kernel)
+
+
+def route(
+    logits_TE: Tensor,
+    *,
+    per_token: int,
+    sigmoid: bool,
+    bias_E: Tensor | None,
+    num_groups: int,
+    kept_groups: int,
+    normalizes: bool,
+    scaling: float,
+    num_shared: int = 0,
+    live_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Expert ids (T, K + S) int64, best first, and their weights (T, K + S) float32, of float32 logits (T, E).
+
+    The arguments are those of `MoEConfig`. Last stand the `num_shared` (S) experts that every token shares, E to
+    E + S - 1, with weight 1. The ids of a token that is not `live_T` are all E + S, which is no expert.
+    """
+    triton, kernel = _compiled()
+    tokens, experts = logits_TE.shape
+    columns = per_token + num_shared
+    ids_TK = torch.empty((tokens, columns), dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty((tokens, columns), dtype=torch.float32, device=logits_TE.device)
+    launch(
+        kernel, (tokens,),
+        logits_TE.contiguous(), logits_TE if bias_E is None else bias_E, logits_TE if live_T is None else live_T,
+        ids_TK, weights_TK, scaling,
+        E=experts, SHARED=num_shared, GROUPS=num_groups, KEPT=kept_groups, K=per_token, SIGMOID=sigmoid,
+        NORMALIZES=normalizes, BIASED=bias_E is not None, MASKED=live_T is not None,
+        BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_E=triton.next_power_of_2(experts // num_groups),
+        BLOCK_K=triton.next_power_of_2(columns),
+        num_warps=1 if experts <= 256 else 4,
+    )  # fmt: skip
+    return ids_TK, weights_TK

@@ -1,0 +1,73 @@
+"""What a machine gives: the seconds of a call, the host's free memory, the speed of its matrix products."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+# The seconds that a call takes, also on asynchronous devices.
+
+
+def best_seconds(run: Callable[[], object], device: torch.device, repeats: int, *, calls: int = 1) -> float:
+    """Seconds of one call in the fastest of `repeats` runs of `calls` calls each, after one warm-up run.
+
+    On CUDA the device's own events measure. Calls of microseconds need many `calls`, so that the device, not the host
+    that launches them, is what is timed.
+    """
+    best = float("inf")
+    for attempt in range(repeats + 1):
+        seconds = _on_cuda(run, device, calls) if device.type == "cuda" else _on_host(run, calls)
+        if attempt:
+            best = min(best, seconds / calls)
+    return best
+
+
+def _on_cuda(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _on_host(run: Callable[[], object], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - started
+
+
+# The host's memory that is still free for this process.
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_memory() -> int:
+    """Bytes that this process can still take: the machine's, or less where a container (cgroup v2) has a limit.
+
+    Of the container's memory what only caches files is free: the kernel gives it back when it is needed.
+    """
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(statistics["inactive_file"]))
+    except (OSError, ValueError):  # no such file, or "max"
+        return available
+
+
+# How fast a device multiplies matrices, measured.
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 5) -> float:
+    """Floating-point operations a second of a square matrix product, by default 8192 wide on CUDA, 1024 elsewhere."""
+    if size is None:
+        size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2.0 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), device, repeats)

@@ -1,0 +1,224 @@
+"""Who is let in, and which requests are open: API keys from a file, and the drain of a server that stops."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.tokens.stream import TooManyRequests
+
+# API keys from a file that may change while the server runs.
+
+SCHEME = "Bearer"
+SHORTEST = 16  # characters of a key
+ADMINISTRATOR = "administrator"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A client's key: its SHA-256, and whether its client may administer the server."""
+
+    digest: bytes
+    administrator: bool
+
+
+def read_keys(path: Path) -> dict[str, Key]:
+    """Each client's key, from lines of a client's name, its key, and `administrator` for one; `#` begins a comment.
+
+    Raises `ValueError` naming the line, never a key.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"API keys: {path} cannot be read: {error}") from None
+    keys: dict[str, Key] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        place = f"API keys: {path}, line {number}"
+        if len(words) not in (2, 3) or words[2:] not in ([], [ADMINISTRATOR]):
+            raise ValueError(
+                f"{place}: {len(words)} words; it must be a client's name and its key, and for an administrator's "
+                f"'{ADMINISTRATOR}' behind them"
+            )
+        name, key = words[:2]
+        if name in keys:
+            raise ValueError(f"{place}: client '{name}' stands there twice; give one of them another name")
+        if len(key) < SHORTEST:
+            raise ValueError(f"{place}: the key has {len(key)} characters; it needs at least {SHORTEST}")
+        keys[name] = Key(digest=hashlib.sha256(key.encode()).digest(), administrator=len(words) == 3)
+    if not keys:
+        raise ValueError(f"API keys: {path} holds no key; nobody could be served")
+    return keys
+
+
+class ApiKeys:
+    """The clients that may ask. The file is read again when it has changed; while it is wrong, the last keys hold."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ValueError` as `read_keys` does."""
+        self._path, self._state = path, _state(path)
+        self._keys = read_keys(path)
+
+    def client(self, authorization: str) -> str:
+        """The client whose key an `Authorization` header holds; `ApiError` (401) for any other header.
+
+        All keys are compared, each in constant time.
+        """
+        self._refresh()
+        scheme, _, key = authorization.partition(" ")
+        given = hashlib.sha256(key.strip().encode()).digest()
+        names = [name for name, known in self._keys.items() if hmac.compare_digest(known.digest, given)]
+        if not names or scheme.lower() != SCHEME.lower():
+            raise ApiError(
+                401,
+                "an API key of this server is needed; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": SCHEME},
+            )
+        return names[0]
+
+    def has(self, authorization: str) -> bool:
+        """Whether an `Authorization` header holds a key."""
+        try:
+            self.client(authorization)
+        except ApiError:
+            return False
+        return True
+
+    def administrator(self, authorization: str) -> str:
+        """The client, if its key is an administrator's; `ApiError` (401, 403) otherwise."""
+        name = self.client(authorization)
+        if not self._keys[name].administrator:
+            raise ApiError(403, f"the key of '{clipped(name)}' is no administrator's", code="not_an_administrator")
+        return name
+
+    def _refresh(self) -> None:
+        state = _state(self._path)
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._keys = read_keys(self._path)
+        except ValueError as error:
+            log.error("%s; the keys that were read before go on to hold", error)
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file, and with a link to it; `None` while there is none."""
+    try:
+        now = os.stat(path)
+    except OSError:
+        return None
+    return now.st_ino, now.st_mtime_ns, now.st_size
+
+
+# The API requests of a server that have not been answered, and its drain: it takes no more and finishes these.
+
+DRAIN_SECONDS = 30.0  # that a drain may take, unless somebody says otherwise
+RETRY_SECONDS = 10  # a server that shuts down is replaced or started again, which takes a while
+
+
+class OpenRequest:
+    """A client's request, from `OpenRequests.begin` to `end`. It is one choice until `take_choices` says more."""
+
+    def __init__(self, requests: "OpenRequests", client: str) -> None:
+        """`client` is empty for one whose choices are not counted."""
+        self._requests, self.client, self.num_choices = requests, client, 1
+
+    def take_choices(self, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
+        """Count the request as `num_each` choices for each of its prompts.
+
+        Raises `ApiError` (400) for more than a client may ever have, and `TooManyRequests` for more than it may have
+        beside its others.
+        """
+        self._requests.check_choices(self, num_prompts, num_each, prompt_field=prompt_field)
+        self.num_choices = num_prompts * num_each
+
+    def end(self) -> None:
+        """The answer has ended; a second call does nothing."""
+        self._requests.remove(self)
+
+
+class OpenRequests:
+    """Requests that have begun and not ended. All methods belong to one event loop."""
+
+    def __init__(self, *, most_each: int | None = None) -> None:
+        """`most_each`: how many choices a client may have open; `None`, and for clients without a name: any number."""
+        self._most_each = most_each
+        self._open: dict[OpenRequest, None] = {}
+        self._draining = False
+        self._drained = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    def begin(self, client: str = "", *, limited: bool = True) -> OpenRequest:
+        """Count a client's new request, as one choice; where it is not `limited`, only a drain counts it.
+
+        Raises `ApiError` (503) while draining, and `TooManyRequests` for a client that has as many choices as it may.
+        """
+        if self._draining:
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no more requests; try again later",
+                code="shutting_down",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        request = OpenRequest(self, client if limited else "")
+        self._check_room(request, 1)
+        self._open[request] = None
+        return request
+
+    def check_choices(self, request: OpenRequest, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
+        """Raises as `OpenRequest.take_choices`."""
+        most = self._most_each
+        if request.client and most is not None and num_prompts * num_each > most:
+            field = prompt_field if num_prompts > most else "n"
+            message = f"{field}: {num_prompts * num_each} choices at once; one API key may have {most} under way here"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        self._check_room(request, num_prompts * num_each)
+
+    def _check_room(self, request: OpenRequest, number: int) -> None:
+        """Raise `TooManyRequests` where a client's others leave no room for `number` choices of its request."""
+        if not request.client or self._most_each is None:
+            return
+        others = sum(r.num_choices for r in self._open if r.client == request.client and r is not request)
+        if others + number > self._most_each:
+            raise TooManyRequests(
+                f"{others} choices of this API key are under way, and {number} more are asked for; it may have "
+                f"{self._most_each}; try again when some have ended"
+            )
+
+    def begin_drain(self) -> int:
+        """Take no more requests; how many are open."""
+        self._draining = True
+        self._note_the_end()
+        return len(self._open)
+
+    async def drained(self, seconds: float) -> int:
+        """Wait until no request is open, for `seconds` at most; how many still are. Call `begin_drain` first."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._drained.wait()
+        except TimeoutError:
+            pass
+        return len(self._open)
+
+    def remove(self, request: OpenRequest) -> None:
+        """The request has ended."""
+        self._open.pop(request, None)
+        self._note_the_end()
+
+    def _note_the_end(self) -> None:
+        if self._draining and not self._open:
+            self._drained.set()

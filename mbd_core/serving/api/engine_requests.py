@@ -1,0 +1,249 @@
+"""From a parsed API request to what the engine takes: prompts tokenised at a bounded cost, a request a choice."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from mbd_core.checkpoint.chat import chat_text, check_form
+from mbd_core.checkpoint.literal_text import MaskedText, literal, token_ids
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.grammar.grammar import Grammar, GrammarRefused
+from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.fields import TemplateTokens
+from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT, ChatRequest, GenerationRequest
+from mbd_core.serving.api.stream_places import taken_up
+from mbd_core.serving.tokens.served_model import ServedModel
+from mbd_core.serving.tokens.stream import TooManyRequests
+
+# From a parsed API request to what the engine takes: one request for each prompt and choice, checked.
+
+
+def engine_requests(
+    asked: GenerationRequest,
+    prompts: Sequence[Sequence[int]],
+    *,
+    prompt_field: str,
+    decoding: DecodingConfig,
+    seed: int,
+    admission: Admission,
+    adapter: str | None = None,
+    template: TemplateTokens | None = None,
+    added_tokens: Mapping[str, int] = MappingProxyType({}),
+) -> list[Request]:
+    """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice; one `group`.
+
+    `prompt_field` is the field that the prompts came in, `added_tokens` what the tokenizer has as tokens beside its
+    own pieces. Raises `ApiError` (400) naming the field that cannot be honoured.
+    """
+    samplings = asked.samplings(seed)
+    budget, grammar = asked.budget, _grammar(asked, added_tokens)
+    if template is not None:
+        budget = len(template.tokens)
+    if template is not None or grammar is not None:
+        decoding = _without_revision(decoding, asked)
+    if asked.resumable and decoding.canvas is not None:
+        message = "resumable: a canvas is not filled from left to right, its answer can only begin anew; leave it out"
+        raise ApiError(400, message, param="resumable", code="invalid_value")
+    requests: list[Request] = []
+    group = uuid.uuid4().hex
+    for prompt in prompts:
+        request = Request(
+            request_id=f"{group}-{len(requests)}",
+            prompt=tuple(prompt),
+            max_tokens=MAX_TOKENS_DEFAULT if budget is None else budget,
+            decoding=decoding,
+            sampling=samplings[0],
+            logprobs=asked.wants_logprobs,
+            rollout=bool(asked.return_step_map),
+            frames=bool(asked.frames),
+            adapter=adapter,
+            grammar=grammar,
+            template=() if template is None else template.tokens,
+            ignore_eos=template is not None,
+        )
+        if budget is None:
+            request = replace(request, max_tokens=admission.default_max_tokens(request))
+        if asked.resume is not None:
+            request = taken_up(request, asked.resume)
+        try:
+            admission.check(request)  # the choices differ in what no check looks at
+        except RequestRefused as error:
+            raise _api_error(
+                error, asked, len(prompt), admission, prompt_field=prompt_field, templated=template is not None
+            ) from None
+        first = len(requests)
+        requests += [replace(request, request_id=f"{group}-{first + i}", sampling=s) for i, s in enumerate(samplings)]
+    return requests
+
+
+def _grammar(asked: GenerationRequest, added_tokens: Mapping[str, int]) -> Grammar | None:
+    rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+    try:
+        return asked.grammar if rule is None else rule.grammar(added_tokens)
+    except GrammarRefused as error:
+        field = asked.grammar_field
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
+
+
+def _without_revision(decoding: DecodingConfig, asked: GenerationRequest) -> DecodingConfig:
+    """The model's own revision of filled tokens is left out, where the request does not ask for it: it would change
+    fixed tokens, and those that a grammar has accepted."""
+    if {"t2t", "soft", "tau_stable"} & (asked.decoding or {}).keys():
+        return decoding
+    return replace(decoding, t2t=None, soft=None, tau_stable=None)
+
+
+def check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
+    """Raise `ApiError` (400) where there is no prompt, or where there are more choices than the server takes at once.
+
+    It is asked before anything is tokenised.
+    """
+    if not num_prompts:
+        raise ApiError(400, f"{prompt_field}: no prompt was given", param=prompt_field, code="invalid_value")
+    if num_prompts * num_choices > capacity:
+        field = prompt_field if num_prompts > capacity else "n"
+        message = f"{field}: {num_prompts * num_choices} choices at once; this server takes at most {capacity}"
+        raise ApiError(400, message, param=field, code="invalid_value")
+
+
+def _api_error(
+    refused: RequestRefused,
+    asked: GenerationRequest,
+    prompt_length: int,
+    admission: Admission,
+    *,
+    prompt_field: str,
+    templated: bool,
+) -> ApiError:
+    """The engine's refusal in the words of the API: the field as the client named it."""
+    fields = {
+        "prompt": prompt_field,
+        "committed": "resume",
+        "max_tokens": asked.budget_field,
+        "decoding": "decoding" if asked.speed is None else "speed",
+        "rollout": "return_step_map",
+        "frames": "frames",
+        "grammar": asked.grammar_field,
+        "template": "template",
+    }
+    param, message = fields.get(refused.field), str(refused)
+    if templated and param == asked.budget_field:
+        param = "template"
+    elif asked.budget is None and refused.code == "context_length_exceeded":
+        param, message = prompt_field, f"{prompt_length} tokens leave no room to generate; "
+        if admission.room(prompt_length):
+            message += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
+        else:
+            message += f"the limit is {admission.max_length} in all"
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=refused.code)
+
+
+# Prompts' texts to token ids at a bounded cost, off the event loop.
+#
+# Tokenising takes about a second for each few hundred thousand characters. So a text that cannot fit is refused after
+# its first part, and long texts have a thread of their own, where no short one waits behind them.
+
+LONG = 20_000  # characters of a request from which on it is long
+MOST_LONG = 16  # long requests that may wait for their thread
+PART = 8  # characters for each token of the limit: where a text has fewer tokens, the next part is looked at
+GROWTH = 4  # of the parts
+MARGIN = 256  # tokens that a part may have beyond the limit, because it ends within a word
+
+Encode = Callable[[str], list[int]]
+T = TypeVar("T")
+
+
+class TextTooLong(ValueError):
+    """A text has more tokens than fit."""
+
+
+def bounded_ids(encode: Encode, text: str, *, limit: int) -> list[int]:
+    """The ids of `text`; `TextTooLong` for one of more than about `limit` tokens, once a part of it shows that."""
+    end = PART * limit + MARGIN
+    while end < len(text):
+        if len(encode(text[:end])) > limit + MARGIN:
+            raise TextTooLong(f"{len(text)} characters are more than {limit} tokens, which is the limit in all")
+        end *= GROWTH
+    return encode(text)
+
+
+def text_ids(
+    model: ServedModel, text: str | MaskedText, *, field: str, special: bool, parse_special: bool = False
+) -> list[int]:
+    """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
+
+    Control tokens that a client's own text spells are text, unless it is to be parsed (`parse_special`); a chat's text
+    is masked already. Raises `ApiError` (400) for a text that has far too many; the engine refuses one that has a few
+    too many.
+    """
+    masked = text
+    if isinstance(masked, str):
+        masked = MaskedText(masked) if parse_special else literal(model.tokenizer, masked)
+
+    def encode(part: str) -> list[int]:
+        part_ids = token_ids(model.tokenizer, [MaskedText(part, masked.masking)], add_special_tokens=special)
+        return part_ids[0]
+
+    try:
+        return bounded_ids(encode, masked.text, limit=model.limits.admission.max_length)
+    except TextTooLong as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
+
+
+def chat_ids(
+    model: ServedModel,
+    turns: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    special: bool = False,
+) -> list[int]:
+    """The ids of a chat in the model's template; raises as `text_ids`, and for what the template refuses."""
+    try:
+        text = chat_text(model.tokenizer, turns, tools=tools)
+    except ValueError as error:
+        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+    return text_ids(model, text, field="messages", special=special)
+
+
+def check_calls(model: ServedModel) -> None:
+    """Raise `ApiError` (400) for a model whose calls of tools could not be told from text."""
+    try:
+        check_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", param="tools", code="invalid_value") from None
+
+
+class TokenizerThreads:
+    """Two threads that tokenise: one for short texts, one for long ones.
+
+    A fast tokenizer can be used in both at once after its first call, which sets it up.
+    """
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._num_long = 0
+
+    async def run(self, call: Callable[[], T], *, characters: int) -> T:
+        """The result of `call`, which tokenises so many characters; `TooManyRequests` where many long ones wait."""
+        loop = asyncio.get_running_loop()
+        if characters <= LONG:
+            return await loop.run_in_executor(self._short, call)
+        if self._num_long >= MOST_LONG:
+            raise TooManyRequests(f"{MOST_LONG} requests with long prompts are being read; try again later")
+        self._num_long += 1
+        try:
+            return await loop.run_in_executor(self._long, call)
+        finally:
+            self._num_long -= 1
+
+    def shutdown(self) -> None:
+        """End the threads; a call that runs is waited for."""
+        self._short.shutdown()
+        self._long.shutdown(cancel_futures=True)

@@ -1,0 +1,255 @@
+"""The answer to one API request, from the engine's steps: whole, or as server-sent events."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mbd_core.decoding.blocks.request import Counts, Output, Rollout
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.fields import TemplateTokens
+from mbd_core.serving.api.replies import FRAME, Reply, ReplyChoice, frame_fields
+from mbd_core.serving.api.requests import GenerationRequest
+from mbd_core.serving.api.stream_places import place
+from mbd_core.serving.server.measures import MeasuredStream
+from mbd_core.serving.server.text_stream import TextStep, TextStream
+from mbd_core.serving.text.committed import CallReader, Decode, Said
+from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
+
+# What a reply says of tokens beside their text: their ids, and for rollouts when each was accepted.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDetails:
+    """The fields that a choice gets where the client asked for them, empty otherwise.
+
+    ids    `token_ids`, and of the prompt `prompt_token_ids`
+    steps  `rollout`: the step map and log-probabilities of these tokens, and at the end of the terminal block's rest
+    holes  of a template: the texts in its holes
+    """
+
+    ids: bool = False
+    steps: bool = False
+    holes: Callable[[Sequence[int]], tuple[str, list[str]]] | None = None
+
+    def of(self, tokens: Sequence[int], rollout: Rollout | None, *, ends: bool) -> dict[str, Any]:
+        """The fields for these tokens of a choice; `ends`: they are its last ones, or all of them."""
+        fields: dict[str, Any] = {"token_ids": list(tokens)} if self.ids else {}
+        if self.steps and rollout is not None:
+            fields["rollout"] = {"step_map": list(rollout.steps), "logprobs": list(rollout.logprobs)}
+            if ends:
+                fields["rollout"]["terminal"] = {
+                    "token_ids": list(rollout.tail_tokens),
+                    "step_map": list(rollout.tail_steps),
+                    "logprobs": list(rollout.tail_logprobs),
+                }
+        return fields
+
+    def of_answer(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The field for all tokens of a choice."""
+        return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
+
+    def text(self, text: str, tokens: Sequence[int], *, echo: str) -> str:
+        """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
+        return text if self.holes is None else echo + self.holes(tokens)[0]
+
+    def of_prompt(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The field for a prompt."""
+        return {"prompt_token_ids": list(prompt)} if self.ids else {}
+
+
+def token_details(asked: GenerationRequest, template: TemplateTokens | None, decode: Decode) -> TokenDetails:
+    return TokenDetails(
+        ids=bool(asked.return_token_ids or asked.resumable),
+        steps=bool(asked.return_step_map),
+        holes=None if template is None else partial(template.texts, decode=decode),
+    )
+
+
+# The answer to one API request, from the engine's steps: whole, or as server-sent events.
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> str:
+    """One server-sent event; a frame has a type of its own."""
+    kind = f"event: {FRAME}\n" if FRAME in value else ""
+    return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def by_tokens(step: TextStep) -> Iterator[TextStep]:
+    """The step in parts of one token each, which join to it; its end is the last part's."""
+    last = len(step.new_tokens) - 1
+    if last < 1:
+        yield step
+        return
+    rest = step.text[sum(map(len, step.pieces)) :]
+    for i, (token, text) in enumerate(zip(step.new_tokens, step.pieces, strict=True)):
+        yield replace(
+            step,
+            text=text if i < last else text + rest,
+            new_tokens=(token,),
+            output=step.output if i == last else None,
+            logprobs=None if step.logprobs is None else step.logprobs[i : i + 1],
+            rollout=None if step.rollout is None else _part(step.rollout, i, ends=i == last),
+            pieces=(text,),
+        )
+
+
+def _part(rollout: Rollout, i: int, *, ends: bool) -> Rollout:
+    """What it says of its i-th token, and behind the last one its tail."""
+    if ends:
+        return rollout.without(i)
+    return Rollout(steps=rollout.steps[i : i + 1], logprobs=rollout.logprobs[i : i + 1])
+
+
+class Answer:
+    """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
+
+    streamed       whether the client asked for `events()`; otherwise it gets `whole()`
+    logprobs       one for each choice, where the client asked for log-probabilities
+    details        what is said of tokens beside their text
+    calls          whether the answers were held to a `CallRule`, and have calls
+    echoes         the text before each choice's own, if any
+    texts          the text of each token, for frames
+    resumable      whether each commit of a stream ends with its place (`mbd_core/serving/api/stream_places.py`)
+    include_usage  whether the events end with one that carries the usage
+    on_close       called by `close()`, each time
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        stream: TextStream | MeasuredStream,
+        *,
+        streamed: bool = False,
+        logprobs: Sequence[ChoiceLogprobs] | None = None,
+        details: TokenDetails | None = None,
+        calls: bool = False,
+        echoes: Sequence[str] = (),
+        texts: TokenTexts | None = None,
+        resumable: bool = False,
+        include_usage: bool = False,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.streamed, self._on_close = streamed, on_close
+        self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
+        self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
+        self._calls = [CallReader() if calls else None for _ in stream.requests]
+        self._echoes = list(echoes) or [""] * len(stream.requests)
+
+    def close(self) -> None:
+        """Abort what the engine has not finished."""
+        self._stream.close()
+        self._on_close()
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer in one object, its choices in the order of the requests."""
+        texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
+        outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
+        async for step in self._stream:
+            texts[step.request_id] += step.text
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+                weights.append(step.weights)
+        ordered = [outputs[request_id] for request_id in texts]
+        choices = [
+            self._choice(
+                index,
+                self._details.text(text, output.tokens, echo=self._echoes[index]),
+                reason=output.finish_reason,
+                logprobs=self._logprobs_of(index, output.tokens, output.logprobs),
+                details=self._details.of_prompt(request.prompt)
+                | self._details.of(output.tokens, output.rollout, ends=True)
+                | self._details.of_answer(output.tokens),
+            )
+            for index, (request, text, output) in enumerate(
+                zip(self._stream.requests, texts.values(), ordered, strict=True)
+            )
+        ]
+        return self._reply.full(choices, [o.counts for o in ordered], weights)
+
+    def _choice(self, index: int, text: str, *, reason: str, **fields: Any) -> ReplyChoice:
+        said = self._read(index, text, ends=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.calls]
+        return ReplyChoice(text=said.content, calls=calls, reason=self._reason(index, reason), **fields)
+
+    def _read(self, index: int, text: str, *, ends: bool) -> Said:
+        """Content and calls in the next piece of a choice's text."""
+        reader = self._calls[index]
+        return Said(content=text) if reader is None else reader.push(text, ends=ends)
+
+    def _reason(self, index: int, reason: str) -> str:
+        """Why a choice ended, once its text is read."""
+        reader = self._calls[index]
+        return reason if reason == "abort" or reader is None or not reader.num_calls else "tool_calls"
+
+    async def events(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[str]:
+        """The answer as server-sent events. The last object before `[DONE]` carries `mbd`.
+
+        The status has been sent by then: a failure becomes the last event, with the error that `on_failure` returns,
+        and no `[DONE]` follows.
+        """
+        async for group in self.event_groups(on_failure):
+            for one in group:
+                yield one
+
+    async def event_groups(self, on_failure: Callable[[Exception], ApiError]) -> AsyncIterator[list[str]]:
+        """The events, those together that are there at once: a step's, whose text goes out token by token."""
+        try:
+            async for chunks in self._chunks():
+                yield list(map(event, chunks))
+            yield [DONE]
+        except Exception as error:
+            yield [event(on_failure(error).body)]
+
+    async def _chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+        reply = self._reply
+        index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
+        counts: dict[int, Counts] = {}
+        num_tokens = [len(request.committed) for request in self._stream.requests]
+        weights: list[tuple[int, int]] = []
+        no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
+            prompt = self._details.of_prompt(request.prompt)
+            if reply.chat or prompt or echo:
+                yield [reply.chunk(i, text=echo, first=True, details=prompt) | no_usage]
+        async for step in self._stream:
+            i = index[step.request_id]
+            chunks = [chunk | no_usage for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
+            num_tokens[i] += len(step.new_tokens)
+            if self._resumable and step.new_tokens and step.output is None:
+                request, after = self._stream.requests[i], num_tokens[i]
+                chunks[-1]["choices"][0]["resume"] = place(
+                    request, reply.id, num_tokens=after, num_forwards=step.num_forwards
+                )
+            if step.frame is not None and self._texts is not None:
+                chunks.insert(0, reply.frame(frame_fields(step.frame, i, self._texts)))
+            if step.output is not None:
+                counts[i] = step.output.counts
+                weights.append(step.weights)
+                end = self._details.of_answer(step.output.tokens)
+                last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
+                if len(counts) == len(index) and not self._include_usage:
+                    last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
+                chunks.append(last)
+            yield chunks
+        if self._include_usage:
+            yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights)]
+
+    def _chunk_of(self, index: int, step: TextStep) -> dict[str, Any] | None:
+        """The chunk of a part of a step, `None` where it has nothing to say."""
+        ends = step.output is not None
+        logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs) if step.new_tokens else None
+        details = self._details.of(step.new_tokens, step.rollout, ends=ends)
+        said = self._read(index, step.text, ends=ends)
+        if not (said.content or said.calls or logprobs or (details and (step.new_tokens or ends))):
+            return None
+        return self._reply.chunk(index, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
+
+    def _logprobs_of(
+        self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None
+    ) -> dict[str, Any] | None:
+        return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or ())

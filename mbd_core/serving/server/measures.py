@@ -1,0 +1,191 @@
+"""What an API server's clients see: how long they wait for tokens, and how their requests end.
+
+A choice is one engine request; an API request has one or more of them. The tokens of one commit share their arrival: a
+client gets a block at once. Four times follow from the arrivals of a choice's tokens:
+
+    arrival of the API request
+       |--- time to first token ---| commit |-- inter-token latency --| commit |--- ... ---| commit
+       |------------------------------------- end to end ----------------------------------------|
+
+Each gap between two commits is one inter-token latency, however many tokens come after it. The time per output token
+spreads the time from the first commit to the last over all tokens but the first, as the field's tools do. A choice
+whose tokens all come in one commit has a time per output token of 0; one of a single token has none.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+from mbd_core.decoding.blocks.request import FinishReason, Request
+from mbd_core.engine.measures import Samples
+from mbd_core.serving.api.errors import api_error
+from mbd_core.serving.server.text_stream import TextStep, TextStream
+
+NO_MODEL = ""  # of requests that named none that is served
+Clock = Callable[[], float]
+
+
+@dataclass
+class RequestMeasures:
+    """The requests of one model since the server started; times in seconds.
+
+    prompt_tokens, generation_tokens  of the choices that were accepted, and handed out by them
+    finished        choices that ended by themselves, by finish reason
+    aborted         choices whose client left before their end, or that an administrator ended
+    errors          API requests that were refused or failed, by HTTP status; where a stream fails after its status was
+                    sent, the status that it would have had
+    lost_replicas   how often a choice lost its replica; it went on at another one, or failed
+    """
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    aborted: int = 0
+    errors: Counter[int] = field(default_factory=Counter)
+    lost_replicas: int = 0
+    time_to_first_token: Samples = field(default_factory=Samples)
+    inter_token_latency: Samples = field(default_factory=Samples)
+    time_per_output_token: Samples = field(default_factory=Samples)
+    end_to_end: Samples = field(default_factory=Samples)
+
+    def on_loss(self) -> None:
+        """A replica was lost under a choice."""
+        self.lost_replicas += 1
+
+
+class ServerMeasures:
+    """The requests of one server, by model; `NO_MODEL` has those that named none of `models`."""
+
+    def __init__(self, models: Iterable[str], *, clock: Clock = time.perf_counter) -> None:
+        self.by_model = {name: RequestMeasures() for name in (*models, NO_MODEL)}
+        self._clock = clock
+
+    def add(self, model: str) -> None:
+        """Count another model's requests too."""
+        self.by_model = {model: RequestMeasures(), **self.by_model}
+
+    def on_arrival(self) -> "RequestWatch":
+        """An API request has come; the watch follows it to its end."""
+        return RequestWatch(self.by_model, self._clock)
+
+
+@dataclass
+class _Choice:
+    """A choice that has not ended: its tokens so far, when the first and the last of them came."""
+
+    num_tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+
+class RequestWatch:
+    """One API request:
+
+        on_arrival -> on_body -> on_model -> on_accepted -> on_tokens, on_end of each choice -> on_close
+
+    `on_error` may come at any time and is the last that counts; `on_close` may come twice.
+    """
+
+    def __init__(self, by_model: Mapping[str, RequestMeasures], clock: Clock) -> None:
+        self._by_model, self._clock = by_model, clock
+        self._measures = by_model[NO_MODEL]
+        self._arrived = clock()
+        self._choices: dict[str, _Choice] = {}
+        self._accepted = self._ended = False
+
+    def on_body(self) -> None:
+        """All of it is there: how long a client takes to send it is no latency of ours."""
+        self._arrived = self._clock()
+
+    def on_model(self, name: str) -> None:
+        """It is for this model, which is served."""
+        self._measures = self._by_model[name]
+
+    def on_accepted(self, requests: Sequence[Request]) -> None:
+        """The engines have taken its choices."""
+        self._accepted = True
+        self._choices = {r.request_id: _Choice() for r in requests}
+        self._measures.prompt_tokens += sum(len(r.prompt) for r in requests)
+
+    def on_tokens(self, request_id: str, count: int) -> None:
+        """`count` tokens of a choice came, all at once."""
+        if not count:
+            return
+        choice, now = self._choices[request_id], self._clock()
+        if choice.num_tokens:
+            self._measures.inter_token_latency.add(now - choice.last)
+        else:
+            choice.first = now
+            self._measures.time_to_first_token.add(now - self._arrived)
+        choice.num_tokens += count
+        choice.last = now
+        self._measures.generation_tokens += count
+
+    def on_end(self, request_id: str, reason: FinishReason) -> None:
+        """A choice has ended by itself."""
+        choice = self._choices.pop(request_id)
+        if reason == "abort":
+            self._measures.aborted += 1
+            return
+        self._measures.finished[reason] += 1
+        self._measures.end_to_end.add(self._clock() - self._arrived)
+        if choice.num_tokens > 1:
+            self._measures.time_per_output_token.add((choice.last - choice.first) / (choice.num_tokens - 1))
+
+    def on_error(self, error: BaseException) -> None:
+        """It was refused or has failed; where its client left instead, it was aborted."""
+        if self._ended or isinstance(error, StopAsyncIteration):
+            return
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self.on_close()
+        elif isinstance(error, Exception):
+            self._ended = True
+            self._measures.errors[api_error(error).status] += 1
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What the block raises goes to `on_error` too."""
+        try:
+            yield
+        except BaseException as error:
+            self.on_error(error)
+            raise
+
+    def on_close(self) -> None:
+        """Nobody waits for it any more; the choices that have not ended are aborted."""
+        if not self._ended:
+            self._ended = True
+            self._measures.aborted += len(self._choices) if self._accepted else 1
+
+    def measured(self, stream: TextStream) -> "MeasuredStream":
+        """The stream of the choices that the engines have taken, watched to its end."""
+        self.on_accepted(stream.requests)
+        return MeasuredStream(stream, self)
+
+
+class MeasuredStream:
+    """A `TextStream` whose steps a `RequestWatch` sees before its reader does."""
+
+    def __init__(self, stream: TextStream, watch: RequestWatch) -> None:
+        self.requests = stream.requests
+        self._stream, self._watch = stream, watch
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextStep:
+        with self._watch.errors():
+            step = await anext(self._stream)
+        self._watch.on_tokens(step.request_id, len(step.new_tokens))
+        if step.output is not None:
+            self._watch.on_end(step.request_id, step.output.finish_reason)
+        return step
+
+    def close(self) -> None:
+        """Abort what has not finished."""
+        self._watch.on_close()
+        self._stream.close()

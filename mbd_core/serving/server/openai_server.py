@@ -1,0 +1,401 @@
+"""OpenAI's API over served models, without HTTP and without Ray: bodies in, answers out."""
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from mbd_core.checkpoint.chat import decode_text
+from mbd_core.checkpoint.tokenizer import grammars_of
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.methods import SpeedPoint
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.admission import RequestRefused, compile_guide
+from mbd_core.serving.api.access import OpenRequest, OpenRequests
+from mbd_core.serving.api.engine_requests import (
+    TokenizerThreads,
+    chat_ids,
+    check_calls,
+    check_number,
+    engine_requests,
+    text_ids,
+)
+from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
+from mbd_core.serving.api.other_requests import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    token_ids,
+    token_text,
+    tokenizer_info,
+)
+from mbd_core.serving.api.replies import Reply
+from mbd_core.serving.api.requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, parse
+from mbd_core.serving.api.stream_places import begun_texts
+from mbd_core.serving.server.answer import Answer, token_details
+from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
+from mbd_core.serving.server.prompt_scores import ScoredAnswer, score_requests
+from mbd_core.serving.server.text_stream import OpenChoices, TextStream
+from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
+from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
+from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TooManyRequests, has_room
+
+Body = bytes | Callable[[], Awaitable[bytes]]
+Asked = CompletionRequest | ChatRequest
+Kind = type[CompletionRequest] | type[ChatRequest]
+
+LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
+MOST_LARGE = 16  # large bodies that may wait to be parsed
+REST = 5.0  # seconds of the event loop that a large body leaves to others for each one that its parsing takes
+NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices on their way to the engines, and how long each counts as that
+
+
+class OpenAIServer:
+    """The models by the names that clients call them. Its methods belong to one event loop.
+
+    A server that is to end without cutting answers is drained first: `begin_drain()`, then `drained(seconds)`.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Callable[[], Awaitable[ServedModel]]],
+        *,
+        request_seconds: float | None = None,
+        client_requests: int | None = None,
+        body_prompts: int = MAX_PROMPTS,
+        measures: ServerMeasures | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        """`models` gives each model when it is first asked for; an answer may take `request_seconds` from the arrival
+        of its request's whole body on. A client may have `client_requests` choices under way, and a body
+        `body_prompts` prompts. `measures` are told of every request."""
+        self._models, self._request_seconds, self._body_prompts = dict(models), request_seconds, body_prompts
+        self._log = log or logging.getLogger(__name__)
+        self.measures = measures or ServerMeasures(self._models)
+        self._routes: dict[str, _Route] = {}
+        self._open_requests = OpenRequests(most_each=client_requests)
+        self._created = int(time.time())
+        self._tokenizing = TokenizerThreads()
+        self._bodies = _LargeBodies()
+
+    def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
+        """Serve these models from now on; requests under way go on."""
+        self._models = dict(models)
+        self._routes = {name: route for name, route in self._routes.items() if name in models}
+        for name in models.keys() - self.measures.by_model.keys():
+            self.measures.add(name)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._open_requests.draining
+
+    def begin_drain(self) -> int:
+        """Refuse new requests with 503 from now on; those that run or wait go on. Returns how many these are."""
+        return self._open_requests.begin_drain()
+
+    async def drained(self, seconds: float) -> int:
+        """Wait until every answer has ended, for `seconds` at most; how many have not. Call `begin_drain` first."""
+        return await self._open_requests.drained(seconds)
+
+    async def stop(self) -> None:
+        """End its threads; no request may follow."""
+        for route in self._routes.values():
+            route.stop()
+        await asyncio.to_thread(self._tokenizing.shutdown)
+
+    # -- what is served -----------------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, Any]:
+        """The list of models."""
+        return {"object": "list", "data": [self.model(name) for name in self._models]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """OpenAI's model object; `ApiError` (404) for a name that is not served."""
+        if name not in self._models:
+            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
+
+    # -- the tokenizer ------------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: bytes) -> dict[str, Any]:
+        """The token ids of a text or a chat; raises as `complete` does."""
+        asked = parse(TokenizeRequest, body)
+        async with TimeLimit(self._request_seconds).watch():
+            model = (await self._route(self._name(asked.model))).model
+            return await self._tokenizing.run(partial(token_ids, asked, model), characters=len(body))
+
+    async def detokenize(self, body: bytes) -> dict[str, Any]:
+        """The text of token ids; raises as `complete` does."""
+        asked = parse(DetokenizeRequest, body)
+        async with TimeLimit(self._request_seconds).watch():
+            call = partial(token_text, asked, (await self._route(self._name(asked.model))).model.tokenizer)
+            return await self._tokenizing.run(call, characters=len(asked.tokens))
+
+    async def tokenizer_info(self, name: str | None) -> dict[str, Any]:
+        """The special tokens and the chat template; raises as `complete` does."""
+        async with TimeLimit(self._request_seconds).watch():
+            return tokenizer_info((await self._route(self._name(name))).model.tokenizer)
+
+    def _name(self, name: str | None) -> str:
+        """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
+        if name is None and len(self._models) > 1:
+            message = f"model: several are served here; name one of {', '.join(self._models)}"
+            raise ApiError(400, message, param="model", code="missing_field")
+        known = next(iter(self._models)) if name is None else name
+        self.model(known)
+        return known
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def complete(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
+        """The answer to a completion request; clients of different `key` take turns where requests wait.
+
+        Unless `limited`, a key may have any number of choices under way. A body that is still to be read counts as one
+        choice of its client from now on. Raises `ApiError`,
+        `TooManyRequests`, `EngineFailed` and `RequestTimedOut`.
+        """
+        return await self._answer(CompletionRequest, body, key=key, limited=limited)
+
+    async def chat(self, body: Body, *, key: str = "", limited: bool = True) -> Answer:
+        """The answer to a chat request; as `complete`."""
+        return await self._answer(ChatRequest, body, key=key, limited=limited)
+
+    async def _answer(self, kind: Kind, body: Body, *, key: str, limited: bool) -> Answer:
+        """The answer, whose request stays open until it is closed."""
+        watch = self.measures.on_arrival()
+        with watch.errors():
+            request = self._open_requests.begin(key, limited=limited)
+            try:
+                whole = body if isinstance(body, bytes) else await body()
+                watch.on_body()
+                asked = await self._bodies.parse(kind, whole, client=key)
+                characters = asked.num_characters(len(whole))
+                return await self._submit(asked, characters, key=key, watch=watch, request=request)
+            except BaseException:
+                request.end()
+                raise
+
+    def _count(self, asked: Asked, request: OpenRequest) -> None:
+        """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
+        number, field = asked.num_prompts, asked.prompt_field
+        if number > self._body_prompts:
+            message = f"{field}: {number} prompts in one body; this server takes at most {self._body_prompts}"
+            raise ApiError(400, message, param=field, code="invalid_value")
+        request.take_choices(number, asked.num_choices, prompt_field=field)
+
+    async def _submit(
+        self, asked: Asked, characters: int, *, key: str, watch: RequestWatch, request: OpenRequest
+    ) -> Answer:
+        limit, client = TimeLimit(self._request_seconds), key or asked.user or ""
+        self.model(asked.model)
+        watch.on_model(asked.model)
+        self._count(asked, request)
+        seed = _seed(asked)
+        async with limit.watch():
+            route = await self._route(asked.model)
+            check_number(asked.num_prompts, asked.num_choices, route.model.capacity, prompt_field=asked.prompt_field)
+            route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
+            call = partial(route.requests, asked, seed=seed)
+            requests, template, echoes = await self._tokenizing.run(call, characters=characters)
+            await route.check_grammar(asked, requests)
+            rule = asked.call_rule if isinstance(asked, ChatRequest) else None
+            decode = route.decode if rule is None else route.decode_all
+            begun = partial(begun_texts, requests, decode, asked.stop_strings)
+            texts = begun() if asked.resume is None else await self._tokenizing.run(begun, characters=characters)
+        with route.choices.opening(client, len(requests)):
+            stream = await TextStream.open(
+                route.model.source, requests, texts=texts, key=client, turns=route.turns, limit=limit
+            )
+            route.choices.add(client, stream)
+        chat = isinstance(asked, ChatRequest)
+        new_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        reply = Reply(
+            id=new_id if asked.resume is None else asked.resume.id,
+            created=int(time.time()),
+            model=asked.model,
+            chat=chat,
+            num_choices=asked.num_choices,
+            seed=seed if asked.draws else None,
+            speed=None if asked.speed is None else route.point(asked.speed)[0],
+        )
+        logprobs, measured = None, watch.measured(stream)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            return ScoredAnswer(
+                asked,
+                reply,
+                measured,
+                texts=route.token_texts,
+                decode=route.decode,
+                details=token_details(asked, None, route.decode),
+                echoes=echoes,
+                on_close=request.end,
+            )
+        if asked.wants_logprobs:
+            logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
+            for one, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
+                one.add(begun_request.committed, (0.0,) * len(begun_request.committed))
+        return Answer(
+            reply,
+            measured,
+            streamed=bool(asked.stream),
+            logprobs=logprobs,
+            details=token_details(asked, template, route.decode),
+            calls=rule is not None,
+            echoes=() if asked.resume else echoes,
+            texts=route.token_texts if asked.frames else None,
+            resumable=bool(asked.resumable),
+            include_usage=asked.usage_in_stream,
+            on_close=request.end,
+        )
+
+    async def _route(self, name: str) -> "_Route":
+        """The model's side of a request."""
+        if name not in self._routes:
+            served = await self._models[name]()
+            self._routes[name] = await self._tokenizing.run(partial(_Route, served, self._log), characters=0)
+        return self._routes[name]
+
+
+def _seed(asked: Asked) -> int:
+    """Of the first choice; where tokens are drawn without one, any."""
+    if asked.resume is not None and asked.resume.seed is not None:
+        return asked.resume.seed
+    if not asked.draws:
+        return 0
+    return secrets.randbits(32) if asked.seed is None else asked.seed
+
+
+class _LargeBodies:
+    """Parses bodies on the event loop: large ones one at a time, and with rests, in which the others go on."""
+
+    def __init__(self) -> None:
+        self._turns = FairTurns(1, seconds=60.0)
+        self._waiting: Counter[str] = Counter()
+        self._rested = 0.0  # when the next may be parsed, on the clock of the loop
+
+    async def parse(self, kind: Kind, body: bytes, *, client: str) -> Asked:
+        """The request in a body; raises as `parse`, and `TooManyRequests` where many large ones wait."""
+        if len(body) <= LARGE_BODY:
+            return parse(kind, body)
+        if not has_room(self._waiting, client, 1, capacity=MOST_LARGE):
+            raise TooManyRequests(f"{self._waiting.total()} large bodies wait to be read; try again later")
+        self._waiting[client] += 1
+        try:
+            async with self._turns.turn((client,)):
+                clock = asyncio.get_running_loop().time
+                await asyncio.sleep(max(0.0, self._rested - clock()))
+                begun = clock()
+                try:
+                    return parse(kind, body)
+                finally:
+                    self._rested = clock() + REST * (clock() - begun)
+        finally:
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client]
+
+
+class _Route:
+    """From a parsed request to the requests of one model's engine, and back from tokens to text."""
+
+    def __init__(self, model: ServedModel, log: logging.Logger) -> None:
+        """Called in the tokenizer's thread."""
+        self.model, self._log = model, log
+        self.choices = OpenChoices(model.capacity)
+        self.turns = FairTurns(NUM_OPENING, seconds=OPENING_SECONDS)
+        model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
+        self.decode = partial(decode_text, model.tokenizer)
+        self.decode_all = partial(decode_text, model.tokenizer, special=True)
+        self.token_texts = TokenTexts(model.tokenizer)
+        self._edit_noted = False
+        grammars = grammars_of(model.tokenizer, model.limits.admission.model)
+        self._compile = GrammarCompiler(partial(compile_guide, grammars))
+
+    def requests(self, asked: Asked, *, seed: int) -> tuple[list[Request], TemplateTokens | None, list[str]]:
+        """In the tokenizer's thread: prompts to ids, one request for each prompt and choice, their template, and the
+        text before each."""
+        read = self._read(asked)
+        if isinstance(asked, CompletionRequest) and asked.scores_prompt:
+            requests = score_requests(asked, read(), self.model, seed=seed)
+            return requests, None, asked.echoes(self.decode)
+        template = None
+        if isinstance(asked, CompletionRequest) and asked.template is not None:
+            template = self._template(asked.template, parse_special=bool(asked.parse_special))
+        requests = engine_requests(
+            asked,
+            read(),
+            prompt_field=asked.prompt_field,
+            decoding=self._decoding(asked),
+            seed=seed,
+            admission=self.model.limits.admission,
+            adapter=self.model.adapter,
+            template=template,
+            added_tokens=self.model.tokenizer.get_added_vocab(),
+        )
+        echoes = asked.echoes(self.decode) if isinstance(asked, CompletionRequest) else []
+        return requests, template, echoes
+
+    def _read(self, asked: Asked) -> Callable[[], list[list[int]]]:
+        if isinstance(asked, ChatRequest):
+            return partial(self._chat_prompts, asked)
+        return partial(self._plain_prompts, asked)
+
+    def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
+        encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
+        try:
+            return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
+        except ValueError as error:
+            message = f"template: {error}"
+            raise ApiError(400, message, param="template", code="context_length_exceeded") from None
+
+    def stop(self) -> None:
+        """End its threads."""
+        self._compile.stop()
+
+    async def check_grammar(self, asked: GenerationRequest, requests: list[Request]) -> None:
+        """Refuse a grammar that no engine could honour, before one is asked; `ApiError` (400) names the field."""
+        try:
+            await self._compile(min(requests, key=lambda r: r.max_tokens))
+        except RequestRefused as error:
+            field = asked.grammar_field
+            raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
+
+    def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
+        encode = partial(text_ids, self.model, field="prompt", special=True, parse_special=bool(asked.parse_special))
+        return [encode(p) if isinstance(p, str) else p for p in asked.prompts]
+
+    def _chat_prompts(self, asked: ChatRequest) -> list[list[int]]:
+        if asked.call_rule is not None:
+            check_calls(self.model)
+        return [chat_ids(self.model, asked.turns, tools=asked.shown_tools)]
+
+    def point(self, speed: float) -> tuple[float, SpeedPoint]:
+        """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
+        front = self.model.speed_front
+        if front is None:
+            message = (
+                "speed: this model has no measured front; measure one with jobs/eval_sweep.py and put it into the "
+                "model's folder with jobs/speed_front.py, or give decoding"
+            )
+            raise ApiError(400, message, param="speed", code="invalid_value")
+        return front.at(speed)
+
+    def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
+        if asked.speed is not None:
+            return self.model.decoding(self.point(asked.speed)[1].decoding)
+        try:
+            decoding = self.model.decoding(asked.decoding or {})
+        except ValueError as error:
+            raise ApiError(400, f"decoding: {error}", param="decoding", code="invalid_value") from None
+        note = None if self._edit_noted else self.model.edit_note(decoding)
+        if note is not None:
+            self._edit_noted = True
+            self._log.warning(note)
+        return decoding

@@ -1,0 +1,113 @@
+"""The log-probabilities of a prompt's own tokens: `echo` with `logprobs`, by which harnesses compare answers."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mbd_core.decoding.blocks.config import DecodingConfig
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.engine.admission import RequestRefused
+from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.replies import Reply, ReplyChoice
+from mbd_core.serving.api.requests import CompletionRequest
+from mbd_core.serving.server.answer import Answer
+from mbd_core.serving.server.measures import MeasuredStream
+from mbd_core.serving.text.committed import Decode
+from mbd_core.serving.text.logprobs import LEAST_LOGPROB, ChoiceLogprobs, TokenTexts
+from mbd_core.serving.tokens.served_model import ServedModel
+
+
+def score_requests(
+    asked: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel, *, seed: int
+) -> list[Request]:
+    """A scored request for each prompt, which ends with one token that is generated.
+
+    Raises `ApiError` (400) naming the field that cannot be honoured.
+    """
+    requests: list[Request] = []
+    group, limits = uuid.uuid4().hex, model.limits.admission
+    slots = min(2, limits.buffer_size)  # with two, the next block's first forward stores the one before it
+    decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
+    for prompt in prompts:
+        if len(prompt) >= limits.max_length:
+            message = (
+                f"prompt: {len(prompt)} tokens leave no room for one more; the limit is {limits.max_length} in all"
+            )
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        unknown = next((t for t in prompt if not 0 <= t < limits.model.vocab_size), None)
+        if unknown is not None:
+            message = f"prompt: token {unknown} lies outside the vocabulary of {limits.model.vocab_size} tokens"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        request = Request(
+            request_id=f"{group}-{len(requests)}",
+            prompt=tuple(prompt[:1]),
+            template=(*prompt[1:], None),
+            max_tokens=max(1, len(prompt)),
+            decoding=decoding,
+            sampling=asked.samplings(seed)[0],
+            ignore_eos=True,
+            scored=True,
+            adapter=model.adapter,
+        )
+        try:
+            limits.check(request)
+        except RequestRefused as error:
+            field = "logprobs" if error.field == "template" else "prompt"
+            raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
+        requests.append(request)
+    return requests
+
+
+class ScoredAnswer(Answer):
+    """What the engine scored: whole, in the shape of completions."""
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        reply: Reply,
+        stream: MeasuredStream,
+        *,
+        texts: TokenTexts,
+        decode: Decode,
+        **fields: Any,
+    ) -> None:
+        super().__init__(reply, stream, **fields)
+        self._asked, self._token_texts, self._decode = asked, texts, decode
+
+    async def whole(self) -> dict[str, Any]:
+        outputs: dict[str, Output] = {}
+        weights: list[tuple[int, int]] = []
+        async for step in self._stream:
+            if step.output is not None:
+                outputs[step.request_id] = step.output
+                weights.append(step.weights)
+        ordered = [outputs[request.request_id] for request in self._stream.requests]
+        if any(output.finish_reason == "abort" for output in ordered):
+            message = "the request was aborted before all of its prompt was scored; ask again"
+            raise ApiError(503, message, code="aborted", headers={"Retry-After": "1"})
+        asked = zip(self._stream.requests, ordered, self._echoes, strict=True)
+        # Entries for thousands of tokens take longer than a loop that serves others may stand still.
+        choices = [await asyncio.to_thread(self._scored, *each) for each in asked]
+        counts = [
+            replace(o.counts, num_prompt_tokens=len(o.tokens), num_tokens=self._asked.max_tokens or 0) for o in ordered
+        ]
+        return self._reply.full(choices, counts, weights)
+
+    def _scored(self, request: Request, output: Output, echo: str) -> ReplyChoice:
+        number = len(output.tokens) - 1 + (self._asked.max_tokens or 0)  # scores that were asked for
+        tokens, scores = (*request.prompt, *output.tokens[:number]), output.scores[:number]
+        entries = ChoiceLogprobs(self._token_texts, self._decode, chat=False)
+        columns = entries.add(tokens, (0.0, *(score.logprob for score in scores)))
+        columns["token_logprobs"][0] = None  # nothing stands before it
+        if self._asked.logprobs:
+            likeliest = [entries.name(s.likeliest) for s in scores]
+            values = [max(s.likeliest_logprob, LEAST_LOGPROB) for s in scores]
+            columns["top_logprobs"] = [None, *({name: v} for name, v in zip(likeliest, values, strict=True))]
+        prompt = (*request.prompt, *output.tokens[:-1])
+        generated = self._decode(list(tokens)).removeprefix(self._decode(list(prompt)))
+        details: Mapping[str, Any] = self._details.of_prompt(prompt)
+        if self._asked.return_token_ids:
+            details = {**details, "token_ids": list(tokens[len(prompt) :])}
+        return ReplyChoice(text=echo + generated, reason="length", logprobs=columns, details=dict(details))

@@ -1,0 +1,215 @@
+"""Committed tokens to text as they come: characters split over tokens, stop strings, and the calls of tools."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mbd_core.checkpoint.chat import ARGUMENTS, BEGIN, END, HEAD, TAIL
+
+# Stop strings in a text that grows: each character is looked at once, however long the stop strings are.
+
+
+class StopStrings:
+    """The stop strings of a request, whose choices each follow them with a `matcher()`.
+
+    Raises `ValueError` on an empty one, which would end every text before its first character.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if "" in stops:
+            raise ValueError("stop='' would end every text before its first character; leave it out")
+        self._stops = [_Stop(stop) for stop in stops]
+
+    def matcher(self) -> "StopMatcher":
+        return StopMatcher(self._stops)
+
+
+class StopMatcher:
+    """How far each stop string has come in one text."""
+
+    def __init__(self, stops: "Sequence[_Stop]") -> None:
+        self._stops = stops
+        self._lengths = [0] * len(stops)
+
+    def push(self, text: str) -> tuple[int, int] | None:
+        """Go on with `text`: where the stop string that is complete first ends in it, and its length.
+
+        Of two that are complete at the same character the longer one. Nothing may follow a match.
+        """
+        for end, letter in enumerate(text, start=1) if self._stops else ():
+            self._lengths = [s.next(n, letter) for s, n in zip(self._stops, self._lengths, strict=True)]
+            complete = [n for s, n in zip(self._stops, self._lengths, strict=True) if n == len(s.text)]
+            if complete:
+                return end, max(complete)
+        return None
+
+    @property
+    def open_length(self) -> int:
+        """How many of the last characters may yet grow into a stop string."""
+        return max(self._lengths, default=0)
+
+
+class _Stop:
+    """Knuth, Morris and Pratt's automaton of one stop string.
+
+    Its state is a length: of the longest beginning of the stop string that the text ends with.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = [0] * len(text)  # the state that is left where the character after `i + 1` does not fit
+        for i in range(1, len(text)):
+            self._shorter[i] = self.next(self._shorter[i - 1], text[i])
+
+    def next(self, length: int, letter: str) -> int:
+        """The state after one more character; `length` is less than the whole."""
+        while length and self.text[length] != letter:
+            length = self._shorter[length - 1]
+        return length + (self.text[length] == letter)
+
+
+# Committed tokens to text as they come: characters split over tokens, and stop strings across any border.
+
+Decode = Callable[[list[int]], str]
+
+BROKEN = "\ufffd"
+
+
+class CommittedText:
+    """The text of one request, grown token by token.
+
+    What `push` and `finish` return, joined, is the request's whole text; it does not depend on how the tokens were
+    grouped into steps. A character whose bytes are still incomplete is held back (and dropped if generation ends
+    inside it), and so is an ending that may yet grow into a stop string. The text ends before the stop string that is
+    complete first; of two complete at the same character, before the longer.
+
+    The window holds the last tokens whose text is out, then those whose text is not: some tokenizers decode a token
+    by the tokens before it.
+    """
+
+    def __init__(self, decode: Decode, stops: StopStrings | None = None) -> None:
+        self._decode, self._matcher = decode, (stops or StopStrings()).matcher()
+        self._window: list[int] = []
+        self._num_context = 0  # tokens of the window whose text is out
+        self._context = ""  # their text
+        self._ending = ""  # characters that may begin a stop string
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`, often empty."""
+        assert not self.stopped, "the text has ended at a stop string"
+        self.num_tokens += 1
+        self._window.append(token)
+        text = self._decode(self._window)
+        if len(text) <= len(self._context) or text.endswith(BROKEN):
+            return ""
+        delta = text[len(self._context) :]
+        self._window = self._window[self._num_context :]
+        self._num_context, self._context = len(self._window), self._decode(self._window)
+        return self._release(delta)
+
+    def finish(self) -> str:
+        """The rest of the text, now that no token follows."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._window)[len(self._context) :].rstrip(BROKEN)
+        text = self._release(rest)
+        if not self.stopped:
+            text, self._ending = text + self._ending, ""
+        return text
+
+    def _release(self, delta: str) -> str:
+        match = self._matcher.push(delta)
+        text = self._ending + delta
+        if match is not None:
+            self.stopped = True
+            end, length = match
+            return text[: len(self._ending) + end - length]
+        cut = len(text) - self._matcher.open_length
+        self._ending = text[cut:]
+        return text[:cut]
+
+
+# From an answer's text to its calls, as it comes: content up to the first call, then one call after the other.
+
+OPENING, CLOSING = BEGIN + HEAD, TAIL + END
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a piece of text became: content, and OpenAI's deltas of calls."""
+
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class CallReader:
+    """Reads one answer that was held to a `CallRule`; its text is pushed in any pieces.
+
+    A line's end right before the first call belongs to neither content nor call: templates put it back.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._place = "content"  # or "name", "arguments", "between"
+        self.num_calls = 0
+
+    def push(self, text: str, *, ends: bool) -> Said:
+        """What became certain with `text`; `ends`: nothing follows it."""
+        self._buffer += text
+        content = ""
+        deltas: dict[int, dict[str, Any]] = {}
+        while (step := self._step(ends)) is not None:
+            said, delta = step
+            content += said
+            if delta:
+                _merge(deltas.setdefault(self.num_calls - 1, {"index": self.num_calls - 1}), delta)
+        return Said(content=content, calls=list(deltas.values()))
+
+    def _step(self, ends: bool) -> tuple[str, dict[str, Any]] | None:
+        """Content, and a part of the current call; `None` where more text is needed."""
+        if self._place == "content":
+            before, mark, after = self._buffer.partition(BEGIN)
+            if mark:
+                self._place, self._buffer = "name", mark + after
+                return before.removesuffix("\n"), {}
+            kept = 0 if ends else max(_open_length(before, BEGIN), _open_length(before, "\n" + BEGIN))
+            return self._give(len(before) - kept)
+        if self._place == "between":
+            if BEGIN not in self._buffer:
+                return None
+            self._place, self._buffer = "name", self._buffer[self._buffer.index(BEGIN) :]
+        if self._place == "name":
+            name, mark, after = self._buffer.removeprefix(OPENING).partition(ARGUMENTS)
+            if not mark:
+                return None
+            self._place, self._buffer, self.num_calls = "arguments", after, self.num_calls + 1
+            function = {"name": name, "arguments": ""}
+            return "", {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        arguments, mark, after = self._buffer.partition(CLOSING)
+        if mark:
+            self._place, self._buffer = "between", after
+            return "", {"function": {"arguments": arguments}}
+        kept = _open_length(arguments, CLOSING)
+        given, _ = self._give(len(arguments) - kept) or ("", {})
+        return ("", {"function": {"arguments": given}}) if given else None
+
+    def _give(self, length: int) -> tuple[str, dict[str, Any]] | None:
+        if not length:
+            return None
+        given, self._buffer = self._buffer[:length], self._buffer[length:]
+        return given, {}
+
+
+def _merge(delta: dict[str, Any], more: dict[str, Any]) -> None:
+    if "function" not in delta:
+        delta.update(more)
+    else:
+        delta["function"]["arguments"] += more["function"]["arguments"]
+
+
+def _open_length(text: str, mark: str) -> int:
+    """How many of the last characters may yet grow into `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

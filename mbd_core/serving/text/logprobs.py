@@ -1,0 +1,84 @@
+"""Log-probabilities of an answer's tokens in OpenAI's two shapes: chat's objects and completions' columns."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
+
+
+class TokenTexts:
+    """The text of a single token and, where the tokenizer shows them, its bytes; looked up once a token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, bytes | None]] = {}
+
+    def __call__(self, token: int) -> tuple[str, bytes | None]:
+        if token not in self._known:
+            self._known[token] = self._look_up(token)
+        return self._known[token]
+
+    def _look_up(self, token: int) -> tuple[str, bytes | None]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # of the model's vocabulary, and not of the tokenizer's
+            return "", b""
+        assert isinstance(text, str) and isinstance(piece, str)
+        if all(letter in LETTERS for letter in piece):
+            raw = bytes(LETTERS[letter] for letter in piece)
+            if raw.decode("utf-8", "replace") == text:
+                return text, raw
+        return text, None if BROKEN in text else text.encode()
+
+
+class ChoiceLogprobs:
+    """The log-probabilities of one choice; a stream adds tokens in several pieces, which join to the same lists.
+
+    Every counted token has its entry, those of a stop string included. `text_offset` is the place in the choice's
+    text of the first character that the token completes or begins.
+    """
+
+    def __init__(self, texts: TokenTexts, decode: Decode, *, chat: bool) -> None:
+        self._texts, self._chat = texts, chat
+        self._text = CommittedText(decode)
+        self._length = 0
+
+    def add(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> dict[str, Any]:
+        """The entries of the next tokens (natural logarithms)."""
+        pieces = [self._texts(token) for token in tokens]
+        values = [max(value, LEAST_LOGPROB) for value in logprobs]
+        if self._chat:
+            entries = [
+                {"token": text, "logprob": value, "bytes": None if raw is None else list(raw), "top_logprobs": []}
+                for (text, raw), value in zip(pieces, values, strict=True)
+            ]
+            return {"content": entries, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._text.push(token))
+        names = [self.name(token) for token in tokens]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+    def name(self, token: int) -> str:
+        """A token as completions name it."""
+        text, raw = self._texts(token)
+        return _escaped(raw) if BROKEN in text and raw is not None else text
+
+
+def _escaped(raw: bytes) -> str:
+    """OpenAI's name of a token that is part of a character."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _letters() -> dict[str, int]:
+    """Byte-level BPE's alphabet: a printable Latin-1 byte is its own letter, the others follow from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+LETTERS = _letters()

@@ -1,0 +1,338 @@
+"""The engine behind asyncio: one task steps it in one worker thread, requests come and go between steps."""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
+
+from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout, StepOutput, aborted_step
+from mbd_core.engine.admission import Admitted, RequestRefused
+from mbd_core.engine.engine import Engine
+from mbd_core.serving.tokens.served_model import GrammarCompiler
+from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TooManyRequests, has_room
+
+T = TypeVar("T")
+
+KEPT_ROWS = 2  # one batch row of so many is kept for clients that have less than their share
+RECENT_SECONDS = 10.0  # since a client's last request, in which rows are kept for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests that were submitted and have not ended: those that hold a batch row, and those that wait for one."""
+
+    running: int
+    waiting: int
+
+
+class EngineStream:
+    """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
+
+    def __init__(self, admitted: Admitted, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
+        self.admitted, self.client = admitted, client
+        self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
+        self.waits = True  # the engine does not know the request yet
+        self._withdraw, self._ended = withdraw, False
+
+    @property
+    def request_id(self) -> str:
+        return self.admitted.request.request_id
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Who waits with it: its client, and the choices that were asked for together."""
+        return self.client, self.admitted.request.group
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        step = await self.queue.get()
+        if isinstance(step, EngineFailed | RequestRefused):
+            self._ended = True
+            raise step
+        self._ended = step.output is not None
+        return step
+
+    def close(self) -> None:
+        """Abort the request before the engine's next step; does nothing after its end."""
+        self._ended = True
+        self._withdraw(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A function that is to run between two steps, and where its result goes."""
+
+    function: Callable[[Engine], Any]
+    result: "asyncio.Future[Any]"
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """What goes to the worker thread for one step."""
+
+    calls: list[_Call] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    submitted: list[Admitted] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What one visit to the worker thread brought back."""
+
+    steps: list[StepOutput]
+    results: list[tuple[_Call, Any]]
+    refusals: list[tuple[str, RequestRefused]]
+    running: int
+    known: int
+    busy: bool
+
+
+class AsyncEngine:
+    """Continuous batching for coroutines. All methods belong to one event loop; only `_turn` touches the engine.
+
+    At most `max_waiting` requests wait beside the engine's batch rows, and more only of clients that have less than
+    their share (`has_room`). The clients of requests that wait take turns, and the groups of each client
+    (`FairQueue`): the engine itself holds one waiting request more than it has rows. Where several clients have asked
+    lately, half of the rows is free for those that hold less than an equal share, so that a client's many long
+    answers do not make another one wait for their end.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
+        self._engine = engine
+        self._capacity = engine.config.max_rows + max_waiting
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._compile = GrammarCompiler(engine.compile)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._failure: EngineFailed | None = None
+        self._running = self._known = 0
+        self._waiting: FairQueue[EngineStream] = FairQueue()
+        self._seen: OrderedDict[str, float] = OrderedDict()  # when each client last asked, the latest at the end
+        self._withdrawn: list[str] = []
+        self._calls: list[_Call] = []
+        self._streams: dict[str, EngineStream] = {}
+        self.closed = False
+        """Whether requests are refused, because the engine sleeps or is about to."""
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may run and wait together."""
+        return self._capacity
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is, as of its last step."""
+        return Load(running=self._running, waiting=max(0, len(self._streams) - self._running))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to begin with of the requests that the engine has not been given yet."""
+        waiting = [stream.admitted.request for stream in self._streams.values() if stream.waits]
+        return sum(len(request.prompt) + len(request.committed) for request in waiting)
+
+    def check_health(self) -> None:
+        """Raises `EngineFailed` once a step has raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def open(self, request: Request, *, key: str = "") -> EngineStream:
+        """`submit` a request after the engine's check; raises `RequestRefused` too."""
+        self._check_open()
+        admitted = self._engine.admission.check(request)
+        if request.grammar is not None:
+            admitted = replace(admitted, guide=await self._compile(request))
+        return self.submit(admitted, key=key)
+
+    def submit(self, admitted: Admitted, *, key: str = "") -> EngineStream:
+        """Queue a request that the engine's admission has checked; iterate over the stream or close it.
+
+        Raises `ValueError` for an id that is being served, `TooManyRequests`, `Asleep` and `EngineFailed`.
+        """
+        self.check_health()
+        self._check_open()
+        stream = EngineStream(admitted, key, self._withdraw)
+        if stream.request_id in self._streams:
+            raise ValueError(f"request_id '{stream.request_id}' is used twice")
+        if not self._has_room(key):
+            raise TooManyRequests(f"{len(self._streams)} requests are running or waiting; try again later")
+        self._streams[stream.request_id] = stream
+        self._waiting.push(stream.key, stream)
+        self._seen[key] = time.monotonic()
+        self._seen.move_to_end(key)
+        self._start()
+        return stream
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function` on the engine, in its thread, between two steps; what it returns or raises."""
+        self.check_health()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append(_Call(function, result))
+        self._start()
+        return await result
+
+    async def abort_all(self) -> int:
+        """End every request that runs or waits, with what it has committed and "abort"; how many."""
+        waiting = [stream for stream in self._streams.values() if stream.waits]
+        for stream in waiting:
+            self._withdraw(stream)
+            stream.queue.put_nowait(aborted_step(_nothing_of(stream.admitted.request)))
+        steps = await self.call(Engine.abort_all)
+        self._deliver_steps(steps)
+        return len(waiting) + sum(s.output is not None and s.output.finish_reason == "abort" for s in steps)
+
+    def _has_room(self, client: str) -> bool:
+        if len(self._streams) < self._capacity:
+            return True
+        taken = Counter(stream.client for stream in self._streams.values())
+        return has_room(taken, client, 1, capacity=self._capacity)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Asleep("the server sleeps; ask again when it was woken up")
+
+    async def stop(self) -> None:
+        """End the task and the thread; streams that have not ended raise `EngineFailed`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._fail(EngineFailed("the engine was stopped"))
+        self._compile.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    def _start(self) -> None:
+        """Wake the task that steps the engine; the first call starts it."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="engine")
+        self._wake.set()
+
+    def _withdraw(self, stream: EngineStream) -> None:
+        if self._streams.get(stream.request_id) is not stream:
+            return
+        del self._streams[stream.request_id]
+        if stream.waits:
+            self._waiting.remove(stream.key, stream)
+        else:
+            self._withdrawn.append(stream.request_id)
+            self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        busy = False
+        try:
+            while True:
+                if not (busy or self._waiting or self._withdrawn or self._calls):
+                    self._wake.clear()
+                    await self._wake.wait()
+                turn = await loop.run_in_executor(self._thread, self._turn, self._next_visit())
+                self._deliver(turn)
+                busy, self._running, self._known = turn.busy, turn.running, turn.known
+        except Exception as error:
+            failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _next_visit(self) -> _Visit:
+        """All calls and withdrawals, and as many waiting requests as the engine shall know."""
+        max_rows, known = self._engine.config.max_rows, self._known - len(self._withdrawn)
+        held = Counter(stream.client for stream in self._streams.values() if not stream.waits)
+        while self._seen and next(iter(self._seen.values())) < time.monotonic() - RECENT_SECONDS:
+            self._seen.popitem(last=False)
+        clients = held.keys() | self._seen.keys()
+        submitted: list[EngineStream] = []
+
+        def may_enter(client: str) -> bool:
+            several = clients | {client}
+            if len(several) == 1 or known + len(submitted) < max_rows - max_rows // KEPT_ROWS:
+                return True
+            return held[client] < max(1, max_rows // len(several))
+
+        while known + len(submitted) <= max_rows and (stream := self._waiting.pop_of(may_enter)) is not None:
+            stream.waits = False
+            submitted.append(stream)
+            held[stream.client] += 1
+        visit = _Visit(self._calls, self._withdrawn, [stream.admitted for stream in submitted])
+        self._calls, self._withdrawn = [], []
+        return visit
+
+    def _turn(self, visit: _Visit) -> _Turn:
+        """In the worker thread: abort the withdrawn requests, add the submitted ones, make the calls, one step."""
+        engine = self._engine
+        for request_id in visit.withdrawn:
+            engine.abort(request_id)
+        refusals: list[tuple[str, RequestRefused]] = []
+        for admitted in visit.submitted:
+            try:
+                engine.add_admitted(admitted)
+            except RequestRefused as refusal:  # its adapter was unloaded while it waited
+                refusals.append((admitted.request.request_id, refusal))
+        results: list[tuple[_Call, Any]] = []
+        for call in visit.calls:
+            try:
+                results.append((call, call.function(engine)))
+            except Exception as error:  # the caller's, who gets it
+                results.append((call, error))
+        steps = engine.step() if engine.has_work else []
+        return _Turn(steps, results, refusals, engine.num_running, engine.num_known, engine.has_work)
+
+    def _deliver(self, turn: _Turn) -> None:
+        for call, result in turn.results:
+            if call.result.done():  # its caller was cancelled
+                continue
+            if isinstance(result, Exception):
+                call.result.set_exception(result)
+            else:
+                call.result.set_result(result)
+        for request_id, refusal in turn.refusals:
+            refused = self._streams.get(request_id)
+            if refused is not None and not refused.waits:
+                refused.queue.put_nowait(refusal)
+                del self._streams[request_id]
+        self._deliver_steps(turn.steps)
+
+    def _deliver_steps(self, steps: Sequence[StepOutput]) -> None:
+        for step in steps:
+            stream = self._streams.get(step.request_id)
+            if stream is None or stream.waits:
+                continue  # the request was withdrawn during the step, and its id may be in use again
+            stream.queue.put_nowait(step)
+            if step.output is not None:
+                del self._streams[step.request_id]
+
+    def _fail(self, failure: EngineFailed) -> None:
+        if self._failure is None:
+            self._failure = failure
+        for stream in self._streams.values():
+            stream.queue.put_nowait(failure)
+        for call in self._calls:
+            if not call.result.done():
+                call.result.set_exception(failure)
+        self._streams.clear()
+        self._waiting.clear()
+        self._calls.clear()
+
+
+def _nothing_of(request: Request) -> Output:
+    """The output of a request that the engine never knew."""
+    counts = Counts(
+        num_prompt_tokens=len(request.prompt),
+        num_tokens=request.num_generated(len(request.committed)),
+        num_forwards=0,
+        num_store_forwards=0,
+        num_prefill_forwards=0,
+        decode_seconds=0.0,
+    )
+    return Output(
+        request_id=request.request_id,
+        tokens=request.committed,
+        finish_reason="abort",
+        counts=counts,
+        logprobs=() if request.logprobs else None,
+        rollout=Rollout() if request.rollout else None,
+    )

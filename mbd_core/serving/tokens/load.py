@@ -1,0 +1,155 @@
+"""A model folder made ready to serve: engine, tokenizer, and the decoding its author recommends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.folder import ModelFolder, read_folder
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer import grammars_of
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.parallel.leader import ParallelEngine
+from mbd_core.engine.parallel.start import start_parallel
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantized_parts
+from mbd_core.trace.recorder import TraceRecorder
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with what surrounds it; `defaults` is the model's `generation_config.json`.
+
+    Whoever loaded it closes it, or uses it as a context: a tensor-parallel engine has processes beside this one.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    config: ModelConfig
+    defaults: dict[str, Any]
+    stored_dtype: torch.dtype
+
+    def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
+        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        return decoding_config(self.defaults, overrides, block_size=self.engine.block_size)
+
+    def prepare(self) -> int:
+        """Capture the graphs of requests that ask for nothing special (`Engine.prepare`); how many there are."""
+        return self.engine.prepare(self.decoding({}))
+
+    def check_health(self) -> None:
+        """Raises `RankLost` where a process of a tensor-parallel engine has ended; never waits."""
+        if isinstance(self.engine, ParallelEngine):
+            self.engine.check_health()
+
+    def close(self) -> None:
+        """End what stands behind the engine, which serves no more; does nothing the second time."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def backend(self) -> str:
+        """What computes: device and dtype, how the weights are stored if otherwise, and over how many ranks."""
+        weights = self.engine.model.model.norm.weight
+        dtype = _name(weights.dtype)
+        stored = "" if weights.dtype == self.stored_dtype else f" (stored as {_name(self.stored_dtype)})"
+        rounded = quantized_parts(self.engine.model)
+        stored += "" if rounded is None else f", FP8 weights ({rounded})"
+        size = self.engine.model.shard.size
+        ranks = "" if size == 1 else f", tensor parallel over {size} ranks"
+        return f"torch {weights.device.type} {dtype}{stored}{ranks}"
+
+
+def load_engine(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    trace: TraceRecorder | None = None,
+    device: torch.device | None = None,
+    fp8: Parts | None = None,
+    tensor_parallel: int = 1,
+    adapters: Mapping[str, Path] | None = None,
+) -> LoadedModel:
+    """Load a Hugging Face model folder into an engine; `ValueError` names what is wrong with the folder.
+
+    device           default: the GPU if there is one. There weights stay as stored; a CPU computes in float32
+    fp8              which weights are FP8 (`models.quantize`): the experts' or those of all layers, rounded; or, in a
+                     folder whose experts are FP8 in blocks, these as they are
+    tensor_parallel  processes that the model is cut among: rank r on GPU r, or all on the CPU
+    adapters         the folders of LoRA adapters to load, by name; `config.max_adapters` must leave room for them
+    """
+    contents = read_folder(folder)
+    config = slots_chosen(contents, config)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if device.type == "cpu" else None
+    grammars = grammars_of(contents.tokenizer, contents.config)
+    engine: Engine
+    if tensor_parallel != 1:
+        if device.index is not None:
+            raise ValueError(f"device={device} cannot be honoured with tensor_parallel: rank r takes GPU r")
+        engine = start_parallel(
+            folder,
+            config,
+            size=tensor_parallel,
+            device=device.type,
+            dtype=dtype,
+            fp8=fp8,
+            trace=trace,
+            vocab_limit=len(contents.tokenizer),
+            grammars=grammars,
+        )
+    else:
+        model = load_model(folder, dtype=dtype, device=device, fp8=fp8)
+        engine = Engine(
+            model,
+            config,
+            trace=trace,
+            vocab_limit=len(contents.tokenizer),
+            grammars=grammars,
+        )
+    try:
+        for name, adapter in (adapters or {}).items():
+            engine.load_adapter(name, adapter)
+    except ValueError:
+        engine.close()
+        raise
+    defaults = decoding_defaults(contents, config)
+    return LoadedModel(folder.name, engine, contents.tokenizer, contents.config, defaults, contents.stored_dtype)
+
+
+def decoding_defaults(folder: ModelFolder, config: EngineConfig) -> dict[str, Any]:
+    """The folder's `generation_config.json`, with the engine's block size for a model that was trained without one."""
+    if config.block_size is None or folder.config.attention != "full":
+        return folder.defaults
+    return {**folder.defaults, "block_size": config.block_size}
+
+
+def slots_chosen(folder: ModelFolder, config: EngineConfig) -> EngineConfig:
+    """The engine's configuration with a buffer size: its own, else as many slots as the folder's model decodes with.
+
+    Raises `ValueError` for a `generation_config.json` that cannot be honoured.
+    """
+    if config.buffer_size is not None:
+        return config
+    return config.for_decoding(recommended(folder, config).buffer_size)
+
+
+def recommended(folder: ModelFolder, config: EngineConfig) -> DecodingConfig:
+    """How the folder's model decodes unless a request says otherwise."""
+    block_size = config.block_size or folder.config.block_size
+    return decoding_config(decoding_defaults(folder, config), {}, block_size=block_size)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

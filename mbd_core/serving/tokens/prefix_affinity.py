@@ -1,0 +1,79 @@
+"""Which replica gets a request: the one that has seen the longest part of its prompt, unless it is clearly busier.
+
+A replica's prefix cache holds the whole pages of what it has read and written. Whoever sends the requests knows which
+replica got which prompt, and remembers this here: no replica is asked. A turn of a conversation begins with the turn
+before it, so its pages are known, and it goes where they were stored. What is remembered may have left the replica's
+cache since; then the prompt is computed anew, as it would be on any other replica.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.pages import chain_root, page_hash
+
+MAX_PREFIXES = 100_000  # about 40 MB
+
+
+def leading_pages(request: Request, *, page_size: int) -> list[bytes]:
+    """A hash for each whole page that the request begins with; it covers the pages before, and the adapter."""
+    tokens = (*request.prompt, *request.committed)
+    parent, chain = chain_root(f"adapter {request.adapter}"), []
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        parent = page_hash(parent, tokens[start : start + page_size])
+        chain.append(parent)
+    return chain
+
+
+class PrefixAffinity:
+    """The prefixes that each replica has seen, as far as they are remembered: `max_prefixes`, the last used ones.
+
+    balance  requests that a replica may have under way beyond those of the least loaded one and still be preferred
+    """
+
+    def __init__(self, *, balance: int, max_prefixes: int = MAX_PREFIXES) -> None:
+        if balance < 0 or max_prefixes < 1:
+            raise ValueError(f"balance={balance} must be at least 0, max_prefixes={max_prefixes} at least 1")
+        self._balance, self._max_prefixes = balance, max_prefixes
+        self._seen_by: OrderedDict[bytes, set[str]] = OrderedDict()  # least recently used first
+        self._num_seen: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._seen_by)
+
+    def choose(self, pages: Sequence[bytes], loads: Mapping[str, int]) -> str:
+        """The replica for a request that begins with `pages`. `loads`: the requests each replica has under way.
+
+        Of several that have seen equally much the least loaded one; where none has, or where those that have are
+        clearly busier, the least loaded of all; of equally loaded ones that which has seen the least.
+        """
+        least = min(loads.values())
+        for page in reversed(pages):
+            known = self._seen_by.get(page, set()) & loads.keys()
+            if known:
+                best = min(known, key=lambda replica: (loads[replica], self._num_seen[replica], replica))
+                if loads[best] <= least + self._balance:
+                    return best
+                break
+        return min(loads, key=lambda replica: (loads[replica], self._num_seen[replica], replica))
+
+    def note(self, pages: Sequence[bytes], replica: str) -> None:
+        """The replica has got a request that begins with `pages`."""
+        for page in reversed(pages):  # the first page is used last: it is the one that most requests share
+            seen_by = self._seen_by.setdefault(page, set())
+            self._seen_by.move_to_end(page)
+            if replica not in seen_by:
+                seen_by.add(replica)
+                self._num_seen[replica] += 1
+        while len(self._seen_by) > self._max_prefixes:
+            _, seen_by = self._seen_by.popitem(last=False)
+            self._num_seen.subtract(seen_by)
+
+    def keep(self, replicas: set[str]) -> None:
+        """Forget what all other replicas have seen: they are gone, and their caches with them."""
+        for gone in self._num_seen.keys() - replicas:
+            del self._num_seen[gone]
+            for page in [page for page, seen_by in self._seen_by.items() if gone in seen_by]:
+                self._seen_by[page].discard(gone)
+                if not self._seen_by[page]:
+                    del self._seen_by[page]

@@ -1,0 +1,169 @@
+"""Streams that outlive the replica that serves them: what it committed is kept, another replica goes on after it.
+
+A request for the rest carries the committed tokens of the answer (`Request.committed`), so that the next engine stores
+them like a prompt and decodes from there, with the same seed and limits. What was not committed is decoded again: the
+client has not seen it. A canvas cannot go on from its middle: it begins anew, and what was handed out is not repeated.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+from mbd_core.decoding.blocks.request import Counts, Request, Rollout, StepOutput
+from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
+
+MAX_LOSSES = 3  # of one request: one that itself breaks every engine must not break them all for ever
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to find a replica, doubled each time
+
+
+class ResumingSource:
+    """Replicas as one source that does not lose a request.
+
+    Where a replica is lost, the request is tried elsewhere for `retry_seconds`, also where all replicas are full: it
+    was taken. `on_loss` is called at each loss, when it is known what became of the request: where its client leaves,
+    it is cancelled while it looks for another replica, and that is no loss.
+    """
+
+    def __init__(
+        self, replicas: TokenSource, *, retry_seconds: float, on_loss: Callable[[], None] = lambda: None
+    ) -> None:
+        self._replicas, self._retry_seconds, self._on_loss = replicas, retry_seconds, on_loss
+
+    async def open(self, request: Request, *, key: str = "") -> "ResumingStream":
+        """A stream that raises `EngineFailed` where no replica goes on; refuses as the replicas do."""
+        stream = ResumingStream(request, self._replicas, key, retry_seconds=self._retry_seconds, on_loss=self._on_loss)
+        await stream.begin()
+        return stream
+
+
+class ResumingStream:
+    """A request's steps over one replica after another; no token comes twice."""
+
+    def __init__(
+        self, request: Request, replicas: TokenSource, key: str, *, retry_seconds: float, on_loss: Callable[[], None]
+    ) -> None:
+        self._request, self._replicas, self._key = request, replicas, key
+        self._retry_seconds, self._on_loss = retry_seconds, on_loss
+        self._stream: TokenStream | None = None
+        self._tokens: list[int] = []  # handed out
+        self._logprobs: list[float] = []
+        self._rollout = Rollout() if request.rollout else None
+        self._closing: tuple[int, ...] = request.closing
+        self._repeats: list[int] = []  # handed out, and to come again from a canvas that began anew
+        self._earlier: Counts | None = None  # of the replicas that were lost
+        self._last: Counts | None = None
+        self._num_losses = 0
+        self._weights: tuple[int, int] | None = None
+
+    async def begin(self) -> None:
+        """Submit the request; where its first replica is lost meanwhile, another one is tried."""
+        try:
+            self._stream = await self._replicas.open(self._request, key=self._key)
+        except ReplicaLost as loss:
+            await self._go_on(loss)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        while True:
+            assert self._stream is not None, "begin() comes first"
+            try:
+                step = await anext(self._stream)
+            except ReplicaLost as loss:
+                await self._go_on(loss)
+                continue
+            step = self._joined(step)
+            if step.commits or step.frame is not None:
+                return step
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _go_on(self, loss: ReplicaLost) -> None:
+        """Submit the rest of the request where a replica takes it; `EngineFailed` once the time is over."""
+        self._num_losses += 1
+        try:
+            self._stream = await self._elsewhere(loss)
+        except Exception:  # where the client leaves it is a cancellation, and no loss
+            self._on_loss()
+            raise
+        self._on_loss()
+
+    async def _elsewhere(self, loss: ReplicaLost) -> TokenStream:
+        if self._num_losses > MAX_LOSSES:
+            raise EngineFailed(f"{self._num_losses} replicas were lost under this request") from loss
+        if self._last is not None:
+            self._earlier, self._last = _sum(self._earlier, self._last), None
+        rest, pause = self._rest(), FIRST_PAUSE
+        try:
+            async with asyncio.timeout(self._retry_seconds):
+                while True:
+                    try:
+                        return await self._replicas.open(rest, key=self._key)
+                    except (ReplicaLost, TooManyRequests):
+                        await asyncio.sleep(pause)
+                        pause = min(2 * pause, LONGEST_PAUSE)
+        except TimeoutError:
+            raise EngineFailed(f"no replica took the request over within {self._retry_seconds:g} s") from loss
+
+    def _rest(self) -> Request:
+        request = self._request
+        if request.decoding.canvas is not None or request.scored:  # it begins anew
+            self._repeats = list(self._tokens)
+            return request
+        num_forwards = request.first_forward + (self._earlier.num_forwards if self._earlier else 0)
+        return replace(
+            request,
+            committed=(*request.committed, *self._tokens),
+            first_forward=num_forwards,
+            closing=self._closing,
+        )
+
+    def _joined(self, step: StepOutput) -> StepOutput:
+        """The step as a part of the whole answer."""
+        new_tokens, logprobs = self._without_repeats(step)
+        self._tokens += new_tokens
+        self._logprobs += logprobs or ()
+        if step.rollout is not None and self._rollout is not None:
+            self._rollout = self._rollout.then(step.rollout)
+        if step.commits:  # what a frame shows beyond that is decoded again elsewhere
+            self._last, self._closing = step.counts, step.closing
+        counts = _sum(self._earlier, step.counts)
+        output = step.output
+        if output is not None:
+            output = replace(
+                output,
+                tokens=(*self._request.committed, *self._tokens),
+                counts=counts,
+                logprobs=None if output.logprobs is None else tuple(self._logprobs),
+                rollout=self._rollout,
+            )
+        self._weights = (self._weights[0] if self._weights else step.weights[0], step.weights[1])
+        return replace(
+            step, new_tokens=new_tokens, logprobs=logprobs, counts=counts, output=output, weights=self._weights
+        )
+
+    def _without_repeats(self, step: StepOutput) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        number = min(len(self._repeats), len(step.new_tokens))
+        if list(step.new_tokens[:number]) != self._repeats[:number]:
+            raise EngineFailed("the answer began anew on another replica and came out otherwise; ask again")
+        self._repeats = self._repeats[number:]
+        return step.new_tokens[number:], None if step.logprobs is None else step.logprobs[number:]
+
+
+def _sum(earlier: Counts | None, last: Counts) -> Counts:
+    """Counts over all replicas: forwards and seconds add up; the prompt and the tokens count once."""
+    if earlier is None:
+        return last
+    return replace(
+        last,
+        num_forwards=earlier.num_forwards + last.num_forwards,
+        num_store_forwards=earlier.num_store_forwards + last.num_store_forwards,
+        num_prefill_forwards=earlier.num_prefill_forwards + last.num_prefill_forwards,
+        decode_seconds=earlier.decode_seconds + last.decode_seconds,
+        num_cached_tokens=earlier.num_cached_tokens,
+        num_preemptions=earlier.num_preemptions + last.num_preemptions,
+    )

@@ -1,0 +1,99 @@
+"""A model as the API sees it: its name, tokenizer and limits, where its tokens come from, its grammars."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.folder import edit_note
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import SpeedFront, read_front
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.decoding.grammar.guide import Guide
+from mbd_core.engine.admission import Admission, RequestRefused
+from mbd_core.serving.tokens.stream import TokenSource
+
+# A model as the API sees it: its name, its tokenizer, its limits, and where its tokens come from.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What an engine tells those who send it requests.
+
+    generation  the model's `generation_config.json`, with the engine's block size for a model trained without one
+    capacity    requests that may run and wait together
+    """
+
+    admission: Admission
+    block_size: int
+    generation: Mapping[str, Any]
+    capacity: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """`limits` are those of one engine, `num_engines` how many take the requests, at most.
+
+    adapter  the LoRA adapter that stands behind the name
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    limits: EngineLimits
+    source: TokenSource
+    num_engines: int = 1
+    adapter: str | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Requests that all engines together take at once."""
+        return self.num_engines * self.limits.capacity
+
+    @cached_property
+    def speed_front(self) -> SpeedFront | None:
+        """The model's measured front, if it has one."""
+        return read_front(self.limits.generation, block_size=self.limits.block_size)
+
+    def decoding(self, overrides: Mapping[str, Any]) -> DecodingConfig:
+        """The model's defaults with a request's own fields; `ValueError` for what cannot be honoured."""
+        return decoding_config(self.limits.generation, overrides, block_size=self.limits.block_size)
+
+    def edit_note(self, decoding: DecodingConfig) -> str | None:
+        """The note on T2T under a model that was not trained for it."""
+        return edit_note(self.name, self.limits.generation, decoding)
+
+
+# Compiling grammars beside the event loop and the engine, in threads of their own and in bounded time.
+
+SECONDS = 10.0
+THREADS = 2
+
+
+class GrammarCompiler:
+    """`compile` for coroutines; its threads start with the first grammar."""
+
+    def __init__(self, compile: Callable[[Request], Guide | None], *, seconds: float = SECONDS) -> None:
+        self._compile, self._seconds = compile, seconds
+        self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="grammar")
+
+    async def __call__(self, request: Request) -> Guide | None:
+        """A request's compiled grammar, `None` where it has none. Raises `RequestRefused`."""
+        if request.grammar is None:
+            return None
+        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, request)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.shield(compiling)
+        except TimeoutError:
+            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise RequestRefused(
+                "grammar", f"the grammar was not compiled within {self._seconds:g} s; simplify it or try again"
+            ) from None
+
+    def stop(self) -> None:
+        """End its threads as soon as they are idle; does not wait."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,205 @@
+"""Where a request's tokens come from, the time that one may take, and the turns of those that wait."""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, Protocol, Self, TypeVar
+
+from mbd_core.decoding.blocks.request import Request, StepOutput
+
+# Where a request's tokens come from: an engine in this process, or a replica in another one.
+
+
+class EngineFailed(RuntimeError):
+    """A step raised, or the engine was stopped: nothing more will come from it."""
+
+
+class ReplicaLost(RuntimeError):
+    """The process that served a request is gone, or its engine has failed; another replica can go on."""
+
+
+class TooManyRequests(RuntimeError):
+    """As many requests wait as may wait; try again later."""
+
+
+class Asleep(RuntimeError):
+    """The engine's memory is given back until somebody wakes it up."""
+
+
+class TokenStream(Protocol):
+    """What is committed to one request, step by step; iterate to the end, or `close()` it.
+
+    Raises `EngineFailed`, or `ReplicaLost` where another engine can go on.
+    """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> StepOutput: ...
+
+    def close(self) -> None:
+        """Abort the request, if it has not ended."""
+        ...
+
+
+class TokenSource(Protocol):
+    """Takes requests and streams their tokens."""
+
+    async def open(self, request: Request, *, key: str = "") -> TokenStream:
+        """The stream of a request that was taken.
+
+        Requests of different `key` (a client's) take turns where they wait. Raises `RequestRefused`,
+        `TooManyRequests`, and as the stream does.
+        """
+        ...
+
+
+# The time that one API request may take, from its arrival to the end of its answer.
+
+
+class RequestTimedOut(RuntimeError):
+    """The time limit of a request is over."""
+
+
+class TimeLimit:
+    """`seconds` from now on, for everything that a request waits for; `None`: no limit. Made in the event loop."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[None]:
+        """Cancel what is awaited inside once the time is over, and raise `RequestTimedOut`."""
+        try:
+            async with asyncio.timeout_at(self._end) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise RequestTimedOut(f"the request was not answered within {self._seconds:g} s") from None
+
+
+# Who is next where several clients wait: they take turns, and so do the requests of each one.
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items by key, which is a path: a client, one of its requests, and so on. At each level those that wait take
+    turns: one whose turn is over goes behind the others there, and an empty one loses its place."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()  # those of the empty path
+        self._branches: OrderedDict[str, FairQueue[T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items) + sum(map(len, self._branches.values()))
+
+    def push(self, key: Sequence[str], item: T) -> None:
+        """Add an item behind those of its key."""
+        if key:
+            self._branches.setdefault(key[0], FairQueue()).push(key[1:], item)
+        else:
+            self._items.append(item)
+
+    def pop(self) -> T:
+        """The oldest item of the key whose turn it is; `IndexError` if none waits."""
+        if self._items:
+            return self._items.popleft()
+        if not self._branches:
+            raise IndexError("pop from an empty queue")
+        name, branch = self._branches.popitem(last=False)
+        item = branch.pop()
+        if branch:
+            self._branches[name] = branch
+        return item
+
+    def pop_of(self, may: Callable[[str], bool]) -> T | None:
+        """As `pop`, among those whose key begins with a name that `may` have its turn; `None` if none of them waits.
+
+        The others keep their places.
+        """
+        name = next((name for name in self._branches if may(name)), None)
+        if name is None:
+            return None
+        self._branches.move_to_end(name, last=False)
+        return self.pop()
+
+    def remove(self, key: Sequence[str], item: T) -> None:
+        """Take a waiting item out of the middle."""
+        if not key:
+            self._items.remove(item)
+            return
+        branch = self._branches[key[0]]
+        branch.remove(key[1:], item)
+        if not branch:
+            del self._branches[key[0]]
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._branches.clear()
+
+
+class FairTurns:
+    """At most `number` coroutines have a turn at once, each for `seconds` at most; the others wait in a `FairQueue`.
+
+    After its seconds a coroutine goes on, and the next one has its turn: work that waits for something else holds
+    nobody up. All methods belong to one event loop.
+    """
+
+    def __init__(self, number: int, *, seconds: float) -> None:
+        self._free, self._seconds = number, seconds
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def turn(self, key: Sequence[str]) -> AsyncIterator[None]:
+        """Wait for a turn, and have it for as long as the block lasts."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(key)
+        ended = False
+
+        def end() -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self._pass_on()
+
+        limit = asyncio.get_running_loop().call_later(self._seconds, end)
+        try:
+            yield
+        finally:
+            limit.cancel()
+            end()
+
+    async def _wait(self, key: Sequence[str]) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(key, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given at the same time
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():  # whoever waited for it was not cancelled
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+def has_room(taken: Mapping[str, int], client: str, number: int, *, capacity: int) -> bool:
+    """Whether a client gets `number` places more of `capacity`, of which each client has taken some.
+
+    Where there are too few it gets them up to an equal share, beyond `capacity`: one that has taken all of them keeps
+    nobody out. So clients together may take a multiple of it that grows with the logarithm of their number.
+    """
+    if sum(taken.values()) + number <= capacity:
+        return True
+    num_others = sum(count > 0 for other, count in taken.items() if other != client)
+    return taken.get(client, 0) + number <= capacity // (num_others + 1)

@@ -1,0 +1,23 @@
+"""The studies as one command: `python -m research NAME ...`; without a name it lists them."""
+
+import sys
+
+from jobs.command_line import sub_commands
+
+COMMANDS = {
+    "ledger": ("research.ledger.study", "the paper's claims on ledger-mini: runs, sweeps, verdicts with intervals"),
+    "gate": ("research.ledger.gate", "whether a model leaves room for the study on ledger-mini"),
+    "alignment": (
+        "research.alignment.study",
+        "training's states beside inference's; a noise-schedule fitted to traces",
+    ),
+    "blocks": (
+        "research.block_batch.study",
+        "BlockBatch's analyses: what block lengths change, its branches' caches",
+    ),
+}
+
+main = sub_commands("research", COMMANDS)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""How far training's states are from inference's: total variation and Wasserstein-1 (paper Eq. A.5), with intervals.
+
+Every distance is computed for several weightings of the inference states at once: the first counts every state once,
+the others are bootstrap samples of the problems. The training states are drawn, so they are fixed and many.
+
+Shape legend: W weightings, S states, N slots, B bins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from research.alignment.states import States
+
+NUM_BINS = 10
+LEAST_STATES = 30
+"""A running-set size, or a slot, with fewer states of either side has no distance of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A number, and the 2.5th and 97.5th percentile of its bootstrap over problems."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeDistance:
+    """Wasserstein-1 of the vectors of mask ratios of one running-set size, under the l1 metric.
+
+    It lies between `lower`, the sum of the slots' own distances, and `upper`, the cost of the best of a few explicit
+    couplings; for one slot the two are the same.
+    """
+
+    size: int
+    num_inference: int
+    num_training: int
+    lower: Estimate
+    upper: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """A schedule's states against a model's.
+
+    delta_r      total variation of the running-set sizes: a lower bound of Eq. A.5's, which is of the sets themselves
+    slots_tv     total variation of each slot's mask ratios in `NUM_BINS` bins, over all sizes; rare slots are left out
+    slots_w1     Wasserstein-1 of each slot's mask ratios, over all sizes
+    by_size      the vectors of mask ratios, for every size that both sides have often enough
+    mean_w1      mean of their lower bounds, as often as inference has each size
+    delta_t      the largest of them (lower and upper bound); Eq. A.5's also has the sizes that are left out here
+    left_out     share of the inference states whose size has no distance
+    """
+
+    delta_r: Estimate
+    slots_tv: tuple[Estimate, ...]
+    slots_w1: tuple[Estimate, ...]
+    by_size: tuple[SizeDistance, ...]
+    mean_w1: Estimate | None
+    delta_t: tuple[float, float] | None
+    left_out: float
+
+
+def compare(inference: States, training: States, *, num_bootstrap: int, seed: int) -> Distances:
+    """The distances of a noise-schedule and layout from a model's traces."""
+    weights_WS = bootstrap_weights(inference, num_bootstrap=num_bootstrap, seed=seed)
+    num_slots = max(inference.ratios_SN.shape[1], training.ratios_SN.shape[1])
+    sizes_W = _total_variation(
+        _shares(inference.sizes_S, weights_WS, num_slots + 1), np.bincount(training.sizes_S, minlength=num_slots + 1)
+    )
+    slots_tv, slots_w1 = [], []
+    for ours, weights, theirs in _slots(inference, training, weights_WS):
+        bins = np.minimum((ours * NUM_BINS).astype(int), NUM_BINS - 1)
+        drawn = np.histogram(theirs, bins=NUM_BINS, range=(0.0, 1.0))[0]
+        slots_tv.append(_estimate(_total_variation(_shares(bins, weights, NUM_BINS), drawn)))
+        slots_w1.append(_estimate(wasserstein(ours, weights, theirs)))
+    by_size, lower_W, covered = [], np.zeros(len(weights_WS)), np.zeros(len(weights_WS))
+    for size in range(1, num_slots + 1):
+        here, there = inference.sizes_S == size, training.sizes_S == size
+        if min(here.sum(), there.sum()) < LEAST_STATES:
+            continue
+        ours, theirs, weights = inference.ratios_SN[here, :size], training.ratios_SN[there, :size], weights_WS[:, here]
+        bound_W = sum((wasserstein(ours[:, n], weights, theirs[:, n]) for n in range(size)), np.zeros(len(weights)))
+        by_size.append(
+            SizeDistance(
+                size=size,
+                num_inference=int(here.sum()),
+                num_training=int(there.sum()),
+                lower=_estimate(bound_W),
+                upper=coupling_cost(ours, theirs),
+            )
+        )
+        lower_W += bound_W * weights.sum(1)
+        covered += weights.sum(1)
+    return Distances(
+        delta_r=_estimate(sizes_W),
+        slots_tv=tuple(slots_tv),
+        slots_w1=tuple(slots_w1),
+        by_size=tuple(by_size),
+        mean_w1=_estimate(lower_W / np.maximum(covered, 1)) if by_size else None,
+        delta_t=(max(s.lower.value for s in by_size), max(s.upper for s in by_size)) if by_size else None,
+        left_out=float(1.0 - covered[0] / weights_WS[0].sum()),
+    )
+
+
+def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
+    """How often each state counts (1 + `num_bootstrap`, S): once, then as often as its problem was drawn again."""
+    rng = np.random.default_rng(seed)
+    share = np.full(states.num_problems, 1.0 / states.num_problems)
+    drawn = rng.multinomial(states.num_problems, share, size=num_bootstrap)
+    return np.vstack([np.ones(states.num_problems, dtype=np.int64), drawn])[:, states.problem_S]
+
+
+def wasserstein(ours_S: np.ndarray, weights_WS: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Wasserstein-1 of numbers, for each weighting of `ours_S`: the area between the distribution functions."""
+    grid, place = np.unique(np.concatenate([ours_S, theirs]), return_inverse=True)
+    q = np.bincount(place[len(ours_S) :], minlength=len(grid)) / len(theirs)
+    p_W = _shares(place[: len(ours_S)], weights_WS, len(grid))
+    return np.abs(np.cumsum(p_W - q, axis=1))[:, :-1] @ np.diff(grid)
+
+
+def coupling_cost(ours_SN: np.ndarray, theirs_SN: np.ndarray) -> float:
+    """An upper bound of Wasserstein-1 under the l1 metric: the least mean cost of pairing both sides in one order.
+
+    The orders are by the sum of the ratios, and by each slot with the others after it.
+    """
+    size = ours_SN.shape[1]
+    at = np.union1d(np.arange(1, len(ours_SN) + 1) / len(ours_SN), np.arange(1, len(theirs_SN) + 1) / len(theirs_SN))
+    share = np.diff(at, prepend=0.0)
+    costs = []
+    for first in (None, *range(size)):
+        pairs = []
+        for rows in (ours_SN, theirs_SN):
+            keys = [rows[:, n] for n in range(size - 1, -1, -1) if n != first]
+            order = np.lexsort([*keys, rows.sum(1) if first is None else rows[:, first]])
+            pairs.append(rows[order[((at - share / 2) * len(rows)).astype(int)]])
+        costs.append(share @ np.abs(pairs[0] - pairs[1]).sum(1))
+    return float(min(costs))
+
+
+def _slots(
+    inference: States, training: States, weights_WS: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of every slot that both sides have often enough: its mask ratios, their weights, and its ratios in training."""
+    for slot in range(min(inference.ratios_SN.shape[1], training.ratios_SN.shape[1])):
+        ours, theirs = inference.ratios_SN[:, slot], training.ratios_SN[:, slot]
+        here, there = ~np.isnan(ours), ~np.isnan(theirs)
+        if min(here.sum(), there.sum()) >= LEAST_STATES:
+            yield ours[here], weights_WS[:, here], theirs[there]
+
+
+def _shares(values_S: np.ndarray, weights_WS: np.ndarray, num_values: int) -> np.ndarray:
+    """The share of each whole number, for each weighting."""
+    counts = np.stack([np.bincount(values_S, weights, minlength=num_values) for weights in weights_WS])
+    return counts / np.maximum(counts.sum(1, keepdims=True), 1e-300)
+
+
+def _total_variation(p_WB: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+    return np.abs(p_WB - counts_B / counts_B.sum()).sum(1) / 2
+
+
+def _estimate(values_W: np.ndarray) -> Estimate:
+    low, high = np.percentile(values_W[1:], [2.5, 97.5]) if len(values_W) > 1 else (values_W[0], values_W[0])
+    return Estimate(value=float(values_W[0]), low=float(low), high=float(high))

@@ -1,0 +1,245 @@
+"""The states of inference, of recorded traces, and those of training, of a noise-schedule and layout (App. A)."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jobs.trace_comparison import compared_decodings, record_run
+from mbd_core.checkpoint.chat import question_prompt
+from mbd_core.checkpoint.folder import ModelFolder, read_folder
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.files import write_json
+from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.sample import choose_layouts, corrupt
+from mbd_core.tasks.generated import GENERATED_TASKS
+from mbd_core.trace.traced_run import ACTIVE, RequestTrace, TracedRun, block_lives, read_run
+
+# The states of MultiBD inference, of traces, and those of training, of a noise-schedule and a layout (paper App. A).
+#
+# A state is the mask ratios of the blocks that a forward decodes, in their order. In a trace these are the ACTIVE
+# slots: the blocks before them are final, so under a block-causal mask a forward sees them as it sees the clean
+# prefix in training. In training they are the response blocks of a noise-group, as `corrupt` masks them.
+#
+# Shape legend: S states, N slots, P problems.
+
+PLACES = 6
+"""Decimals of a mask ratio: traces hold what was computed in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class States:
+    """States of several problems.
+
+    ratios_SN   NaN past a state's last block
+    problem_S   which problem a state is of, from 0 to `num_problems` - 1
+    num_idle    forwards of a trace that decoded nothing and are no states: they stored blocks only
+    """
+
+    ratios_SN: np.ndarray
+    problem_S: np.ndarray
+    num_problems: int
+    num_idle: int = 0
+
+    @property
+    def sizes_S(self) -> np.ndarray:
+        return (~np.isnan(self.ratios_SN)).sum(1)
+
+    def __len__(self) -> int:
+        return len(self.ratios_SN)
+
+    def rows(self) -> list[list[float]]:
+        """Each state as a list without padding."""
+        return [row[:size].tolist() for row, size in zip(self.ratios_SN, self.sizes_S, strict=True)]
+
+
+def inference_states(requests: Sequence[RequestTrace]) -> States:
+    """Of every forward of every request the mask ratios of its ACTIVE slots."""
+    rows, problems, num_idle = [], [], 0
+    for number, request in enumerate(requests):
+        for active_N, ratio_N in zip(request.state_TN == ACTIVE, request.mask_ratio_TN, strict=True):
+            if active_N.any():
+                rows.append(ratio_N[active_N].tolist())
+                problems.append(number)
+            else:
+                num_idle += 1
+    return _states(rows, problems, len(requests), num_idle)
+
+
+def training_states(examples: Sequence[Example], config: StateConfig, *, draws: int, seed: int) -> States:
+    """Of every example `draws` times the noise-groups of its layouts, each group once.
+
+    Blocks of the prompt are clean in every layout, so they are no part of a state.
+    """
+    rows, problems = [], []
+    size = config.block_size
+    for number, example in enumerate(examples):
+        rng = random.Random(f"{seed}/{number}")
+        response = example.prompt_length // size
+        first = response if config.span == "response" else 0
+        for _ in range(draws):
+            for layout in choose_layouts(len(example.tokens) // size - first, config, rng):
+                noisy = corrupt(example, layout, start=first * size, config=config, mask_token_id=0, rng=rng)
+                start = first
+                for group in layout.sizes:
+                    blocks = range(max(start, response), start + group)
+                    start += group
+                    if blocks:
+                        rows.append([_ratio(noisy.masked, example, block, first, size) for block in blocks])
+                        problems.append(number)
+    return _states(rows, problems, len(examples), 0)
+
+
+def decoded_examples(run: TracedRun, prompt_lengths: Sequence[int]) -> list[Example]:
+    """Samples as long as what the requests stored, in whole blocks: what training would lay its layouts over.
+
+    Their tokens mean nothing. The requests are named by their place in `prompt_lengths`.
+    """
+    assert run.block_size is not None
+    examples = []
+    for request in run.requests:
+        prompt = prompt_lengths[int(request.request_id)]
+        stored = [life.block + 1 for life in block_lives(request) if life.left]
+        end = max(stored, default=prompt // run.block_size + 1) * run.block_size
+        examples.append(Example((1,) * end, prompt))
+    return examples
+
+
+def _ratio(masked: Sequence[bool], example: Example, block: int, first: int, size: int) -> float:
+    low, high = max(block * size, example.prompt_length), (block + 1) * size
+    return sum(masked[low - first * size : high - first * size]) / (high - low)
+
+
+def _states(rows: Sequence[Sequence[float]], problems: Iterable[int], num_problems: int, num_idle: int) -> States:
+    ratios = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
+    for place, row in zip(ratios, rows, strict=True):
+        place[: len(row)] = row
+    return States(
+        ratios_SN=ratios.round(PLACES),
+        problem_S=np.array(list(problems), dtype=np.int64),
+        num_problems=num_problems,
+        num_idle=num_idle,
+    )
+
+
+# Decode traces of several models on the same problems: recorded into a folder, and read again without a model.
+
+RECORD = "traces.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What every model is asked, and how it decodes: `decoding` replaces fields of the model's own."""
+
+    task: str
+    num_problems: int
+    seed: int
+    max_tokens: int
+    buffer_size: int | None
+    decoding: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTraces:
+    """A model's trace, decoded as `decoding` says; request n has a prompt of `prompt_lengths[n]` tokens."""
+
+    name: str
+    run: TracedRun
+    prompt_lengths: list[int]
+    decoding: dict[str, Any]
+
+
+def check_models(names: Sequence[str], asked: Asked) -> dict[str, ModelFolder]:
+    """The models' folders by the name they have in tables; `ValueError` for what cannot be decoded or told apart."""
+    if asked.task not in GENERATED_TASKS:
+        raise ValueError(f"--task {asked.task} must be one of {', '.join(GENERATED_TASKS)}")
+    if "buffer_size" in asked.decoding:
+        raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
+    folders = {}
+    for name in names:
+        folder = read_folder(model_folder(name))
+        short = folder.path.resolve().name
+        if short in folders:
+            raise ValueError(f"two of --models are called {short}; their rows could not be told apart")
+        size = folder.config.block_size
+        compared_decodings(folder.defaults, asked.decoding, block_size=size, buffer_size=asked.buffer_size)
+        folders[short] = folder
+    return folders
+
+
+def record_models(folders: dict[str, ModelFolder], asked: Asked, target: Path) -> list[ModelTraces]:
+    """Decode the problems with every model under MultiBD and write the traces, with their record, into `target`."""
+    target.mkdir()
+    task = GENERATED_TASKS[asked.task]
+    problems = itertools.islice(task.generate(split="test", seed=asked.seed), asked.num_problems)
+    questions = [problem[task.asked] for problem in problems]
+    found = []
+    for name, folder in folders.items():
+        found.append(_record(name, folder, questions, asked, target))
+    models = [
+        {"name": m.name, "prompt_lengths": m.prompt_lengths, "decoding": m.decoding, "block_size": m.run.block_size}
+        for m in found
+    ]
+    write_json(target / RECORD, {"asked": asdict(asked), "models": models})
+    return found
+
+
+def _record(name: str, folder: ModelFolder, questions: Sequence[str], asked: Asked, target: Path) -> ModelTraces:
+    size = folder.config.block_size
+    decodings = compared_decodings(folder.defaults, asked.decoding, block_size=size, buffer_size=asked.buffer_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder.path, dtype=torch.float32 if device.type == "cpu" else None, device=device)
+    prompts = [question_prompt(folder.tokenizer, text) for text in questions]
+    recorded = record_run(
+        model,
+        prompts,
+        target / f"{name}.parquet",
+        method=name,
+        decoding=decodings["MultiBD"],
+        max_tokens=asked.max_tokens,
+        vocab_limit=len(folder.tokenizer),
+    )
+    return ModelTraces(
+        name=name,
+        run=recorded.run,
+        prompt_lengths=[len(prompt) for prompt in prompts],
+        decoding=json.loads(json.dumps(asdict(decodings["MultiBD"]), default=str)),
+    )
+
+
+def read_models(folder: Path) -> tuple[list[ModelTraces], dict[str, Any]]:
+    """The traces that `record_models` wrote, and what was asked; `ValueError`, one sentence, for any other folder."""
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        models = [
+            ModelTraces(
+                name=model["name"],
+                run=read_run(folder / f"{model['name']}.parquet", name=model["name"], block_size=model["block_size"]),
+                prompt_lengths=list(map(int, model["prompt_lengths"])),
+                decoding=dict(model["decoding"]),
+            )
+            for model in record["models"]
+        ]
+        asked = dict(record["asked"])
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give the traces folder of an earlier run"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of traces: {error} is missing or of another kind") from None
+    for model in models:
+        unknown = {r.request_id for r in model.run.requests} - {str(n) for n in range(len(model.prompt_lengths))}
+        if unknown:
+            raise ValueError(f"{path} has no prompt length of request '{min(unknown)}' of {model.name}")
+    return models, asked

@@ -1,0 +1,150 @@
+"""Does training meet inference: the options; traces are recorded, or read from an earlier run."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jobs.command_line import (
+    DATA,
+    DECODING,
+    MODEL,
+    OUTPUT,
+    OutFolder,
+    Overwrite,
+    Seed,
+    command,
+    command_text,
+    json_object,
+    names,
+)
+from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.tasks.generated import GENERATED_TASKS
+from research.alignment.schedules import DEFAULT_SCHEDULES
+
+KIND = "alignment report"
+SCHEDULES = ", ".join(DEFAULT_SCHEDULES)
+
+Models = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL,...",
+        help="Decode with these: shipped models' names, or model folders (default: tiny-bd,tiny-mbd)",
+        rich_help_panel=MODEL,
+    ),
+]
+Traces = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Take the traces that an earlier run wrote there instead: no model is loaded.",
+        rich_help_panel=MODEL,
+    ),
+]  # fmt: skip
+Schedules = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...",
+        help="Noise-schedules, each with a layout or the recipe's: NAME or NAME@LAYOUT. `fitted` is fitted here.",
+        rich_help_panel=DATA,
+    ),
+]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        help="Where all else of the training states is from: one of those of train_multitf.py.",
+        rich_help_panel=DATA,
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(help=f"What is asked: {' or '.join(GENERATED_TASKS)} (default: gsm-mini)", rich_help_panel=DATA),
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Problems, half of them for `fitted` (default: 64)", min=2, rich_help_panel=DATA)
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Tokens of an answer, at most (default: 128)", min=1, rich_help_panel=DECODING)
+]
+Draws = Annotated[int, typer.Option(help="Draws of each problem's layouts.", min=1, rich_help_panel=DATA)]
+Bootstrap = Annotated[int, typer.Option(help="Samples of the intervals.", min=20, rich_help_panel=OUTPUT)]
+BufferSize = Annotated[
+    int | None,
+    typer.Option(help="Slots (default: the model's, if more than 1, or 4)", min=2, rich_help_panel=DECODING),
+]
+Decoding = Annotated[
+    str | None, typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING)
+]
+
+
+def run(
+    context: typer.Context,
+    *,
+    models: Models = None,
+    traces: Traces = None,
+    schedules: Schedules = SCHEDULES,
+    recipe: Recipe = "tiny-mbd",
+    task: Task = None,
+    limit: Limit = None,
+    draws: Draws = 8,
+    bootstrap: Bootstrap = 500,
+    seed: Seed = 0,
+    max_tokens: MaxTokens = None,
+    buffer_size: BufferSize = None,
+    decoding: Decoding = None,
+    out: OutFolder,
+    overwrite: Overwrite = False,
+) -> None:
+    """How far the states of training are from those of MultiBD inference.
+
+    Every model decodes the same problems under MultiBD, and its steps are traced. They are compared with the training
+    states of noise-schedules and layouts: mask ratios by slot, running-set sizes, and their distances (MBD-LMs Section
+    4.4, Appendix A). DIR gets alignment.md, alignment.json, the plots, the traces, and for each model a noise-schedule
+    fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
+    """
+    from mbd_core.multitf.recipes.by_name import recipe_named
+    from research.alignment.report import write_alignment
+    from research.alignment.schedules import StudyConfig, compare_models
+    from research.alignment.states import Asked, check_models, read_models, record_models
+
+    if traces is not None:
+        check_nothing_is_asked(
+            models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
+        )
+    chosen = tuple(names(schedules, "--schedules"))
+    states = recipe_named(recipe).states
+    config = StudyConfig(states=states, schedules=chosen, draws=draws, num_bootstrap=bootstrap, seed=seed)
+    asked = Asked(
+        task=task or "gsm-mini",
+        num_problems=limit or 64,
+        seed=seed,
+        max_tokens=max_tokens or 128,
+        buffer_size=buffer_size,
+        decoding=json_object(decoding or "{}", "--decoding"),
+    )
+    check_target_folder(out, KIND, overwrite=overwrite)
+    settings: dict[str, Any] = {"command": command_text(context), "recipe": recipe, "draws": draws, "seed": seed}
+    settings["bootstrap samples"] = bootstrap
+    if traces is not None:
+        if traces.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"{traces} lies in --out {out}, which would be replaced; give another folder")
+        found, said = read_models(traces)
+        settings |= {"traces": str(traces), "asked": said}
+    else:
+        folders = check_models(names(models or "tiny-bd,tiny-mbd", "--models"), asked)
+    with folder_beside(out, KIND, overwrite=overwrite) as folder:
+        if traces is None:
+            found = record_models(folders, asked, folder / "traces")
+            settings |= {"asked": {**vars(asked)}}
+        text = write_alignment(compare_models(found, config), folder, settings=settings)
+    print(text)
+    print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
+
+
+def check_nothing_is_asked(**options: str | int | None) -> None:
+    """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning with --traces: nothing is decoded")
+
+
+main = command(run, "python -m research alignment")

@@ -1,0 +1,169 @@
+"""What counts as shown, stated before any result: the claims of the papers, each as a comparison with its rule.
+
+A claim compares two sides under one buffer size, at the threshold that the models recommend (`CLAIM_TAU`), or over
+all thresholds where it is of the AUP. It is *shown* if the 95 % interval over problems and seeds lies on the paper's
+side of its bound, and, where it is of accuracy, McNemar's p is below `ALPHA` divided by the number of the
+experiment's claims of accuracy (Bonferroni). It is *contradicted* if the interval lies on the other side of 0. A claim
+of no loss allows `MARGIN`, is contradicted beyond it, and has no p. All else is *not shown*, whatever the means are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
+from research.ledger.plan import BASE, FITTED, Experiment
+from research.ledger.rows import Cell, PairedRows
+from research.ledger.statistics import Bootstrap, Draws, Interval, McNemar, curves, each_seed, mcnemar, over_seeds
+
+Verdict = Literal["shown", "contradicted", "not shown"]
+CLAIM_TAU = 0.9
+ALPHA = 0.05
+MARGIN = 1.0
+"""Percentage points that a claim of "no loss" allows."""
+RULE = (
+    f"What counts as shown, stated before the results: at tau_m2t = {CLAIM_TAU} (an AUP: over all thresholds) the "
+    "95 % interval of the difference, over problems and training seeds, lies on the claimed side of 0, and for an "
+    f"accuracy the exact McNemar p is below {ALPHA} divided by the number of claims of accuracy. A claim of no loss "
+    f"allows {MARGIN:g} point, is contradicted beyond it, and has no p. Contradicted: the interval lies on the other "
+    "side of 0. Otherwise: not shown."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`first` is higher than `second` in `measure` (fewer forwards for `nfe`), each a recipe.
+
+    single    `second` decodes by SingleBD; of one recipe alone, it is what is claimed to be higher
+    no_loss   `first` is not lower by `MARGIN` points
+    """
+
+    text: str
+    first: str
+    second: str
+    measure: Literal["accuracy", "nfe", "aup"]
+    single: bool = False
+    no_loss: bool = False
+
+
+MBD, TF = LEDGER_MBD.name, LEDGER_TF.name
+ORDERING = (
+    Claim(
+        text="training-free MultiBD loses accuracy: the base under SingleBD is above it",
+        first=BASE,
+        second=BASE,
+        measure="accuracy",
+        single=True,
+    ),
+    Claim(text="MBD is more accurate than training-free MultiBD", first=MBD, second=BASE, measure="accuracy"),
+    Claim(text="and more than the control with the same compute", first=MBD, second=TF, measure="accuracy"),
+    Claim(
+        text="MBD loses nothing against the base under SingleBD",
+        first=MBD,
+        second=BASE,
+        measure="accuracy",
+        single=True,
+        no_loss=True,
+    ),
+    Claim(text="MBD takes fewer forwards than training-free MultiBD", first=MBD, second=BASE, measure="nfe"),
+    Claim(text="and fewer than the control", first=MBD, second=TF, measure="nfe"),
+    Claim(text="MBD's AUP is above training-free MultiBD's", first=MBD, second=BASE, measure="aup"),
+    Claim(text="and above the control's", first=MBD, second=TF, measure="aup"),
+    Claim(text="and above SingleBD's", first=MBD, second=BASE, measure="aup", single=True),
+)
+
+
+def _ablation() -> tuple[Claim, ...]:
+    """The method of the paper above every other row, in accuracy and AUP."""
+    others = {what: recipe.name for what, recipe in ABLATION_ROWS.items() if recipe.name != MBD}
+    return tuple(
+        Claim(text=f"above {what}: {measure}", first=MBD, second=name, measure=measure)
+        for measure in ("accuracy", "aup")
+        for what, name in others.items()
+    )
+
+
+CLAIMS: dict[Experiment, tuple[Claim, ...]] = {
+    "ordering": ORDERING,
+    "ablation": _ablation(),
+    "alignment": (
+        Claim(text="noise fitted to traces is above chain-uniform", first=FITTED, second=MBD, measure="accuracy"),
+        Claim(text="noise fitted to traces takes fewer forwards", first=FITTED, second=MBD, measure="nfe"),
+        Claim(text="noise fitted to traces has the higher AUP", first=FITTED, second=MBD, measure="aup"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A claim with what was measured of it under one buffer size.
+
+    `over_seeds` is the difference with Student's interval over the training seeds, which decides nothing.
+    """
+
+    claim: Claim
+    buffer_size: int
+    difference: Interval
+    over_seeds: Interval | None
+    test: McNemar | None
+    verdict: Verdict
+
+
+def judge(claims: Sequence[Claim], rows: PairedRows, bootstrap: Bootstrap) -> list[Judged]:
+    """Every claim under every buffer size of MultiBD; `ValueError` if the rows lack a cell that it compares."""
+    buffers = sorted({cell.buffer_size for cell in rows.cells} - {1})
+    num_tests = len(buffers) * sum(claim.measure == "accuracy" and not claim.no_loss for claim in claims)
+    found, seeds = [], each_seed(rows)
+    for claim in claims:
+        for size in buffers:
+            difference = Interval.of(_measured(claim, size, bootstrap))
+            tested = claim.measure == "accuracy" and not claim.no_loss
+            test = mcnemar(rows, *_cells(claim, size, rows)) if tested else None
+            judged = Judged(
+                claim=claim,
+                buffer_size=size,
+                difference=difference,
+                over_seeds=over_seeds(_measured(claim, size, seeds)),
+                test=test,
+                verdict=_verdict(claim, difference, test, num_tests=num_tests),
+            )
+            found.append(judged)
+    return found
+
+
+def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    """The recipes and buffer sizes that are compared; the first is what is claimed to be higher."""
+    first, second = (claim.first, size), (claim.second, 1 if claim.single else size)
+    return (second, first) if claim.first == claim.second else (first, second)  # SingleBD above MultiBD of one model
+
+
+def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[Cell, Cell]:
+    """The sides at the threshold of the claims; `ValueError` if the rows lack one."""
+    one, other = (Cell(recipe, slots, CLAIM_TAU) for recipe, slots in _sides(claim, size))
+    for cell in (one, other):
+        if cell not in rows.correct:
+            raise ValueError(f"the rows lack {cell}, which a claim compares")
+    return one, other
+
+
+def _measured(claim: Claim, size: int, draws: Draws) -> np.ndarray:
+    """The difference in each draw (D,), in the claimed direction: positive is what the claim says."""
+    if claim.measure == "aup":
+        known = curves(draws.rows)
+        for curve in _sides(claim, size):
+            if curve not in known:
+                raise ValueError(f"the rows lack {curve[0]} with {curve[1]} slots, which a claim compares")
+        first, second = (draws.aup(known[curve]) for curve in _sides(claim, size))
+        return first - second
+    one, other = _cells(claim, size, draws.rows)
+    return draws.difference(other, one, "nfe") if claim.measure == "nfe" else draws.difference(one, other, "accuracy")
+
+
+def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> Verdict:
+    if claim.no_loss:
+        return "shown" if difference.low > -MARGIN else "contradicted" if difference.high < -MARGIN else "not shown"
+    if difference.low > 0:
+        return "shown" if test is None or test.p_value < ALPHA / num_tests else "not shown"
+    return "contradicted" if difference.high < 0 else "not shown"

@@ -1,0 +1,151 @@
+"""What the study on ledger-mini trains and evaluates: recipes x seeds from one base, and the record of its folder.
+
+study.json            what the study is (`StudyPlan`); a folder of another one is refused
+runs/RECIPE-sSEED     the training runs, models/RECIPE-sSEED their models: of all experiments, each trained once
+EXPERIMENT/           of one experiment: sweeps/seed-SEED, the evaluations; rows.parquet, an answer a row; study.md
+                      and study.png, the report of these rows and those of the experiments before it
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mbd_core.files import write_json
+from mbd_core.multitf.data.prepared import TinyData
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_fitted_noise
+from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
+
+Experiment = Literal["ordering", "ablation", "alignment"]
+BASE = "base"
+FITTED = "ledger-fitted"
+KIND = "study"
+RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
+DISTANCES, NOISE, TRACES = "distances.parquet", "noise.json", "traces"
+ORDER: tuple[Experiment, ...] = ("ordering", "ablation", "alignment")
+"""Each experiment is compared with all before it: no model is trained or evaluated twice."""
+TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {
+    "ordering": (LEDGER_TF, LEDGER_MBD),
+    "ablation": tuple(recipe for recipe in ABLATION_ROWS.values() if recipe not in (LEDGER_TF, LEDGER_MBD)),
+    "alignment": (replace(LEDGER_MBD, name=FITTED),),
+}
+"""What each experiment adds; the noise of `FITTED` is measured first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """A study as its folder records it. Two plans that are equal give the same rows.
+
+    base       the digest of the model that all runs go on from
+    seeds      of training: which samples, in which order, with which noise; run `s` is evaluated on the problems of
+               the sweep's seed `s`, and so is the base
+    problems   for each seed
+    steps      updates of a run instead of its recipe's
+    """
+
+    base: str
+    seeds: tuple[int, ...]
+    problems: int
+    taus: tuple[float, ...]
+    buffers: tuple[int, ...]
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.seeds or not self.taus or not self.buffers or self.problems < 2:
+            raise ValueError("a study needs a seed, a threshold, a buffer size and two problems at least")
+        if min(self.buffers) < 2:
+            raise ValueError(f"buffer sizes {self.buffers} are of MultiBD, at least 2: SingleBD is always evaluated")
+        if not all(0.0 < tau < 1.0 for tau in self.taus):
+            raise ValueError(f"thresholds {self.taus} must lie between 0 and 1")
+
+    @property
+    def grid(self) -> str:
+        """The decoding grid, in the syntax of a sweep's `--grid`."""
+        return f"tau_m2t={','.join(map(str, self.taus))};buffer_size={','.join(map(str, self.buffers))}"
+
+    def runs(self, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
+        """Every run, a seed's together, so that a study that is stopped has whole seeds."""
+        return [(recipe, seed) for seed in self.seeds for recipe in TRAINED[experiment]]
+
+
+def run_name(recipe: str, seed: int) -> str:
+    return f"{recipe}-s{seed}"
+
+
+def seeded(
+    recipe: TrainingRecipe, seed: int, *, base: str, block_size: int, steps: int | None, noise: Path | None
+) -> TrainingRecipe:
+    """The recipe as one run of a study: from `base`, in its blocks, on data and noise of its seed.
+
+    `noise` is for `FITTED` alone.
+    """
+    data = recipe.data
+    assert isinstance(data, TinyData)
+    if noise is not None:
+        recipe = with_fitted_noise(recipe, noise)
+    recipe = replace(
+        recipe,
+        base=base,
+        data=replace(data, seed=data.seed + seed),
+        states=replace(recipe.states, block_size=block_size),
+        train=replace(recipe.train, seed=seed),
+    )
+    return recipe if steps is None else shortened(recipe, steps)
+
+
+def claim(folder: Path, plan: StudyPlan) -> None:
+    """Record the plan in a new folder, or find it there; `ValueError` for a folder of another study or of others."""
+    path = folder / RECORD
+    if path.exists():
+        there = read_plan(folder)
+        if there != plan:
+            names = [name for name, value in asdict(plan).items() if getattr(there, name) != value]
+            raise ValueError(f"{folder} holds another study: its {', '.join(names)} differ; give another folder")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists already and holds no study; give a folder that is yet to be made")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(plan))
+
+
+def read_plan(folder: Path) -> StudyPlan:
+    """The plan of the study in a folder; `ValueError` if none lies there."""
+    path = folder / RECORD
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        lists = {name: tuple(content[name]) for name in ("seeds", "taus", "buffers")}
+        return StudyPlan(**{**content, **lists})
+    except OSError as error:
+        raise ValueError(f"{folder} holds no study: {RECORD} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} was not written by this version of the project: {error}") from None
+
+
+def missing_models(folder: Path, plan: StudyPlan, experiment: Experiment) -> list[tuple[TrainingRecipe, int]]:
+    """The runs whose models are yet to be written: a model is written whole, when its run is done."""
+    return [(recipe, seed) for recipe, seed in plan.runs(experiment) if not model_path(folder, recipe, seed).exists()]
+
+
+def model_path(folder: Path, recipe: TrainingRecipe, seed: int) -> Path:
+    return folder / "models" / run_name(recipe.name, seed)
+
+
+def swept_models(folder: Path, experiment: Experiment, seed: int, base: Path) -> dict[Path, str]:
+    """The models of a seed's sweep and their recipes: the experiment's own, and the base in the first one."""
+    models = {model_path(folder, recipe, seed): recipe.name for recipe in TRAINED[experiment]}
+    return {base: BASE, **models} if experiment == ORDER[0] else models
+
+
+def row_files(folder: Path, experiment: Experiment) -> list[Path]:
+    """Where the rows of an experiment's report lie: its own last."""
+    return [folder / name / ROWS for name in ORDER[: ORDER.index(experiment) + 1]]
+
+
+def check_earlier(folder: Path, experiment: Experiment) -> None:
+    """`ValueError` names the experiment that must be run before this one."""
+    for path in row_files(folder, experiment)[:-1]:
+        if not path.exists():
+            needed = path.parent.name
+            raise ValueError(
+                f"{experiment} compares with the rows of {needed}, which {folder} lacks: run {needed} first"
+            )

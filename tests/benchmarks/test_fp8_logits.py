@@ -1,0 +1,32 @@
+"""What FP8 costs is measured at the same positions for the same seed; an existing file is refused before any work."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fp8 as fp8_report
+from benchmarks import fp8_logits
+from benchmarks.fp8_logits import compared_sequences
+from mbd_core.models.shapes import SHAPES
+
+
+def test_sequences_are_those_of_the_seed_and_ask_for_half_of_each_solution() -> None:
+    config = SHAPES["tiny-llada2"]
+    sequences = compared_sequences(config, None, count=3, seed=5)
+    assert sequences == compared_sequences(config, None, count=3, seed=5)
+    assert sequences != compared_sequences(config, None, count=3, seed=6)
+    special = {config.mask_token_id, *config.eos_token_ids}
+    for sequence in sequences:
+        solution = range(len(sequence.tokens) // 2, len(sequence.tokens))
+        assert sequence.positions == sorted(set(sequence.positions)) and set(sequence.positions) <= set(solution)
+        assert len(sequence.positions) == len(solution) // 2 and not special & set(sequence.tokens)
+
+
+def test_an_existing_file_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fp8_logits, "fp8_rows", lambda *_, **__: pytest.fail("a model was measured"))
+    (tmp_path / "a.json").write_text("a user's")
+    assert fp8_report.main(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
+    assert "a.json exists already" in capsys.readouterr().err
+    assert (tmp_path / "a.json").read_text() == "a user's"

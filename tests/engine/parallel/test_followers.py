@@ -1,0 +1,85 @@
+"""The processes of the followers: they end with rank 0, and their reasons are kept."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_groups import LIMIT, break_off, gone
+
+from mbd_core.engine.parallel.followers import Followers
+
+ENGINE = "start_parallel(Path(sys.argv[1]), EngineConfig(max_rows=1, num_pages=8), size=2).followers"
+ASLEEP = "Followers(time.sleep, [(600,)])"
+
+
+@pytest.mark.parametrize("followers", [ENGINE, ASLEEP], ids=["engine", "no group at all"])
+def test_followers_end_with_a_killed_leader(folders: dict[str, Path], followers: str) -> None:
+    """The leader is a script on standard input: it has neither a file nor a main guard, nothing that can be imported.
+    Without a group, only the connection can tell a follower."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.parallel.followers import Followers
+from mbd_core.engine.parallel.start import start_parallel
+followers = {followers}
+print(*followers.pids, flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-", str(folders["dense"])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdin is not None and leader.stdout is not None
+        leader.stdin.write(script)
+        leader.stdin.close()
+        pid = int(leader.stdout.readline())
+        try:
+            assert not gone(pid, 1.5), "it lives as long as the leader"
+        finally:
+            leader.kill()
+    assert gone(pid)
+
+
+def sleep_when_started(sign: Path) -> None:
+    sign.touch()
+    time.sleep(600)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_followers_outlive_the_thread_that_started_them_and_a_terminal_s_ctrl_c(tmp_path: Path) -> None:
+    signs = [tmp_path / "1", tmp_path / "2"]
+    started: list[Followers] = []
+    thread = threading.Thread(target=lambda: started.append(Followers(sleep_when_started, [(s,) for s in signs])))
+    thread.start()
+    thread.join()
+    (followers,) = started
+    try:
+        wait_until(lambda: all(sign.exists() for sign in signs))
+        os.kill(followers.pids[0], signal.SIGINT)
+        assert followers.failure(wait=0.5) is None and followers.alive
+        os.kill(followers.pids[1], signal.SIGKILL)
+        wait_until(lambda: followers.failure(wait=0.1) == "rank 2: ended by SIGKILL")
+        assert not followers.alive
+    finally:
+        followers.end()
+    assert all(gone(pid) for pid in followers.pids)
+
+
+def test_a_reason_is_told_as_often_as_it_is_asked_for() -> None:
+    followers = Followers(break_off, [()])
+    try:
+        reasons = {followers.failure(wait=LIMIT) for _ in range(3)}
+    finally:
+        followers.end(LIMIT)
+    assert reasons | {followers.failure(wait=0.1)} == {"rank 1: OSError: no such device"}

@@ -1,0 +1,69 @@
+"""The statistics of the reports, against hand-computed values."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mbd_core.evaluation.measures.statistics import (
+    mean_and_interval,
+    mean_and_stderr,
+    sign_test,
+    student_interval,
+    wilson_interval,
+    wins_and_losses,
+)
+
+
+def test_sign_test_is_the_binomial_tail() -> None:
+    assert sign_test(48, 31) == pytest.approx(0.0712, abs=1e-4)
+    assert sign_test(31, 48) == sign_test(48, 31)
+    assert sign_test(0, 0) == sign_test(5, 5) == 1.0
+    assert sign_test(6, 0) == 2 * 0.5**6
+
+
+def test_students_interval_of_few_values_and_of_many() -> None:
+    assert student_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706))  # one degree of freedom, error 1
+    many = [0.0, 1.0] * 50
+    low, high = student_interval(many)
+    error = mean_and_stderr(many)[1]
+    assert high - 0.5 == pytest.approx(0.5 - low) and 1.98 * error < high - 0.5 < 2.27 * error
+    with pytest.raises(ValueError, match="at least two"):
+        student_interval([1.0])
+
+
+def test_the_wilson_interval_has_its_known_values_and_solves_its_equation() -> None:
+    assert wilson_interval(3, 4) == (pytest.approx(0.30064, abs=1e-5), pytest.approx(0.95441, abs=1e-5))
+    assert wilson_interval(0, 10) == (0.0, pytest.approx(0.27753, abs=1e-5))
+    assert wilson_interval(10, 10) == (pytest.approx(1 - 0.27753, abs=1e-5), 1.0)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    for successes, n in ((1, 7), (1200, 1319), (82, 164)):
+        for bound in wilson_interval(successes, n):  # where the share lies 1.96 standard errors of the bound away
+            error = math.sqrt(bound * (1 - bound) / n)
+            assert abs(successes / n - bound) / error == pytest.approx(1.959964, abs=1e-5)
+
+
+def test_the_standard_error_is_that_of_the_mean() -> None:
+    assert mean_and_stderr([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7 / 3)))
+    assert mean_and_stderr([5.0]) == (5.0, 0.0)
+    assert mean_and_stderr([]) == (0.0, 0.0)
+
+
+def test_a_bootstrapped_mean_has_the_normal_interval_of_many_values() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
+    names = [f"p{number}" for number in range(1000)]
+    mean, interval = mean_and_interval(values, names)
+    assert interval is not None
+    low, high = interval
+    assert mean == pytest.approx(values.mean())
+    half = 1.96 * values.std() / 1000**0.5
+    assert low == pytest.approx(mean - half, abs=half / 5) and high == pytest.approx(mean + half, abs=half / 5)
+    assert mean_and_interval(np.array([2.0, 4.0]), ["p", "p"]) == (3.0, None), "one problem tells nothing of others"
+    assert mean_and_interval(values, names) == (mean, interval), "the draws follow from the seed"
+
+
+def test_copies_of_answers_make_no_interval_narrower() -> None:
+    values, names = np.array([1.0, 0.0, 0.0, -1.0, 1.0]), list("abcde")
+    assert mean_and_interval(np.tile(values, 5), names * 5) == mean_and_interval(values, names)
+    assert wins_and_losses(zip(names * 5, np.tile(values, 5), strict=True)) == (2, 1)
+    assert wins_and_losses([("a", 1.0), ("a", -1.0), ("b", 1.0), ("b", 0.0)]) == (1, 0)

@@ -1,0 +1,109 @@
+"""Two models on the same problems, read from the samples of sweeps."""
+
+import json
+from pathlib import Path
+
+import pytest
+from written_sweeps import write_rows
+
+from jobs.paired_test import main
+from mbd_core.evaluation.report.comparisons import Difference, load_answers, pair_answers
+
+SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
+
+
+def sweep(
+    folder: Path,
+    model: str,
+    right: dict[str, bool],
+    *,
+    seed: int = 0,
+    tau_m2t: float = 0.9,
+    num_forwards: int | None = 4,
+    **fields: float,
+) -> Path:
+    rows = [
+        {
+            "model": model,
+            "method": "MBD",
+            "task": "gsm-mini",
+            "seed": seed,
+            "problem_id": problem,
+            "correct": correct,
+            "config": json.dumps({"tau_m2t": tau_m2t, "buffer_size": 4, **fields}),
+            "num_tokens": 12,
+            "num_forwards": num_forwards,
+        }
+        for problem, correct in right.items()
+    ]
+    write_rows(folder, rows)
+    return folder
+
+
+def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
+    folders = [
+        sweep(tmp_path / "x0", "x", {"a": True, "b": True, "c": False}),
+        sweep(tmp_path / "x1", "x", {"a": True}, seed=1),
+        sweep(tmp_path / "y0", "y", {"a": True, "b": False, "c": True}),
+        sweep(tmp_path / "y1", "y", {"a": False}, seed=1),
+        sweep(tmp_path / "other", "y", {"a": True}, tau_m2t=0.7),
+    ]
+    first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
+    pairs = pair_answers(first, second)
+    assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (3, 2, 1)
+    assert pairs.p_value == 1.0
+    assert pairs.accuracy.interval is not None
+    low, high = pairs.accuracy.interval
+    assert pairs.accuracy.mean == 25.0 and low < 0 < high
+
+
+def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
+    folders = [
+        sweep(tmp_path / "x0", "x", {"a": True, "b": True}, num_forwards=4),
+        sweep(tmp_path / "x1", "x", {"c": False}, num_forwards=None, seed=1),
+        sweep(tmp_path / "y0", "y", {"a": True, "b": True}, num_forwards=6),
+        sweep(tmp_path / "y1", "y", {"c": False}, seed=1),
+    ]
+    first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
+    pairs = pair_answers(first, second)
+    assert (pairs.num_problems, pairs.num_decoded) == (3, 2)
+    assert pairs.nfe == Difference(mean=-2.0, interval=(-2.0, -2.0))
+    assert pairs.tpf == Difference(mean=1.0, interval=(1.0, 1.0))
+
+
+def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    folders = [sweep(tmp_path / "x", "x", {"a": True}), sweep(tmp_path / "y", "y", {"b": True})]
+    with pytest.raises(ValueError, match=r"no samples of z on gsm-mini at tau_m2t=0\.9, buffer_size=4"):
+        load_answers(folders, model="z", **SETTING)
+    folders.append(sweep(tmp_path / "semi", "x", {"a": True}, tau_semi=0.5))
+    with pytest.raises(ValueError, match=r"2 configurations of x on gsm-mini .*MBD .*\"tau_semi\": 0\.5"):
+        load_answers(folders, model="x", **SETTING)
+    del folders[-1]
+    with pytest.raises(ValueError, match="hold different problems"):
+        pair_answers(*(load_answers(folders, model=model, **SETTING) for model in ("x", "y")))
+
+
+def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeps = [
+        sweep(tmp_path / "x", "x", {"a": True, "b": True}),
+        sweep(tmp_path / "y", "y", {"a": False, "b": True}),
+    ]
+    command = [
+        *map(str, sweeps),
+        "--first",
+        "x",
+        "--task",
+        "gsm-mini",
+        "--tau-m2t",
+        "0.9",
+        "--buffer-size",
+        "4",
+        "--second",
+    ]
+    assert main([*command, "y"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["2 problems; only x right: 1, only y: 0", "sign test, two-sided: p = 1.000"]
+    assert printed[2] == "accuracy: +50.00 [+0.00, +100.00] points"
+    assert printed[3] == "TPF: +0.000 [+0.000, +0.000], over the 2 answers that both decoded"
+    assert main([*command, "z"]) == 2
+    assert capsys.readouterr().err.startswith("paired_test: no samples of z on gsm-mini")

@@ -1,0 +1,80 @@
+"""The report's table in the layout of the paper's Table 1."""
+
+import re
+from dataclasses import asdict
+
+from sweep_rows import report_rows, report_samples
+from written_sweeps import timed_table
+
+from mbd_core.evaluation.measures.summary import build_aup, with_intervals
+from mbd_core.evaluation.report.markdown import render_markdown
+from mbd_core.evaluation.sweep.timed_runs import speeds
+from mbd_core.evaluation.tasks.recipes import RECIPES
+
+
+def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
+    rows = report_rows()
+    text = render_markdown(rows, build_aup(rows), [], labels={"a": "A", "b": "B"}, settings={"seed": 7})
+    table = [line for line in text.splitlines() if line.startswith("|")][:6]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells[0][:7] == ["Model", "A Acc ↑", "A TPF ↑", "B Acc ↑", "B TPF ↑", "Average Acc ↑", "Average TPF ↑"]
+    assert len({len(row) for row in cells}) == 1
+    assert cells[2][0] == "*bd (blksz=8)*"
+    assert cells[3][:7] == [
+        *("SingleBD", "100.00 [51.0, 100.0]", "2.00", "100.00 [51.0, 100.0]", "2.00", "100.00 [65.4, 100.0]", "2.00"),
+    ]
+    assert cells[5][:7] == [
+        *("MBD", "75.00 [30.1, 95.4]", "5.00", "75.00 [30.1, 95.4]", "4.00", "75.00 [43.2, 89.5]", "4.50"),
+    ]
+    assert "- mbd, MBD: A: tau_m2t=0.7; B: tau_m2t=0.9" in text
+    assert re.search(r"^- seed: 7$", text, re.MULTILINE)
+
+
+def test_an_aup_stands_with_its_interval_its_points_and_the_pool_of_y_max() -> None:
+    rows, samples = report_rows(), report_samples()
+    aups, means = with_intervals(build_aup(rows), samples)
+    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
+    (line,) = (line for line in text.splitlines() if line.startswith("| mbd | MBD | A | 75.00"))
+    low, high = aups[2].eq41_interval or (0, 0)
+    assert line.split(" | ")[3] == f"75.00 [{low:.2f}, {high:.2f}]" and low < 75 < high
+    assert line.endswith("| (4.00, 75.00) (5.00, 75.00) | none |")
+    pool = "- A: y_max 100.00, of bd, SingleBD; its pool (number of configurations): bd, SingleBD (1); mbd, MBD (2)"
+    assert text.splitlines().count(pool) == 1
+
+
+def test_an_average_of_aups_stands_with_its_own_interval() -> None:
+    rows, samples = report_rows(), report_samples()
+    aups, means = with_intervals(build_aup(rows), samples)
+    text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
+    (line,) = (line for line in text.splitlines() if line.startswith("| MBD |"))
+    mean = means[1]
+    assert mean.aup_eq41 == (aups[2].aup_eq41 + aups[3].aup_eq41) / 2 and mean.eq41_interval and mean.d3llm_interval
+    cells = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, (low, high) in ((mean.aup_eq41, mean.eq41_interval), (mean.aup_d3llm, mean.d3llm_interval))
+    ]
+    assert line.removesuffix(" |").split(" | ")[-2:] == cells
+    low, high = mean.eq41_interval
+    assert aups[2].eq41_interval and high - low < aups[2].eq41_interval[1] - aups[2].eq41_interval[0]
+    assert "AUP Eq. 4.1 [95 %] ↑ | AUP d3LLM [95 %] ↑ |" in text
+
+
+def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
+    rows, key = report_rows(), report_rows()[0].key
+    speed = speeds(timed_table({**asdict(key), "problem_id": "p"}).to_pylist())
+    asked = {
+        recipe.name: {name: {"prompt": one.wording.text, "stop": one.stop} for name, one in recipe.settings.items()}
+        for recipe in RECIPES.values()
+    }
+    labels = {"a": "A", "b": "B"}
+    text = render_markdown(rows, build_aup(rows), speed, labels=labels, settings={"tasks": asked, "paths": ["``"]})
+    plain = render_markdown(rows, build_aup(rows), speed, labels=labels, settings={"tasks": "", "paths": ""})
+    fenced, kept = False, list[str]()
+    for line in text.splitlines():
+        fenced ^= line.startswith(("```", "~~~"))
+        kept += [line] if not fenced and line.startswith(("## ", "|")) else []
+    assert kept == [line for line in plain.splitlines() if line.startswith(("## ", "|"))]
+    assert kept[-6] == next(line for line in kept if "Batch-1 TPS" in line), "the last tables are what was timed"
+    (setting,) = (line for line in text.splitlines() if line.startswith("- tasks: "))
+    assert "<" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", setting), "outside code, it would be HTML"
+    assert len(text.splitlines()) == len(plain.splitlines())

@@ -1,0 +1,85 @@
+"""What a sweep runs: every model's configurations on every task's problems, and what is refused before it begins."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS
+from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+
+
+def options(folder: Path | str, **changes: Any) -> SweepOptions:
+    return SweepOptions(**{"models": [str(folder)], "tasks": ["gsm-mini"], "limit": 2, **changes})
+
+
+def test_every_configuration_meets_every_problem_and_a_model_s_rows_stand_together(tiny_model_dir: Path) -> None:
+    sweep = plan_sweep(
+        options(
+            "tiny-mbd",
+            models=["tiny-mbd", str(tiny_model_dir)],
+            tasks=["gsm-mini", "code-mini"],
+            grid="tau_m2t=0.7,0.9;buffer_size=2",
+            seed=3,
+        )
+    )
+    rows = list(sweep.rows())
+    assert len(rows) == sweep.num_samples == 2 * 2 * 2 * 4
+    assert [row["sample"] for row in rows] == list(range(len(rows)))
+    assert len({(r["model"], r["task"], r["problem_id"], r["method"], r["config"]) for r in rows}) == len(rows)
+    assert [row["model"] for row in rows] == ["tiny-mbd"] * 16 + [tiny_model_dir.name] * 16
+    assert {(row["seed"], row["max_tokens"], row["may_shorten"]) for row in rows} == {(3, 128, True)}
+    assert {json.loads(row["config"])["buffer_size"] for row in rows} == {1, 2}
+    assert pa.Table.from_pylist(rows, schema=PLANNED_COLUMNS).to_pylist() == rows
+    assert sweep.models == {"tiny-mbd": "tiny-mbd", tiny_model_dir.name: str(tiny_model_dir.resolve())}
+    assert all(model_folder(folder).is_dir() for folder in sweep.models.values())
+
+
+def test_the_engine_has_the_slots_that_the_configurations_ask_for(tiny_model_dir: Path) -> None:
+    engine = EngineConfig(max_rows=3, num_pages=64, kv_memory_fraction=0.5)
+    assert plan_sweep(options(tiny_model_dir, engine=engine, grid="buffer_size=2,6")).engine == EngineConfig(
+        max_rows=3, num_pages=64, kv_memory_fraction=0.5, buffer_size=6
+    )
+    assert plan_sweep(options(tiny_model_dir, engine=engine, methods=["single"])).engine.buffer_size == 1
+
+
+def test_defined_methods_run_unless_others_are_named(tiny_model_dir: Path) -> None:
+    definitions = ['edit={"t2t": {}}']
+    sweep = plan_sweep(options(tiny_model_dir, definitions=definitions))
+    assert list(sweep.methods) == ["single", "multi", "edit"]
+    assert len(sweep.notes) == 1 and "decoding.t2t was asked for" in sweep.notes[0]
+    assert list(plan_sweep(options(tiny_model_dir, definitions=definitions, methods=["multi"])).methods) == ["multi"]
+
+
+def test_a_path_alone_is_the_file_of_the_one_task(tiny_model_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows=1.jsonl"
+    data.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+    for given in (str(data), f"gsm8k={data}"):
+        (drawn,) = plan_sweep(options(tiny_model_dir, tasks=["gsm8k"], data=[given])).problem_sets
+        assert drawn.source == str(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": ["a.jsonl"], "tasks": ["gsm8k", "humaneval"]}, "with several tasks write TASK=PATH"),
+        ({"data": ["gsm8k=a", "gsm8k=b"], "tasks": ["gsm8k"]}, "gives task 'gsm8k' two files: a and b"),
+        ({"data": ["gsm8k=a"]}, "the task 'gsm8k' is not among --tasks gsm-mini"),
+        ({"tensor_parallel": 3}, "--tensor-parallel 3 cannot be honoured: model 'tiny-random'"),
+        ({"methods": ["d2f"]}, "method 'd2f' needs a full-attention model; 'tiny-random' attends in blocks"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tiny_model_dir: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan_sweep(options(tiny_model_dir, **changes))
+
+
+def test_two_models_of_one_name_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    twin = shutil.copytree(tiny_model_dir, tmp_path / tiny_model_dir.name)
+    with pytest.raises(ValueError, match=f"two models are named '{tiny_model_dir.name}'"):
+        plan_sweep(options(tiny_model_dir, models=[str(tiny_model_dir), str(twin)]))

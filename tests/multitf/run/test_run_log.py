@@ -1,0 +1,254 @@
+"""The logs of a run: here and at a URL, of a run that goes on, and where a package is missing."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from matplotlib.image import imread
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mbd_core.multitf.recipes.recipe import TrainingRecipe
+from mbd_core.multitf.run import log_targets
+from mbd_core.multitf.run.log import LOSSES, PLOT, SPEEDS, RunLog, draw_losses, moving_mean
+from mbd_core.multitf.run.log_targets import chosen_targets, flat, tag
+from mbd_core.multitf.step.compute import Peak
+
+PEAK = Peak(1e12, "a test")
+
+
+def point(step: int) -> dict[str, float]:
+    return {
+        "step": step, "loss": 3.0 - step / 10, "accuracy": 0.5, "lr": 1e-3, "tokens": 64, "grad_norm": 2.0,
+        "tflop": 0.1, "loss_slot_1": 2.0, "loss_slot_2": 3.0 + step, "loss_ratio_75_100": 2.5,
+    }  # fmt: skip
+
+
+def logged(
+    recipe: TrainingRecipe, folder: str, curve: list[dict[str, float]], until: int, *, closes: bool, **settings: Any
+) -> RunLog:
+    """A start of a run: it goes on from the curve, and ends or is killed after a checkpoint."""
+    log = RunLog(folder, curve, recipe, peak=settings.pop("peak", PEAK), **settings)
+    while len(curve) < until:
+        log.begin()
+        curve.append(point(len(curve)))
+        log.add()
+    log.flush()
+    if closes:
+        log.close()
+    return log
+
+
+def events(folder: Path) -> dict[str, list[int]]:
+    """The steps of every tag that TensorBoard shows."""
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {name: [e.step for e in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+
+
+@pytest.fixture(params=["here", "at a URL"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A run's folder, and a folder here with the same files, once `download` was called."""
+    if request.param == "here":
+        yield str(tmp_path / "run"), tmp_path / "run"
+        return
+    url = f"memory://{tmp_path.name}/run"
+    yield url, tmp_path / "copy"
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+
+
+def fetched(place: tuple[str, Path]) -> Path:
+    url, copy = place
+    if "://" in url:
+        system, path = fsspec.core.url_to_fs(url)
+        system.get(path, str(copy), recursive=True)
+    return copy
+
+
+def test_a_run_that_goes_on_has_every_step_once(place: tuple[str, Path], tiny_recipe: TrainingRecipe) -> None:
+    curve: list[dict[str, float]] = []
+    logged(tiny_recipe, place[0], curve, 5, closes=False)
+    first = [dict(p) for p in logged(tiny_recipe, place[0], list(curve), 5, closes=False).file.points]
+    assert [p["step"] for p in first] == [0, 1, 2, 3, 4] and all(p["seconds"] > 0 for p in first)
+    log = logged(tiny_recipe, place[0], curve[:3], 8, closes=True)  # the newest checkpoint was of step 3
+    folder = fetched(place)
+    lines = [json.loads(line) for line in (folder / LOSSES).read_text().splitlines()]
+    assert lines == log.file.points and [p["step"] for p in lines] == list(range(8))
+    assert lines[:3] == first[:3]  # their speeds too, which no checkpoint holds
+    assert {k: v for k, v in lines[6].items() if k not in SPEEDS} == point(6)
+    assert lines[6]["mfu"] == pytest.approx(0.1 / lines[6]["seconds"], rel=1e-3)
+    assert lines[6]["tokens_per_second"] == pytest.approx(64 / lines[6]["seconds"], rel=1e-3)
+    shown = events(folder / "tensorboard")
+    assert shown["train/loss"] == shown["loss_by_slot/2"] == shown["speed/mfu"] == list(range(8))
+    assert imread(folder / PLOT).shape[:2] == (836, 1650)
+
+
+def test_a_line_that_a_lost_machine_cut_is_no_obstacle(tmp_path: Path, tiny_recipe: TrainingRecipe) -> None:
+    curve = [point(0), point(1)]
+    speed = {"seconds": 0.5, "tokens_per_second": 128.0}
+    (tmp_path / LOSSES).write_text(json.dumps(point(0) | speed) + "\n" + '[]\n{"step": 1, "seco')
+    log = RunLog(str(tmp_path), curve, tiny_recipe, peak=PEAK, targets=())
+    assert log.file.points == [point(0) | speed, point(1)]
+
+
+def test_without_a_peak_there_is_no_mfu(tmp_path: Path, tiny_recipe: TrainingRecipe) -> None:
+    peak = Peak(None, "the peak of X is not known")
+    log = logged(tiny_recipe, str(tmp_path), [], 1, closes=False, targets=(), peak=peak)
+    assert "mfu" not in log.file.points[0] and "seconds" in log.file.points[0]
+    assert log.describe() == "logs: losses.jsonl; MFU is left out: the peak of X is not known"
+
+
+def test_without_the_package_a_run_says_so_and_goes_on(
+    tmp_path: Path, tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_targets, "is_installed", lambda target: False)
+    log = logged(tiny_recipe, str(tmp_path), [], 2, closes=True)
+    assert "no TensorBoard logs: the package is not installed (pip install 'mbd-cluster[train]')" in log.describe()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOSSES, PLOT]
+
+
+def test_a_target_is_known_and_installed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_targets, "is_installed", lambda target: target != "wandb")
+    assert chosen_targets(None) is None and chosen_targets("none") == ()
+    assert chosen_targets("mlflow, tensorboard,mlflow") == ("mlflow", "tensorboard")
+    with pytest.raises(ValueError, match="--log-to wandb: the package is not installed: pip install 'wandb'"):
+        chosen_targets("tensorboard,wandb")
+    for text in ("tensorbord", "", "none,mlflow"):
+        with pytest.raises(ValueError, match="known are tensorboard, wandb, mlflow, separated by commas, and none"):
+            chosen_targets(text)
+
+
+def test_numbers_stand_in_groups() -> None:
+    names = ("loss", "loss_slot_2", "loss_ratio_25_50", "mfu", "lr")
+    found = [tag(name) for name in names]
+    assert found == ["train/loss", "loss_by_slot/2", "loss_by_mask_ratio/25_50", "speed/mfu", "train/lr"]
+    assert flat({"a": 1, "b": {"c": None, "d": {"e": 2}}}) == {"a": 1, "b.c": None, "b.d.e": 2}
+
+
+class Service:
+    """What stands in for the packages of both services: it keeps what it is told, by run and step."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[int, Mapping[str, float]]] = {}
+        self.ended: list[str] = []
+
+    def wandb(self) -> ModuleType:
+        def init(**settings: Any) -> Any:
+            steps = self.runs.setdefault(settings["id"], {})
+            assert settings["resume"] == "allow" and settings["config"]["name"] == "tiny-random"
+
+            def log(values: Mapping[str, float], step: int) -> None:
+                assert step not in steps
+                steps[step] = values
+
+            finish = lambda: self.ended.append(settings["id"])  # noqa: E731
+            return SimpleNamespace(starting_step=len(steps), log=log, finish=finish)
+
+        module = ModuleType("wandb")
+        module.init = init  # type: ignore[attr-defined]
+        return module
+
+    def mlflow(self) -> tuple[ModuleType, ModuleType]:
+        service = self
+
+        class Client:
+            def create_run(self, experiment: str, run_name: str) -> Any:
+                run = f"{experiment}-{run_name}-{len(service.runs)}"
+                service.runs[run] = {}
+                return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+            def update_run(self, run: str, status: str) -> None:
+                assert run in service.runs and status == "RUNNING"
+
+            def get_metric_history(self, run: str, key: str) -> list[Any]:
+                return [SimpleNamespace(step=step) for step, values in service.runs[run].items() if key in values]
+
+            def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+                assert all(isinstance(p.value, str) for p in params)
+                for metric in metrics:
+                    assert metric.key not in service.runs[run].setdefault(metric.step, {})
+                    service.runs[run][metric.step] |= {metric.key: metric.value}
+
+            def set_terminated(self, run: str) -> None:
+                service.ended.append(run)
+
+        module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+        module.MlflowClient = Client  # type: ignore[attr-defined]
+        module.set_experiment = lambda name: SimpleNamespace(experiment_id=name)  # type: ignore[attr-defined]
+        entities.Metric = lambda key, value, timestamp, step: SimpleNamespace(key=key, value=value, step=step)  # type: ignore[attr-defined]
+        entities.Param = lambda key, value: SimpleNamespace(key=key, value=value)  # type: ignore[attr-defined]
+        return module, entities
+
+
+def test_services_get_every_step_once_under_one_run(
+    place: tuple[str, Path], tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that both packages document; neither package is a dependency, and none is asked here."""
+    wandb, mlflow = Service(), Service()
+    module, entities = mlflow.mlflow()
+    for name, stand_in in (("wandb", wandb.wandb()), ("mlflow", module), ("mlflow.entities", entities)):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    curve: list[dict[str, float]] = []
+    logged(tiny_recipe, place[0], curve, 5, closes=False, targets=("wandb", "mlflow"))
+    logged(tiny_recipe, place[0], curve[:3], 7, closes=True, targets=("wandb", "mlflow"))
+    for service in (wandb, mlflow):
+        ((run, steps),) = service.runs.items()
+        assert list(steps) == list(range(7)) and service.ended == [run]
+        assert steps[6]["train/loss"] == pytest.approx(2.4)
+
+
+def test_a_service_gets_what_a_lost_machine_did_not_send(
+    tmp_path: Path, tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = Service()
+    monkeypatch.setitem(sys.modules, "wandb", wandb.wandb())
+    curve: list[dict[str, float]] = []
+    logged(tiny_recipe, str(tmp_path), curve, 5, closes=False, targets=("wandb",))
+    ((_, steps),) = wandb.runs.items()
+    del steps[3], steps[4]
+    logged(tiny_recipe, str(tmp_path), curve, 7, closes=True, targets=("wandb",))
+    assert list(steps) == list(range(7)) and steps[4]["train/loss"] == pytest.approx(2.6)
+
+
+def test_a_service_that_fails_ends_no_training(
+    tmp_path: Path, tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = Service()
+    module, entities = mlflow.mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    curve: list[dict[str, float]] = []
+    log = logged(tiny_recipe, str(tmp_path), curve, 2, closes=False, targets=("mlflow",))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the server is gone\nits traceback")
+
+    for call in ("log_batch", "set_terminated", "create_run", "update_run"):
+        monkeypatch.setattr(module.MlflowClient, call, fails)
+    for _ in range(2):
+        log.begin()
+        curve.append(point(len(curve)))
+        log.add()
+    log.close()
+    said = "mlflow fails and gets no more numbers of this start: the server is gone\n"
+    assert capsys.readouterr().err == said and len(log.file.points) == 4
+    logged(tiny_recipe, str(tmp_path), curve, 5, closes=True, targets=("mlflow",))
+    sentence = "--log-to mlflow does not open: the server is gone"
+    assert capsys.readouterr().err == f"{sentence}; it gets no numbers of this start\n"
+    with pytest.raises(ValueError, match=f"{sentence}; check its own settings, or leave it out"):
+        RunLog(str(tmp_path / "fresh"), [], tiny_recipe, peak=PEAK, targets=("mlflow",))
+
+
+def test_a_moving_mean_is_over_the_updates_before() -> None:
+    assert moving_mean([1.0, 3.0, 5.0, 7.0], 2).tolist() == [1.0, 2.0, 4.0, 6.0]
+    assert moving_mean([2.0], 100).tolist() == [2.0]
+
+
+def test_one_update_alone_has_a_plot(tmp_path: Path) -> None:
+    draw_losses([point(0)], tmp_path / "one.png", title="x")
+    draw_losses([point(step) for step in range(300)], tmp_path / "many.png", title="x")
+    assert len({imread(tmp_path / name).tobytes() for name in ("one.png", "many.png")}) == 2

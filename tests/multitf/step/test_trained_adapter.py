@@ -1,0 +1,117 @@
+"""An adapter in training: it alone learns, the teacher is the network without it, and merged it is a plain model."""
+
+import io
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from d2f_states import D2F_STATES
+from family_models import FAMILIES, random_model
+
+from mbd_core.models.decoder import Decoder
+from mbd_core.multitf.config import LoraSettings, TrainConfig
+from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.step.adapter import add_adapter, merge_adapter, without_adapter
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.ops.attention.whole import DenseAttention
+
+LORA = LoraSettings(rank=4, alpha=8, dropout=0.1)
+TRAIN = TrainConfig(
+    steps=6,
+    batch_size=2,
+    lr=1e-2,
+    warmup=1,
+    schedule="constant",
+    optimizer="adamw",
+    precision="float32",
+    distillation="student_teacher",
+    lora=LORA,
+)
+
+
+def trainer_of(
+    family: str = "dream", train: TrainConfig = TRAIN, states: StateConfig = D2F_STATES, **workers: int
+) -> Trainer:
+    rng = random.Random(0)
+    examples = [Example(tuple(rng.randrange(2, 300) for _ in range(rng.randrange(12, 24))), 5) for _ in range(6)]
+    return Trainer(random_model(FAMILIES[family]), examples, states, train, **workers)
+
+
+def outputs(model: Decoder) -> torch.Tensor:
+    ids = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        return model.logits(model(ids, torch.arange(12)[None], DenseAttention(torch.ones(1, 1, 12, 12).bool())))
+
+
+@pytest.mark.parametrize("family", ["dream", "llada"])
+def test_distillation_teaches_the_adapter_and_nothing_else(family: str) -> None:
+    trainer = trainer_of(family)
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    plain = outputs(random_model(FAMILIES[family]).train())
+    first = trainer.objective.eval()(trainer.batch(0), 1.0)[0].item()
+    trainer.objective.train()
+    for _ in range(TRAIN.steps):
+        trainer.step()
+    changed = {name for name, tensor in trainer.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(".lora_" in name for name in changed)
+    model = trainer.model.eval()
+    assert trainer.objective(trainer.batch(0), 1.0)[0].item() < first
+    with without_adapter(model):
+        assert torch.equal(outputs(model), plain)
+    adapted = outputs(model)
+    assert not torch.allclose(adapted, plain, atol=1e-3)
+    merge_adapter(model)
+    assert model.state_dict().keys() == random_model(FAMILIES[family]).state_dict().keys()
+    torch.testing.assert_close(outputs(model), adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_run_drops_what_the_uninterrupted_one_dropped() -> None:
+    through, first = trainer_of(), trainer_of()
+    expected = [through.step() for _ in range(4)]
+    begun = [first.step() for _ in range(2)]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    torch.manual_seed(123)
+    second = trainer_of()
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert begun + [second.step() for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_what_is_dropped_is_the_sample_s(again: bool) -> None:
+    """Not the worker's nor its neighbours': one worker, two, and one sample at a time have the same loss."""
+    train = replace(TRAIN, batch_size=4, lora=replace(LORA, dropout=0.5), activation_checkpointing=again)
+
+    def losses(train: TrainConfig, **workers: int) -> list[float]:
+        trainer = trainer_of(train=train, states=replace(D2F_STATES, weighting="masked_mean"), **workers)
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if ".lora_B" in name:
+                    parameter.fill_(0.05)
+        return [trainer.step().loss for _ in range(2 if "world_size" not in workers else 1)]
+
+    alone = losses(train)
+    assert losses(replace(train, micro_batch=1)) == pytest.approx(alone, rel=1e-5)
+    first, second = (losses(train, rank=rank, world_size=2)[0] for rank in range(2))
+    assert (first + second) / 2 == pytest.approx(alone[0], rel=1e-5)
+    without = losses(replace(train, lora=replace(LORA, dropout=0.0)))
+    assert without[0] != pytest.approx(alone[0], rel=1e-3)
+    assert losses(replace(train, seed=1))[0] != pytest.approx(alone[0], rel=1e-3)
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    with pytest.raises(ValueError, match="distillation needs lora"):
+        replace(TRAIN, lora=None)
+    with pytest.raises(ValueError, match="rank=0"):
+        LoraSettings(rank=0)
+
+
+def test_a_fresh_adapter_changes_nothing_and_draws_nothing() -> None:
+    model = random_model(FAMILIES["sdar"])
+    plain, state = outputs(model), torch.get_rng_state()
+    add_adapter(model, LoraSettings(dropout=0.0), seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(outputs(model), plain)

@@ -1,0 +1,52 @@
+"""The rule of what counts as shown, on rows of which the answer is known."""
+
+from pathlib import Path
+
+import pytest
+from drawn_study import study_cells
+
+from research.ledger.claims import CLAIMS, ORDERING, Judged, judge
+from research.ledger.rows import read_rows, write_rows
+from research.ledger.statistics import Bootstrap
+
+
+def verdicts(tmp_path: Path, recipes: dict[str, tuple[float, int]]) -> dict[str, Judged]:
+    write_rows(tmp_path / "rows.parquet", [study_cells(recipes)])
+    rows = read_rows([tmp_path / "rows.parquet"])
+    return {one.claim.text: one for one in judge(ORDERING, rows, Bootstrap(rows, num_draws=200))}
+
+
+def test_clear_rows_show_the_claims_and_the_reverse_contradicts_them(tmp_path: Path) -> None:
+    better = verdicts(tmp_path, {"base": (0.3, 60), "ledger-tf": (0.4, 50), "ledger-mbd": (0.95, 30)})
+    for text in ("MBD is more accurate than training-free MultiBD", "and fewer than the control"):
+        assert better[text].verdict == "shown" and better[text].difference.low > 0
+    worse = verdicts(tmp_path, {"base": (0.95, 30), "ledger-tf": (0.95, 30), "ledger-mbd": (0.3, 60)})
+    for text in ("and more than the control with the same compute", "MBD's AUP is above training-free MultiBD's"):
+        assert worse[text].verdict == "contradicted" and worse[text].difference.high < 0
+    assert worse["MBD loses nothing against the base under SingleBD"].verdict == "contradicted"
+
+
+def test_rows_that_are_alike_show_nothing(tmp_path: Path) -> None:
+    found = verdicts(tmp_path, {"base": (0.8, 40), "ledger-tf": (0.8, 40), "ledger-mbd": (0.8, 40)})
+    assert found["and more than the control with the same compute"].verdict == "not shown"
+    assert found["MBD takes fewer forwards than training-free MultiBD"].verdict == "not shown"
+
+
+def test_the_first_claim_sets_singlebd_of_the_base_above_multibd(tmp_path: Path) -> None:
+    found = verdicts(tmp_path, {"base": (0.5, 40), "ledger-tf": (0.5, 40), "ledger-mbd": (0.5, 40)})
+    one = found["training-free MultiBD loses accuracy: the base under SingleBD is above it"]
+    rows = read_rows([tmp_path / "rows.parquet"])
+    means = {cell.buffer_size: rows.correct[cell].mean() for cell in rows.cells if cell.recipe == "base"
+             and cell.tau_m2t == 0.9}  # fmt: skip
+    assert one.difference.value == pytest.approx(100 * (means[1] - means[2]))
+
+
+def test_a_claim_whose_cells_are_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the rows lack"):
+        verdicts(tmp_path, {"base": (0.5, 40), "ledger-tf": (0.5, 40)})
+
+
+def test_the_ablation_compares_every_other_row_with_the_method() -> None:
+    claims = CLAIMS["ablation"]
+    assert len(claims) == 14 and {claim.first for claim in claims} == {"ledger-mbd"}
+    assert len({claim.second for claim in claims}) == 7

@@ -1,0 +1,61 @@
+"""An answer's text becomes content and calls, however it is cut into pieces."""
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from mbd_core.serving.text.committed import CallReader, Said
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "R}m\\n</tool_call>", "n": [1, {}]}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CALLS = [("weather", {"city": "R}m\n</tool_call>", "n": [1, {}]}), ("now", {})]
+
+
+def joined(said: list[Said]) -> tuple[str, list[tuple[str, Any]]]:
+    """Content, and the calls that the deltas make together, as a client joins them."""
+    calls: list[dict[str, Any]] = []
+    for delta in itertools.chain.from_iterable(s.calls for s in said):
+        if delta["index"] == len(calls):
+            assert delta["type"] == "function" and delta["id"].startswith("call_") and delta["function"]["name"]
+            calls.append({"id": delta["id"], "name": delta["function"]["name"], "arguments": ""})
+        else:
+            assert "id" not in delta and set(delta["function"]) == {"arguments"}
+        calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+    assert len({call["id"] for call in calls}) == len(calls)
+    return "".join(s.content for s in said), [(c["name"], json.loads(c["arguments"])) for c in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "number"),
+    [
+        ("It is \n\n <tool_ call> late<tool", "It is \n\n <tool_ call> late<tool", 0),
+        ("ends with a line\n", "ends with a line\n", 0),
+        (f"{WEATHER}\n{NOW}", "", 2),
+        (f"Let me see.\n\n{WEATHER}\n{NOW}", "Let me see.\n", 2),
+        (f"Let <tool_c\n<tool_ me see. {WEATHER}", "Let <tool_c\n<tool_ me see. ", 1),
+        ("", "", 0),
+    ],
+)
+def test_any_cut_gives_the_same_content_and_calls(text: str, content: str, number: int) -> None:
+    rng = random.Random(len(text))
+    cuts = [[], range(1, len(text)), *(sorted(rng.sample(range(len(text)), k=len(text) // 4)) for _ in range(20))]
+    for cut in cuts:
+        edges = [0, *cut, len(text)]
+        reader = CallReader()
+        said = [reader.push(text[a:b], ends=False) for a, b in itertools.pairwise(edges)]
+        said.append(reader.push("", ends=True))
+        assert joined(said) == (content, CALLS[:number])
+        assert reader.num_calls == number
+
+
+def test_text_and_arguments_are_given_as_they_come() -> None:
+    reader = CallReader()
+    assert reader.push("Let me see.", ends=False).content == "Let me see."
+    head = reader.push('\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', ends=False)
+    assert head.content == ""
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in head.calls] == [("weather", '{"city": "Ro')]
+    more = reader.push('me"}', ends=False)
+    assert [c["function"] for c in more.calls] == [{"arguments": 'me"'}], "the last brace may be the call's own"

@@ -1,0 +1,76 @@
+"""The arguments of a replica: which settings a model can honour, before anything is started."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_models import rewrite
+
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs, endpoint_args
+from mbd_core.serving.tokens.load import load_engine
+
+
+def test_arguments_name_the_folder_and_keep_the_settings(tiny_model_dir: Path, tmp_path: Path) -> None:
+    args = endpoint_args(str(tiny_model_dir))
+    assert args == EndpointArgs(
+        folder=str(tiny_model_dir), name="tiny-random", engine=EngineConfig(buffer_size=LEAST_SLOTS)
+    )
+    engine = EngineConfig(block_size=4, buffer_size=6, attention="reference")
+    args = endpoint_args(
+        str(tiny_model_dir), name="other", engine=engine, tensor_parallel=2, trace=tmp_path / "t", fp8="all"
+    )
+    assert (args.name, args.engine, args.tensor_parallel, args.fp8) == ("other", engine, 2, "all")
+    assert args.trace == str(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"engine": EngineConfig(block_size=8)}, "block_size=8 cannot be honoured: tiny-random has 4"),
+        ({"engine": EngineConfig(buffer_size=1)}, "the engine's buffer_size=1 must be at least that"),
+        ({"engine": EngineConfig(attention="magic")}, "attention='magic' is unknown; choose one of "),
+        ({"tensor_parallel": 3}, "tensor_parallel=3 cannot be honoured: num_key_value_heads=2 does not divide"),
+        ({"fp8": "experts"}, "fp8=experts cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
+        ({"fp8": "blocks"}, "fp8=blocks cannot be honoured: tiny-random has no experts; fp8=all rounds its layers"),
+    ],
+)
+def test_a_setting_that_the_model_cannot_honour_is_refused(
+    tiny_model_dir: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        endpoint_args(str(tiny_model_dir), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_decodes_with_more_slots_is_served_with_them(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A stated size stays as it is, or is refused where the model's own decoding needs more."""
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_model_dir, folder)
+    rewrite(folder / "generation_config.json", buffer_size=8)
+    assert endpoint_args(str(folder)).engine == EngineConfig(buffer_size=8)
+    assert endpoint_args(str(folder), engine=EngineConfig(buffer_size=9)).engine.buffer_size == 9
+    sentence = "wide decodes with buffer_size=8 unless a request says otherwise; the engine's buffer_size=4 must be"
+    with pytest.raises(ValueError, match=sentence):
+        endpoint_args(str(folder), engine=EngineConfig(buffer_size=4))
+    rewrite(folder / "generation_config.json", buffer_size=2)
+    assert endpoint_args(str(folder)).engine.buffer_size == LEAST_SLOTS
+
+
+def test_a_folder_is_loaded_with_as_many_slots_as_its_model_decodes_with(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_model_dir, folder)
+    rewrite(folder / "generation_config.json", buffer_size=8)
+    loaded = load_engine(folder, EngineConfig(max_rows=2, num_pages=64))
+    request = Request(request_id="0", prompt=(5, 6, 7), max_tokens=9, decoding=loaded.decoding({}))
+    assert request.decoding.buffer_size == loaded.engine.config.buffer_size == 8
+    assert len(loaded.engine.generate([request])[0].tokens) <= 9
+
+
+def test_a_trace_goes_into_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        endpoint_args(str(tiny_model_dir), trace=tmp_path / "file")
