@@ -18,8 +18,6 @@ from mbd_core.models.mlp import MoE, Router, with_shared
 from mbd_core.models.model_config import ModelConfig, MoEConfig, head_flops, matrix_flops, pair_flops
 from mbd_core.ops.machine import best_seconds, measure_flops
 
-# The least time a decode step can take on a machine: bytes and FLOPs counted from the model, speeds measured.
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:

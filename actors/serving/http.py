@@ -18,8 +18,6 @@ from actors.serving.logs import logged
 from mbd_core.serving.api.errors import ApiError, clipped
 from mbd_core.serving.server.answer import Answer
 
-# HTTP around the API's answers: bodies read within bounds, errors and answers as responses.
-
 BODY_SECONDS = 60.0  # for a request's body to arrive
 KEY_LENGTH = 16
 

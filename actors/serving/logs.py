@@ -12,8 +12,6 @@ from ray.serve.schema import LoggingConfig
 
 from mbd_core.serving.api.errors import ApiError, api_error
 
-# Logs of the serving processes: JSON lines, each with the request's id where there is a request.
-
 SERVE_LOG, CORE_LOG = "ray.serve", "mbd_core"
 LOGGING = LoggingConfig(encoding="JSON")
 

@@ -22,8 +22,6 @@ from mbd_core.engine.measures import EngineMeasures, Samples
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.server.measures import RequestMeasures, ServerMeasures
 
-# Measures of engines and gateways as Ray metrics, which Prometheus sees as `ray_mbd_*`: exported on a timer.
-
 log = logging.getLogger("ray.serve")
 
 PREFIX = "mbd_"

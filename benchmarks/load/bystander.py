@@ -189,8 +189,6 @@ async def _write_headers(writer: asyncio.StreamWriter) -> None:
     writer.write(b"\r\n")
 
 
-# A bystander's latency while a crowd attacks, as a ratio to its quiet one.
-
 LOAD = "Load"  # a panel of --help
 KEY = "OPENAI_API_KEY"
 BYSTANDER = "bystander"

@@ -15,8 +15,6 @@ from benchmarks.load.load_generator import Load, LoadRun
 from benchmarks.load.load_records import RequestRecord
 from mbd_core.evaluation.measures.statistics import percentile
 
-# A load's records as rows of a table: latencies in percentiles, throughput, goodput, errors by kind, ratios.
-
 PERCENTILES = (50, 90, 99)
 ROW_COLUMNS = {
     "target": "target",

@@ -124,9 +124,6 @@ class CallRule:
         return Grammar(syntax="lark", text="\n".join(lines), may_be_cut=not self.must)
 
 
-# Chats to prompt ids, and generated ids to text: the one way in which all rooms use a tokenizer.
-
-
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],

@@ -166,9 +166,6 @@ def _rotary_dim(config: Json, head_dim: int) -> int:
     return by_number
 
 
-# A model folder's config.json and generation_config.json, which must agree with each other.
-
-
 def load_config(folder: Path) -> ModelConfig:
     """The model's configuration: config.json, with ids and block size from generation_config.json where it has none.
 

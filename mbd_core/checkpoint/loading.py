@@ -135,8 +135,6 @@ def copy_blocks(
     return not bool(is_nan.any()) and bool(scales.isfinite().all())
 
 
-# Loads the weights of a model folder.
-
 _OWN_DTYPE = (*FLOAT32_ALWAYS, "_values", "_scale")
 """Endings of the names of tensors that are never cast: those of FP8 weights are the last two."""
 

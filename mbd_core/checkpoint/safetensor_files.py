@@ -95,8 +95,6 @@ class ScaledMatrix:
         return [range(size)[part] for size, part in zip(self.stored.get_shape(), (*given, slice(None)), strict=False)]
 
 
-# A checkpoint's safetensors files: listing their tensors from the headers, reading them, writing them in shards.
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = ".metadata"  # marks a distributed checkpoint
 MAX_SHARD_BYTES = 5 * 10**9

@@ -114,8 +114,6 @@ def probe_cache(model: ModelConfig, page_size: int, weights: torch.Tensor) -> Pa
     return PagedKVCache(model, num_pages=2, page_size=page_size, dtype=weights.dtype, device=weights.device)
 
 
-# An engine's parts, made of a model and a configuration.
-
 LOGITS_AT_ONCE = 1 << 26
 
 

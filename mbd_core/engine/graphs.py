@@ -87,8 +87,6 @@ def batch_of(opened: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: 
     )
 
 
-# Static steps as CUDA graphs: captured when the server starts, replayed afterwards, never captured under traffic.
-
 T = TypeVar("T")
 
 

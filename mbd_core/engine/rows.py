@@ -115,9 +115,6 @@ class CanvasRuns:
         return list(self._runs.values())
 
 
-# Which rows a forward has: prompt chunks, slots of the Block Buffer, canvases.
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rows of one forward, group behind group: prompt chunks, slots, canvases.

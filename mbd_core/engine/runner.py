@@ -20,8 +20,6 @@ from mbd_core.ops.attention.choice import AttentionKernel, BoundAttention
 from mbd_core.ops.attention.definition import RowLayout
 from mbd_core.ops.layer.confidence import confidence, part_confidence
 
-# Runs the model on a batch: embeddings, layers with paged attention, logits where they are asked for.
-
 
 @dataclass(frozen=True)
 class PagedAttention:

@@ -40,9 +40,6 @@ class TextScores:
         return token, float(log_p_V[token].exp())
 
 
-# One request's state in the engine: its tokens and lengths, its pages, its counts.
-
-
 @dataclass(eq=False)
 class SequenceState:
     """A sequence has four lengths, in tokens:

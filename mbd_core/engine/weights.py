@@ -20,8 +20,6 @@ from mbd_core.models.quantize import quantized_parts
 from mbd_core.models.shard import served_dim
 from mbd_core.ops.experts.fp8 import FP8, Block, Fp8Module, quantize
 
-# Other weights for a running engine: read and checked beside the old ones, then copied over them between two steps.
-
 SwapMode = Literal["wait", "preempt"]
 WeightSource = Path | Iterable[tuple[str, Tensor]]
 

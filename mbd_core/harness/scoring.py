@@ -8,8 +8,6 @@ from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
 
-# An answer with the counts of its decoding: a string, so that lm-evaluation-harness carries it like any other.
-
 
 class CountedText(str):
     """A text with its counts and the reason of its end; `counts` is `None` for a request that was not decoded."""

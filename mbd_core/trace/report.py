@@ -178,9 +178,6 @@ def _efficiency(measures: Sequence[RunMeasures]) -> Figure:
     return figure
 
 
-# A report on step traces: the measures as JSON and Markdown, and the plots.
-
-
 def write_trace_report(runs: Sequence[TracedRun], folder: Path, *, settings: dict[str, Any]) -> str:
     """Write the PNG files, report.md and report.json into `folder`; returns the Markdown."""
     measures = [measure(run) for run in runs]

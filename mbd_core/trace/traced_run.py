@@ -15,8 +15,6 @@ import pyarrow.compute as pc
 from mbd_core.decoding.blocks.request import CANVAS_STATE, SlotState
 from mbd_core.trace.recorder import STATES, read_trace_table, trace_block_size
 
-# A step trace split into requests: for each request, arrays over its forwards and the buffer's slots.
-
 DUMMY, ACTIVE, TO_CACHE = (int(s) for s in (SlotState.DUMMY, SlotState.ACTIVE, SlotState.TO_CACHE))
 
 

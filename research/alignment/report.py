@@ -82,9 +82,6 @@ def _running_sets(models: Sequence[ComparedModel]) -> Figure:
     return figure
 
 
-# The report on training against inference: tables over models and schedules, JSON, plots and the fitted noise.
-
-
 def write_alignment(models: Sequence[ComparedModel], folder: Path, *, settings: dict[str, Any]) -> str:
     """Write alignment.md, alignment.json, the plots and each model's fitted noise; returns the Markdown."""
     plots = draw_alignment(models, folder)

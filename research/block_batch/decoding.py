@@ -102,9 +102,6 @@ def check_prompts(prompts: Sequence[StudyPrompt], config: ModelConfig, *, max_to
             )
 
 
-# Decodes the study's prompts with every block length alone and with BlockBatch, and watches the caches of some.
-
-
 @dataclass(frozen=True, kw_only=True)
 class StudyDecoder:
     """A model and the settings of its decoding.

@@ -16,8 +16,6 @@ from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.canvas.branches import BranchStats
 from research.block_batch.caches import Array, Bound, CacheRecord, CacheRun, Drift, error_bounds, measured_drift
 
-# The effect of the block length on the output: the per-sample oracle, bifurcations, consensus.
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradedRun:

@@ -68,8 +68,6 @@ def _bars(values: Sequence[Interval]) -> list[list[float]]:
     return [[max(0.0, v.value - v.low) for v in values], [max(0.0, v.high - v.value) for v in values]]
 
 
-# A study's report from its rows alone: the claims with their verdicts, the table of all cells, the AUPs, the plot.
-
 TITLES: dict[Experiment, str] = {
     "ordering": "Does MultiTF raise accuracy and tokens per forward under MultiBD?",
     "ablation": "Which training states matter?",

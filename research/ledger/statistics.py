@@ -21,8 +21,6 @@ from mbd_core.evaluation.measures.statistics import sign_test, student_interval
 from mbd_core.evaluation.measures.summary import d3llm, sorted_points
 from research.ledger.rows import Cell, PairedRows
 
-# Intervals over problems and seeds: a bootstrap that draws training seeds, and of each drawn one its problems.
-
 Measure = Literal["accuracy", "nfe", "tpf"]
 NUM_DRAWS = 2000
 ALPHA = 3.0  # d3LLM's AUP

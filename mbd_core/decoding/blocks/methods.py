@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from mbd_core.decoding.blocks.config import decoding_config, from_fields
 
-# Decoding methods by name: the rows of the papers' tables as fields of `DecodingConfig`, without the block size.
-
 Fields = Mapping[str, Any]
 
 SINGLE, MULTI = "single", "multi"

@@ -134,8 +134,6 @@ class SlotState(IntEnum):
 CANVAS_STATE = "CANVAS"  # the state in traces of a canvas's blocks, because a canvas has no slots
 
 
-# The types of an engine's input and output: a request, its outputs, and the traces of its steps.
-
 FinishReason = Literal["stop", "length", "abort"]
 
 

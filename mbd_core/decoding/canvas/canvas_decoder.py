@@ -51,9 +51,6 @@ def _fills_every_step(canvas: Canvas) -> bool:
     return canvas.accept in ("quota", "threshold")
 
 
-# The decoder of a request that fills a canvas.
-
-
 def canvas_decoder(
     prompt: tuple[int, ...],
     max_tokens: int,

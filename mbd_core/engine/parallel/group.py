@@ -31,8 +31,6 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.shard import Shard
 
-# A tensor-parallel group: the processes that hold one model's shards, and how they communicate.
-
 T = TypeVar("T")
 
 _LENGTH = 8  # bytes that say how long a message is

@@ -22,8 +22,6 @@ from mbd_core.evaluation.measures.aup import AupPoint, aup_d3llm, aup_eq41
 from mbd_core.evaluation.measures.rates import GradedSample, Summary, summarize
 from mbd_core.evaluation.measures.statistics import mean
 
-# The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points.
-
 
 @dataclass(frozen=True)
 class ReportKey:

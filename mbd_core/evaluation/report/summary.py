@@ -111,8 +111,6 @@ def _recipes(settings: Mapping[str, Any]) -> str:
     return "; ".join(names) or "as the settings say"
 
 
-# A sweep's report from its rows alone, without a model: of one folder, or of several joined.
-
 ASKED = ("form", "prompt", "examples", "examples_sha256", "stop")  # what a task's settings say of its prompts
 
 

@@ -95,9 +95,6 @@ def output_at(step: StepOutput, tokens: Sequence[int], stop: Sequence[str], deco
     )
 
 
-# The first stage of a sweep: every row of a table is decoded by the engine of its model.
-
-
 @dataclass(frozen=True)
 class DecodingModel:
     """An engine, and the tokenizer of its model."""

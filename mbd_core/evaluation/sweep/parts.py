@@ -51,8 +51,6 @@ GRADED_COLUMNS = pa.schema(
 )
 
 
-# A sweep cut into parts: tables that are decoded, graded and written whole, or not at all.
-
 Row = Mapping[str, Any]
 AnyRow = TypeVar("AnyRow", bound=Row)
 

@@ -65,9 +65,6 @@ def endpoint_notes(endpoint: Endpoint, asked: Mapping[str, Asked]) -> Sequence[s
     return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{known}"]
 
 
-# The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine.
-
-
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """The user's options of a sweep.

@@ -24,8 +24,6 @@ from mbd_core.evaluation.sweep.decoding import (
 )
 from mbd_core.evaluation.sweep.timing import TimedCase, config_of
 
-# Runs of one configuration by itself on a clock: requests one at a time, then always some under way together.
-
 ALONE, TOGETHER = "alone", "together"
 COPIED = ("model", "method", "task", "config", "problem_id")  # columns of the plan
 TIMED_COLUMNS = pa.schema(

@@ -77,8 +77,6 @@ def _numbered_lines(path: str) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-# The problems of a task, from a generator or from where a benchmark lies.
-
 DEFAULT_LIMIT = 500
 
 

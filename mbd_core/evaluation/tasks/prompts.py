@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What a model is given: a problem in the words of a recipe's setting, after examples, as a chat or as plain text.
-
 Form = Literal["turn", "turns", "plain"]
 
 

@@ -160,8 +160,6 @@ def _marker(steps: Sequence[float]) -> str | None:
     return "o" if len(steps) == 1 else None
 
 
-# What a run logs, whoever launched it: `losses.jsonl`, the targets of `--log-to`, and `losses.png` at its end.
-
 PLOT, IDS = "losses.png", "log_ids.json"
 
 

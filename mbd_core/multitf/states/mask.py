@@ -42,8 +42,6 @@ from mbd_core.multitf.config import AttentionChoice
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.ops.attention.whole import DenseAttention, FlexAttention, block_mask
 
-# The Group-Aware Dual-Stream Mask as one predicate (paper Eqs. B.6 to B.9).
-
 Places = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of a row of the batch, a head, a query's and a key's place: whether the query sees the key."""
 

@@ -70,8 +70,6 @@ def packed_alike(shares: Sequence[Sequence[int]], max_tokens: int) -> list[Toget
     return packed
 
 
-# MultiTF training sequences: noisy streams of one sample over its one clean stream, ready for the model.
-
 EPSILON = 1e-6
 """The least mask ratio that a label's weight is divided by (Eq. B.13)."""
 

@@ -94,9 +94,6 @@ def _(x_SLD: Tensor, table_N3: Tensor, layer: Tensor, p: float) -> Tensor:
     return torch.empty(x_SLD.shape, dtype=torch.bool, device=x_SLD.device)
 
 
-# LoRA on a model in training, by peft: added before the first step, switched off for a teacher, merged at the end.
-
-
 def check_peft() -> None:
     """Raise `ValueError` if peft is not installed."""
     try:

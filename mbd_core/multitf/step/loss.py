@@ -54,8 +54,6 @@ def bucket_means(sums: Sequence[float]) -> dict[str, float]:
     return {name: total / count for name, total, count in zip(BUCKETS, totals, counts, strict=True) if count}
 
 
-# The losses of MultiTF: one weighted sum over labels, whose weights come with the batch (paper Eqs. B.11, B.13).
-
 DENSE = TrainingAttention("dense", torch.device("cpu"))
 """What a loss attends with unless it is told: a dense mask, on any device."""
 

@@ -160,8 +160,6 @@ def _counted_experts(width: int, share: int, x_TD: Tensor, ids_TK: Tensor, weigh
     return out
 
 
-# What a training step takes of each worker's memory, counted before anything is loaded; and whether that fits.
-
 GB = 10**9
 WIDE, NARROW = 4, 2  # bytes of a float32 and of a bfloat16 number
 RESERVE = 0.06

@@ -60,9 +60,6 @@ class RowLayout:
         )
 
 
-# Paged attention by rows in plain torch: the definition that every kernel is tested against.
-
-
 def paged_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, layout: RowLayout) -> Tensor:
     """Row r's queries attend to the first `kv_lens_R[r]` keys of its pages, all of them, scaled by C^-1/2.
 

@@ -49,8 +49,6 @@ def without_sentinels(out_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Tenso
     return torch.where(ids_TK[:, :1] < num_experts, out_TD, 0.0)
 
 
-# The experts of a mixture-of-experts layer: the loop that defines the result, and faster implementations of it.
-
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """x (T, D), gate (E, F, D), up (E, F, D), down (E, D, F), ids (T, K), weights (T, K) -> (T, D), as `loop_experts`."""
 MANY = 32

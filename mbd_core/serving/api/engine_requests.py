@@ -21,8 +21,6 @@ from mbd_core.serving.api.stream_places import taken_up
 from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import TooManyRequests
 
-# From a parsed API request to what the engine takes: one request for each prompt and choice, checked.
-
 
 def engine_requests(
     asked: GenerationRequest,

@@ -269,9 +269,6 @@ def frame_fields(frame: Frame, index: int, texts: TokenTexts) -> FrameFields:
     )
 
 
-# OpenAI's reply shapes: the whole answer, its streamed chunks, usage, and the `mbd` field.
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplyChoice:
     """One finished answer, its `calls` of functions, `logprobs` in the shape of its route, where asked for, and

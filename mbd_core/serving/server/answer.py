@@ -67,8 +67,6 @@ def token_details(asked: GenerationRequest, template: TemplateTokens | None, dec
     )
 
 
-# The answer to one API request, from the engine's steps: whole, or as server-sent events.
-
 DONE = "data: [DONE]\n\n"
 
 

@@ -69,8 +69,6 @@ class _Stop:
         return length + (self.text[length] == letter)
 
 
-# Committed tokens to text as they come: characters split over tokens, and stop strings across any border.
-
 Decode = Callable[[list[int]], str]
 
 BROKEN = "\ufffd"

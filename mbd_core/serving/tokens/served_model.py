@@ -17,8 +17,6 @@ from mbd_core.decoding.grammar.guide import Guide
 from mbd_core.engine.admission import Admission, RequestRefused
 from mbd_core.serving.tokens.stream import TokenSource
 
-# A model as the API sees it: its name, its tokenizer, its limits, and where its tokens come from.
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:

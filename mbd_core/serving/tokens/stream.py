@@ -8,8 +8,6 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from mbd_core.decoding.blocks.request import Request, StepOutput
 
-# Where a request's tokens come from: an engine in this process, or a replica in another one.
-
 
 class EngineFailed(RuntimeError):
     """A step raised, or the engine was stopped: nothing more will come from it."""
