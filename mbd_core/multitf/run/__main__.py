@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     app.command()(run)
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run.__main__", standalone_mode=False)
+        get_command(app).main(arguments, prog_name="python -m mbd_core.multitf.run", standalone_mode=False)
     except (TyperException, ValueError, OSError) as error:
         sentence = error.format_message() if isinstance(error, TyperException) else str(error)
         if int(os.environ.get("RANK", 0)) == 0:
