@@ -163,3 +163,15 @@ def test_a_command_for_a_cluster_names_it(document: Path) -> None:
     for written in [*blocks, *re.findall(r"`[^`\n]+`", text)]:
         for command in TO_A_CLUSTER.findall(written):
             assert "--address" in command or (is_set and command.startswith("ray job")), f"{document.name}: {command}"
+
+
+@pytest.mark.parametrize(("package", "names"), [("benchmarks", BENCHMARKS), ("research", STUDIES)])
+def test_a_name_that_is_none_is_refused_with_those_that_are(package: str, names: dict[str, tuple[str, str]]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", package, "nowhere"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (
+        2, f"{package}: there is no nowhere; the names are {', '.join(names)}\n"
+    )  # fmt: skip
+    listed = subprocess.run([sys.executable, "-m", package], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert listed.returncode == 0 and all(text in listed.stdout for _, text in names.values())
