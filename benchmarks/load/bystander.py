@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +15,10 @@ import numpy as np
 import psutil
 import typer
 
-from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS, attack_body
+from benchmarks.load.attacks import ATTACKS, CROWD, HEADERS
+from benchmarks.load.crowd import Attackers, CrowdProcess, Endings
 from benchmarks.load.soak_parts import ROLES
-from benchmarks.load.stream_client import Target, failure_kind, open_session, record_stream, served_models
+from benchmarks.load.stream_client import Target, open_session, record_stream, served_models
 from jobs.command_line import DATA, MODEL, command, names
 
 # What the serving processes of this machine hold in memory, by role.
@@ -53,8 +54,9 @@ def _listens(process: psutil.Process, port: int | None) -> bool:
 # How long a short request takes while a crowd attacks, against how long it takes in quiet, in one run.
 
 TURNS = 4
-NUM_HEADERS, HEADER_BYTES = 100, 2**20  # of a request whose headers are the attack
-HEADER_PIECE = 2**16  # bytes of a header that are sent at once
+WARM_UP = 2  # short requests before a quiet turn, which are not measured
+RUSH_SECONDS = 0.5  # from the crowd's beginning to the first crowded request
+SETTLE_SECONDS = 3.0  # after an attack, for the server to drop its last requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,47 +83,32 @@ class Bystander:
 
 
 async def measure_bystander(
-    session: aiohttp.ClientSession,
-    target: Target,
-    *,
-    crowd_session: aiohttp.ClientSession,
-    prompt: str,
-    attack: str,
-    characters: int,
-    requests: int,
-    crowd: int,
-    user: str = CROWD,
+    session: aiohttp.ClientSession, target: Target, *, attackers: Attackers, prompt: str, requests: int
 ) -> Bystander:
-    """Send `requests` short ones in quiet, then beside `crowd` senders of an attack, in `TURNS` turns. The crowd's
-    session has its own key, and its bodies name `user`.
+    """Send `requests` short ones in quiet, then beside the attackers, in `TURNS` turns. A quiet turn begins when the
+    server has let go of the attackers' last requests.
 
     Raises `RuntimeError` where a short request fails, or no request of the crowd ended while it was measured.
     """
     quiet: list[float] = []
     crowded: list[float] = []
-    ended: list[str | None] = []
-    for turn in range(TURNS):
-        count = requests // TURNS + (turn < requests % TURNS)
-        quiet += await _short(session, target, prompt, count)
-        senders = [
-            asyncio.create_task(
-                _send_headers(target.url, ended)
-                if attack == HEADERS
-                else _send(crowd_session, target, attack, characters, f"{turn}x{i}", user, ended)
-            )
-            for i in range(crowd)
-        ]
-        try:
-            await asyncio.sleep(0)
-            crowded += await _short(session, target, prompt, count)
-        finally:
-            for sender in senders:
-                sender.cancel()
-            await asyncio.gather(*senders, return_exceptions=True)
-    if not ended:
-        raise RuntimeError(f"no request of the crowd ({attack}) was answered meanwhile; raise --requests")
-    errors = sorted({error for error in ended if error is not None})
-    return Bystander(quiet=tuple(quiet), crowded=tuple(crowded), num_ended=len(ended), crowd_errors=tuple(errors))
+    endings: Endings = []
+    with CrowdProcess(attackers) as crowd:
+        for turn in range(TURNS):
+            count = requests // TURNS + (turn < requests % TURNS)
+            await _short(session, target, prompt, WARM_UP)
+            quiet += await _short(session, target, prompt, count)
+            await crowd.begin(turn)
+            try:
+                await asyncio.sleep(RUSH_SECONDS)
+                crowded += await _short(session, target, prompt, count)
+            finally:
+                endings += await crowd.stop()
+            await asyncio.sleep(SETTLE_SECONDS)
+    if not endings:
+        raise RuntimeError(f"no request of the crowd ({attackers.attack}) was answered meanwhile; raise --requests")
+    errors = sorted({error for error in endings if error is not None})
+    return Bystander(quiet=tuple(quiet), crowded=tuple(crowded), num_ended=len(endings), crowd_errors=tuple(errors))
 
 
 async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, count: int) -> list[float]:
@@ -134,65 +121,9 @@ async def _short(session: aiohttp.ClientSession, target: Target, prompt: str, co
     return seconds
 
 
-async def _send(
-    session: aiohttp.ClientSession,
-    target: Target,
-    attack: str,
-    characters: int,
-    name: str,
-    user: str,
-    ended: list[str | None],
-) -> None:
-    """An attack's requests one after the other; adds each one's failure, or `None`, to `ended`."""
-    number = 0
-    while True:
-        route, body = attack_body(attack, target.model, f"{name}x{number}", characters, user=user)
-        try:
-            async with session.post(f"{target.url}/v1/{route}", json=body) as response:
-                await response.read()
-                ended.append(None if response.status == 200 else f"HTTP {response.status}")
-        except (aiohttp.ClientError, TimeoutError) as failure:
-            ended.append(failure_kind(failure))
-        number += 1
-
-
-async def _send_headers(url: str, ended: list[str | None]) -> None:
-    """Requests of `NUM_HEADERS` headers of `HEADER_BYTES`, one after the other, each to its answer or its end."""
-    parts = urlsplit(url)
-    while True:
-        answer = b""
-        with suppress(OSError):
-            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-            reading = asyncio.ensure_future(reader.read(4096))
-            sending = asyncio.ensure_future(_write_headers(writer))
-            try:  # it may answer before all is sent
-                await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
-                answer = await reading
-            finally:
-                sending.cancel()
-                reading.cancel()
-                writer.transport.abort()
-                await asyncio.gather(sending, reading, return_exceptions=True)
-        status = answer[len("HTTP/1.1 ") :][:3].decode()
-        ended.append(None if status == "200" else f"HTTP {status}" if status else "connection closed")
-
-
-async def _write_headers(writer: asyncio.StreamWriter) -> None:
-    piece = b"a" * HEADER_PIECE
-    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: crowd\r\nConnection: close\r\n")
-    for number in range(NUM_HEADERS):
-        writer.write(b"X-%d: " % number)
-        for _ in range(HEADER_BYTES // HEADER_PIECE):
-            writer.write(piece)
-            await writer.drain()
-        writer.write(b"\r\n")
-    writer.write(b"\r\n")
-
-
 LOAD = "Load"  # a panel of --help
 KEY = "OPENAI_API_KEY"
 BYSTANDER = "bystander"
-SETTLE_SECONDS = 3.0  # after an attack, for its last requests to be dropped
 CHOICES = (*ATTACKS, HEADERS)
 SHORT = "Tom has 12 pens and buys 9 pens. How many pens does Tom have now?"
 
@@ -255,12 +186,9 @@ def run(
         _print_memory(url)
     for _ in range(rounds):
         for name in chosen:
-            load = partial(
-                measure_bystander, attack=name, characters=characters, requests=requests, crowd=crowd, user=user
-            )
-            _print(name, asyncio.run(_measure(load, url, model, max_tokens, request_seconds, crowd_key)))
+            senders = partial(Attackers, attack=name, url=url, number=crowd, characters=characters, user=user)
+            _print(name, asyncio.run(_measure(senders, url, model, max_tokens, requests, request_seconds, crowd_key)))
             if memory:
-                time.sleep(SETTLE_SECONDS)
                 _print_memory(url)
 
 
@@ -288,30 +216,29 @@ def _print(attack: str, found: Bystander) -> None:
 
 
 async def _measure(
-    load: Callable[..., Awaitable[Bystander]],
+    attackers: Callable[..., Attackers],
     url: str,
     model: str | None,
     max_tokens: int,
+    requests: int,
     seconds: float,
     crowd_key: str,
 ) -> Bystander:
-    keys = [os.environ.get(name) for name in (KEY, crowd_key)]
-    async with (
-        open_session(seconds=seconds, api_key=keys[0]) as session,
-        open_session(seconds=seconds, api_key=keys[1]) as crowd_session,
-    ):
+    async with open_session(seconds=seconds, api_key=os.environ.get(KEY)) as session:
         served = await served_models(session, url)
         if model is None and not served:
             raise RuntimeError(f"{url} serves no model")
+        name = model or served[0]
         target = Target(
             name="bystander",
             url=url,
-            model=model or served[0],
+            model=name,
             route="completions",
             max_tokens=max_tokens,
             extra={"user": BYSTANDER},
         )
-        return await load(session, target, crowd_session=crowd_session, prompt=SHORT)
+        crowd = attackers(model=name, seconds=seconds, api_key=os.environ.get(crowd_key))
+        return await measure_bystander(session, target, attackers=crowd, prompt=SHORT, requests=requests)
 
 
 main = command(run, "python -m benchmarks bystander")

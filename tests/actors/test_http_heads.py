@@ -16,7 +16,7 @@ from raw_http import RawHttp, post, read_all, statuses
 
 from actors.serving import proxy as http_heads
 from actors.serving.proxy import HEAD_BYTES, NUM_HEADERS, NUM_PIPELINED, middlewares
-from benchmarks.load.bystander import _send_headers
+from benchmarks.load.crowd import _send_headers
 
 LIMIT = 60.0  # seconds that the server may leave a client without a byte
 MIB = 2**20

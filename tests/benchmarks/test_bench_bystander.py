@@ -11,7 +11,7 @@ from aiohttp import web
 
 from benchmarks.load import bystander as bench_bystander
 from benchmarks.load.attacks import ATTACKS, attack_body
-from benchmarks.load.bystander import Bystander
+from benchmarks.load.bystander import TURNS, WARM_UP, Bystander
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, parse
 
@@ -90,7 +90,7 @@ def test_short_requests_are_measured_in_quiet_and_in_a_crowd(
     assert "   quiet: 20 requests" in out and " crowded: 20 requests" in out
     assert ("refused or failed: HTTP 400" in out) is refuses
     assert "crowded / quiet: median" in out
-    assert len(endpoint.crowds) == 40
+    assert len(endpoint.crowds) == 40 + TURNS * WARM_UP
     assert sum(crowd > 0 for crowd in endpoint.crowds) >= 8, "many came while long prompts were read"
     assert endpoint.crowds[:5] == [0] * 5, "the first turn begins in quiet"
     long = [prompt for prompt in endpoint.prompts if len(prompt) > 500]

@@ -6,6 +6,7 @@ from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, Re
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
 MESSAGE_LENGTH = 400  # characters of an error's message
+AGAIN_SECONDS = 1  # after which a client may ask again that had too much under way
 ASLEEP_SECONDS = 10  # after which a client may ask a server again that sleeps
 
 
@@ -56,7 +57,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TooManyRequests):
-        return ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": "1"})
+        return ApiError(429, str(error), code="too_many_requests", headers={"Retry-After": str(AGAIN_SECONDS)})
     if isinstance(error, Asleep):
         return ApiError(503, str(error), code="asleep", headers={"Retry-After": str(ASLEEP_SECONDS)})
     if isinstance(error, RequestRefused):

@@ -56,6 +56,7 @@ class EngineService:
             admission=engine.admission,
             block_size=engine.block_size,
             generation=self.loaded.defaults,
+            rows=engine.config.max_rows,
             capacity=self.engine.capacity,
         )
 

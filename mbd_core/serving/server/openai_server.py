@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from mbd_core.serving.api.engine_requests import (
     engine_requests,
     text_ids,
 )
-from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, clipped
 from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
 from mbd_core.serving.api.other_requests import (
     DetokenizeRequest,
@@ -40,10 +41,10 @@ from mbd_core.serving.api.stream_places import begun_texts
 from mbd_core.serving.server.answer import Answer, token_details
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
 from mbd_core.serving.server.prompt_scores import ScoredAnswer, score_requests
-from mbd_core.serving.server.text_stream import OpenChoices, TextStream
+from mbd_core.serving.server.text_stream import OpenChoices, Places, TextStream
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import GrammarCompiler, ServedModel
-from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TooManyRequests, has_room
+from mbd_core.serving.tokens.stream import FairTurns, Refusals, TimeLimit, TooManyRequests, has_room
 
 Body = bytes | Callable[[], Awaitable[bytes]]
 Asked = CompletionRequest | ChatRequest
@@ -51,8 +52,9 @@ Kind = type[CompletionRequest] | type[ChatRequest]
 
 LARGE_BODY = 2**17  # bytes: parsing more takes the event loop for many milliseconds
 MOST_LARGE = 16  # large bodies that may wait to be parsed
+MOST_SLOWED = 64  # refusals that last, each with its connection and its body
 REST = 5.0  # seconds of the event loop that a large body leaves to others for each one that its parsing takes
-NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices on their way to the engines, and how long each counts as that
+PLACES = 2  # choices of a client that the engines know at once, for each of their batch rows
 
 
 class OpenAIServer:
@@ -82,6 +84,7 @@ class OpenAIServer:
         self._created = int(time.time())
         self._tokenizing = TokenizerThreads()
         self._bodies = _LargeBodies()
+        self._refusals = Refusals(seconds=AGAIN_SECONDS, most=MOST_SLOWED)
 
     def offer(self, models: Mapping[str, Callable[[], Awaitable[ServedModel]]]) -> None:
         """Serve these models from now on; requests under way go on."""
@@ -171,7 +174,8 @@ class OpenAIServer:
         """The answer, whose request stays open until it is closed."""
         watch = self.measures.on_arrival()
         with watch.errors():
-            request = self._open_requests.begin(key, limited=limited)
+            async with self._refusals.slowed(key):
+                request = self._open_requests.begin(key, limited=limited)
             try:
                 whole = body if isinstance(body, bytes) else await body()
                 watch.on_body()
@@ -196,12 +200,14 @@ class OpenAIServer:
         limit, client = TimeLimit(self._request_seconds), key or asked.user or ""
         self.model(asked.model)
         watch.on_model(asked.model)
-        self._count(asked, request)
         seed = _seed(asked)
         async with limit.watch():
-            route = await self._route(asked.model)
-            check_number(asked.num_prompts, asked.num_choices, route.model.capacity, prompt_field=asked.prompt_field)
-            route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
+            async with self._refusals.slowed(client) if characters <= LARGE_BODY else nullcontext():
+                self._count(asked, request)
+                route = await self._route(asked.model)
+                capacity = route.model.capacity
+                check_number(asked.num_prompts, asked.num_choices, capacity, prompt_field=asked.prompt_field)
+                route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
             call = partial(route.requests, asked, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
             await route.check_grammar(asked, requests)
@@ -211,7 +217,7 @@ class OpenAIServer:
             texts = begun() if asked.resume is None else await self._tokenizing.run(begun, characters=characters)
         with route.choices.opening(client, len(requests)):
             stream = await TextStream.open(
-                route.model.source, requests, texts=texts, key=client, turns=route.turns, limit=limit
+                route.model.source, requests, texts=texts, key=client, places=route.places, limit=limit
             )
             route.choices.add(client, stream)
         chat = isinstance(asked, ChatRequest)
@@ -309,7 +315,7 @@ class _Route:
         """Called in the tokenizer's thread."""
         self.model, self._log = model, log
         self.choices = OpenChoices(model.capacity)
-        self.turns = FairTurns(NUM_OPENING, seconds=OPENING_SECONDS)
+        self.places = Places(PLACES * model.num_engines * model.limits.rows)
         model.tokenizer.encode("")  # its first call switches padding and truncation off, which no two threads may do
         self.decode = partial(decode_text, model.tokenizer)
         self.decode_all = partial(decode_text, model.tokenizer, special=True)

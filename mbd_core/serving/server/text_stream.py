@@ -3,8 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Self
 
 from mbd_core.decoding.blocks.request import Frame, Output, Request, Rollout, StepOutput
@@ -12,6 +13,8 @@ from mbd_core.serving.text.committed import CommittedText
 from mbd_core.serving.tokens.stream import FairTurns, TimeLimit, TokenSource, TokenStream, TooManyRequests, has_room
 
 MAX_UNREAD_FRAMES = 64  # of one API request
+NUM_OPENING, OPENING_SECONDS = 2, 0.25  # choices on their way to the engines, and how long each counts as that
+AGAIN_SECONDS = 1.0  # between two attempts to open a choice whose body has others under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +49,25 @@ class TextStream:
 
     def __init__(
         self,
+        source: TokenSource,
         requests: Sequence[Request],
-        streams: Sequence[TokenStream],
         *,
         texts: Sequence[CommittedText],
+        key: str = "",
+        places: "Places | None" = None,
         limit: TimeLimit | None = None,
     ) -> None:
-        """`streams` are those of `requests`, `texts` the text of each so far."""
+        """Submit `requests` of the client `key`, as its `places` allow; `texts` are the text of each so far."""
         self.requests = tuple(requests)
         self.unfinished = {r.request_id for r in requests}
-        self._streams, self._limit = tuple(streams), limit or TimeLimit(None)
+        self._source, self._key, self._limit = source, key, limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._unread_frames = 0
+        loop, num_first = asyncio.get_running_loop(), len(requests) if places is None else places.most_each
+        self._first: list[asyncio.Future[None]] = [loop.create_future() for _ in self.requests[:num_first]]
         self._tasks = [
-            asyncio.create_task(self._read(_AnswerText(request, text), stream))
-            for request, text, stream in zip(self.requests, texts, self._streams, strict=True)
+            asyncio.create_task(self._answer(request, text, places, opened))
+            for request, text, opened in zip_longest(self.requests, texts, self._first)
         ]
 
     @classmethod
@@ -71,25 +78,20 @@ class TextStream:
         *,
         texts: Sequence[CommittedText],
         key: str = "",
-        turns: FairTurns | None = None,
+        places: "Places | None" = None,
         limit: TimeLimit | None = None,
     ) -> Self:
-        """Submit `requests`, all or none, each in one of `turns`; raises as `TokenSource.open` does, and
-        `RequestTimedOut`."""
-        limit = limit or TimeLimit(None)
-
-        async def opened(request: Request) -> TokenStream:
-            async with turns.turn((key, request.group)) if turns else nullcontext():
-                return await source.open(request, key=key)
-
-        opening = [asyncio.ensure_future(opened(request)) for request in requests]
+        """A stream whose first requests the source has taken, as many as a client has places; none of them runs where
+        one was refused. Raises as `TokenSource.open` does, and `RequestTimedOut`."""
+        stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit)
         try:
-            async with limit.watch():
-                streams = await asyncio.gather(*opening)
+            async with stream._limit.watch():
+                await asyncio.gather(*stream._first)
         except BaseException:
-            await _close_opened(opening)
+            stream.close()
+            await asyncio.gather(*stream._tasks, return_exceptions=True)
             raise
-        return cls(requests, streams, texts=texts, limit=limit)
+        return stream
 
     def __aiter__(self) -> AsyncIterator[TextStep]:
         return self
@@ -115,20 +117,41 @@ class TextStream:
         self.unfinished.clear()
         for task in self._tasks:
             task.cancel()
-        for stream in self._streams:
-            stream.close()
 
-    async def _read(self, answer: "_AnswerText", stream: TokenStream) -> None:
-        """Put one request's steps into the queue, up to its end or a stop string."""
+    async def _answer(
+        self, request: Request, text: CommittedText, places: "Places | None", opened: "asyncio.Future[None] | None"
+    ) -> None:
+        """Submit one request, and put its steps into the queue, up to its end or a stop string. `opened` is that of
+        one of the first requests, which may be refused."""
         try:
-            async for step in stream:
-                self._put(done := answer.add(step))
-                if done.output is not None:
-                    return
+            async with nullcontext() if places is None else places.place(self._key, request.group):
+                stream = await self._open(request, places, waits=opened is None)
+                try:
+                    if opened is not None:
+                        opened.set_result(None)
+                    answer = _AnswerText(request, text)
+                    async for step in stream:
+                        self._put(done := answer.add(step))
+                        if done.output is not None:
+                            return
+                finally:
+                    stream.close()
         except Exception as error:
-            self._queue.put_nowait(error)
-        finally:
-            stream.close()
+            if opened is None or opened.done():
+                self._queue.put_nowait(error)
+            else:
+                opened.set_exception(error)
+
+    async def _open(self, request: Request, places: "Places | None", *, waits: bool) -> TokenStream:
+        """The request's stream; one that `waits` asks again where the engines have no room."""
+        while True:
+            try:
+                async with nullcontext() if places is None else places.opening(self._key, request.group):
+                    return await self._source.open(request, key=self._key)
+            except TooManyRequests:
+                if not waits:
+                    raise
+            await asyncio.sleep(AGAIN_SECONDS)
 
     def _put(self, step: TextStep) -> None:
         if step.frame is not None and self._unread_frames >= MAX_UNREAD_FRAMES:
@@ -189,14 +212,34 @@ class _AnswerText:
         )
 
 
-async def _close_opened(opening: "Sequence[asyncio.Future[TokenStream]]") -> None:
-    """Close the streams that were opened, those included that are just about to be."""
-    for one in opening:
-        one.cancel()
-    for done in await asyncio.gather(*opening, return_exceptions=True):
-        if not isinstance(done, BaseException):
-            with suppress(Exception):
-                done.close()
+class Places:
+    """How many choices of each client the engines know at once; its others wait here, where they cost nothing.
+
+    On their way to the engines all clients take turns, and so do the bodies of each.
+    """
+
+    def __init__(self, most_each: int) -> None:
+        self.most_each = most_each
+        self._turns = FairTurns(NUM_OPENING, seconds=OPENING_SECONDS)
+        self._places: dict[str, FairTurns] = {}
+        self._choices: Counter[str] = Counter()  # that have a place, or wait for one
+
+    @asynccontextmanager
+    async def place(self, client: str, group: str) -> AsyncIterator[None]:
+        """Wait for one of a client's places, and hold it as long as the block lasts."""
+        places = self._places.setdefault(client, FairTurns(self.most_each))
+        self._choices[client] += 1
+        try:
+            async with places.turn((group,)):
+                yield
+        finally:
+            self._choices[client] -= 1
+            if not self._choices[client]:
+                del self._choices[client], self._places[client]
+
+    def opening(self, client: str, group: str) -> AbstractAsyncContextManager[None]:
+        """The turn of a choice that goes to the engines."""
+        return self._turns.turn((client, group))
 
 
 class OpenChoices:

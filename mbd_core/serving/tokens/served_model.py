@@ -23,12 +23,14 @@ class EngineLimits:
     """What an engine tells those who send it requests.
 
     generation  the model's `generation_config.json`, with the engine's block size for a model trained without one
+    rows        sequences decoded at once
     capacity    requests that may run and wait together
     """
 
     admission: Admission
     block_size: int
     generation: Mapping[str, Any]
+    rows: int
     capacity: int
 
 

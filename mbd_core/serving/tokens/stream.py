@@ -142,11 +142,11 @@ class FairQueue(Generic[T]):
 class FairTurns:
     """At most `number` coroutines have a turn at once, each for `seconds` at most; the others wait in a `FairQueue`.
 
-    After its seconds a coroutine goes on, and the next one has its turn: work that waits for something else holds
-    nobody up. All methods belong to one event loop.
+    After its seconds, if there are any, a coroutine goes on, and the next one has its turn: work that waits for
+    something else holds nobody up. All methods belong to one event loop.
     """
 
-    def __init__(self, number: int, *, seconds: float) -> None:
+    def __init__(self, number: int, *, seconds: float | None = None) -> None:
         self._free, self._seconds = number, seconds
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
@@ -165,11 +165,12 @@ class FairTurns:
                 ended = True
                 self._pass_on()
 
-        limit = asyncio.get_running_loop().call_later(self._seconds, end)
+        limit = None if self._seconds is None else asyncio.get_running_loop().call_later(self._seconds, end)
         try:
             yield
         finally:
-            limit.cancel()
+            if limit is not None:
+                limit.cancel()
             end()
 
     async def _wait(self, key: Sequence[str]) -> None:
@@ -201,3 +202,33 @@ def has_room(taken: Mapping[str, int], client: str, number: int, *, capacity: in
         return True
     num_others = sum(count > 0 for other, count in taken.items() if other != client)
     return taken.get(client, 0) + number <= capacity // (num_others + 1)
+
+
+class Refusals:
+    """Slows clients that ask again at once where they were refused: the answer that they get instead takes the time
+    of an event loop that other clients need. All methods belong to one event loop."""
+
+    def __init__(self, *, seconds: float, most: int) -> None:
+        """A refusal within `seconds` of the client's last one lasts as long; at most `most` of them last at once."""
+        self._seconds, self._most = seconds, most
+        self._last: OrderedDict[str, float] = OrderedDict()  # when each client was refused, the latest at the end
+        self._slowed = 0
+
+    @asynccontextmanager
+    async def slowed(self, client: str) -> AsyncIterator[None]:
+        """Let a `TooManyRequests` out of the block late where its client was refused a moment ago."""
+        try:
+            yield
+        except TooManyRequests:
+            now = asyncio.get_running_loop().time()
+            while self._last and next(iter(self._last.values())) < now - self._seconds:
+                self._last.popitem(last=False)
+            again = client in self._last and self._slowed < self._most
+            self._slowed += again
+            try:
+                await asyncio.sleep(self._seconds if again else 0)
+            finally:
+                self._slowed -= again
+            self._last[client] = asyncio.get_running_loop().time()
+            self._last.move_to_end(client)
+            raise

@@ -19,7 +19,8 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.stream_places import begun_texts
-from mbd_core.serving.server.text_stream import TextStep, TextStream
+from mbd_core.serving.server import text_stream
+from mbd_core.serving.server.text_stream import Places, TextStep, TextStream
 from mbd_core.serving.text.committed import BROKEN
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
@@ -423,5 +424,51 @@ def test_an_adapter_that_goes_while_a_request_waits_refuses_that_request_alone(
                 *_, last = [step async for step in stream]
                 assert last.output is not None and last.output.counts.num_tokens == 60
             await idle(loaded, engine)
+
+    run(scenario())
+
+
+def test_a_client_s_choices_beyond_its_places_wait_outside_the_engine(loaded: LoadedModel) -> None:
+    """Their answers are those of the engine that knows them all; who leaves gives its places back."""
+
+    async def scenario() -> None:
+        async with running(loaded) as engine:
+            asked = [request(loaded, f"n{number}", max_tokens=8) for number in range(7)]
+            places, known = Places(2), []
+            whole = await submit(loaded, engine, *asked)
+            expected = {s.request_id: s.output async for s in whole if s.output is not None}
+            stream = await submit(loaded, engine, *asked, key="a", places=places)
+            ends = {}
+            async for step in stream:
+                known.append(engine.load.running + engine.load.waiting)
+                if step.output is not None:
+                    ends[step.request_id] = step.output
+            assert max(known) <= 2
+            assert {name: end.tokens for name, end in ends.items()} == {n: e.tokens for n, e in expected.items()}
+            left = await submit(loaded, engine, *asked, key="a", places=places)
+            left.close()
+            other = await submit(loaded, engine, request(loaded, "late", max_tokens=8), key="a", places=places)
+            assert [step.output async for step in other][-1] is not None
+            await idle(loaded, engine)
+
+    run(scenario())
+
+
+def test_a_choice_beyond_the_first_places_waits_where_the_engine_is_full(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_stream, "AGAIN_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        async with running(loaded, max_waiting=0) as engine:
+            rows = engine.capacity
+            asked = [request(loaded, f"n{number}", max_tokens=8) for number in range(rows + 3)]
+            with pytest.raises(TooManyRequests):
+                await submit(loaded, engine, *asked, key="a", places=Places(rows + 1))
+            await idle(loaded, engine)
+            stream = await submit(loaded, engine, *asked, key="a", places=Places(rows))
+            other = await submit(loaded, engine, request(loaded, "b", max_tokens=8), key="b")
+            assert len([s async for s in stream if s.output is not None]) == rows + 3
+            assert [step.output async for step in other][-1] is not None
 
     run(scenario())

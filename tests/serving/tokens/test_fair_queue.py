@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mbd_core.serving.tokens.stream import FairQueue, FairTurns, has_room
+from mbd_core.serving.tokens.stream import FairQueue, FairTurns, Refusals, TooManyRequests, has_room
 
 
 def test_clients_take_turns_and_each_one_s_oldest_comes_first() -> None:
@@ -104,3 +104,25 @@ LONG = 30.0  # seconds, that nothing here may take
 )
 def test_the_share_of_a_client(taken: dict[str, int], number: int, fits: bool) -> None:
     assert has_room(taken, "a", number, capacity=8) is fits
+
+
+def test_a_client_that_asks_again_at_once_is_refused_late_and_others_are_not() -> None:
+    async def refused(refusals: Refusals, client: str) -> float:
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(TooManyRequests):
+            async with refusals.slowed(client):
+                raise TooManyRequests
+        return asyncio.get_running_loop().time() - start
+
+    async def scenario() -> None:
+        refusals, pause = Refusals(seconds=0.2, most=2), 0.2
+        first, again, other = [await refused(refusals, client) for client in ("a", "a", "b")]
+        assert first < pause <= again and other < pause
+        crowd = await asyncio.gather(*(refused(refusals, "a") for _ in range(3)))
+        assert sorted(seconds < pause for seconds in crowd) == [False, False, True], "two last, the third does not"
+        await asyncio.sleep(pause)
+        assert await refused(refusals, "a") < pause, "it waited as it was told"
+        async with asyncio.timeout(LONG), refusals.slowed("a"):
+            pass
+
+    asyncio.run(scenario())
