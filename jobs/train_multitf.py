@@ -21,7 +21,7 @@ if __name__ == "__main__":  # run by its path, it finds the project's packages b
 
 import typer
 
-from cluster.storage import Folder
+from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf import config as train_config
@@ -31,7 +31,7 @@ from mbd_core.multitf.run.log_targets import PACKAGES, chosen_targets
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun
-    from mbd_core.multitf.recipes.recipe import TrainingRecipe
+    from mbd_core.multitf.run.start import StartingPoint
 
 RUNS = "~/mbd-runs"
 FAILURE = "failure.txt"
@@ -241,30 +241,34 @@ def run(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a recipe on Ray: on the cluster of RAY_ADDRESS, else on one that is started for it."""
-    from actors.training.run import TrainingRun, check_run, checked_base, checked_data, fetched
+    from actors.training.run import TrainingRun, check_run, named_base, prepared_data_at
     from mbd_core.multitf.recipes.by_name import recipe_named
     from mbd_core.multitf.recipes.recipe import with_options, with_precision
-    from mbd_core.multitf.run.preparation import block_size_note, check_fit
+    from mbd_core.multitf.run.start import StartingPoint
+    from mbd_core.multitf.step.memory import plan_lines, plan_memory
 
     chosen = with_precision(recipe_named(recipe), precision)
-    if start := base or chosen.base:
-        chosen = replace(chosen, base=checked_base(start))
+    if base is not None:
+        chosen = replace(chosen, base=named_base(base))
     if data is not None:
-        chosen = replace(chosen, data=checked_data(data))
+        chosen = replace(chosen, data=prepared_data_at(data))
     chosen = with_options(
         chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
         activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
         cut_experts=cut_experts,
     )  # fmt: skip
     if plan:
-        print_plan(chosen, sharding, num_workers=workers, device=device)
+        kind = "CPU" if device == "cpu" else "GPU"
+        start = StartingPoint.read(chosen, fetch=fetch_model)
+        for workload in start.workloads(sharding, num_workers=workers, device=kind):
+            print("\n".join(plan_lines(workload, plan_memory(workload), device=kind)))
         return
-    runs, name = Folder.at(os.path.expanduser(storage)), run_name or chosen.name
+    runs, name = Folder.at(os.path.expanduser(storage)), chosen.name if run_name is None else run_name
     training = TrainingRun(
         recipe=chosen,
         name=name,
         storage=runs,
-        out=Folder.at(out) if out else runs / name / "model",
+        out=runs / name / "model" if out is None else Folder.at(out),
         overwrite=overwrite,
         num_workers=workers,
         device=device,
@@ -274,26 +278,17 @@ def run(
         log_targets=chosen_targets(log_to),
     )
     check_run(training, resume=resume)
-    here = fetched(chosen)
-    check_fit(here)
-    if note := block_size_note(here):
+    start = StartingPoint.read(chosen, fetch=fetch_model)
+    if note := start.note():
         print(f"note: {note}")
-    print(f"model: {train_on_cluster(training, resume=resume)}")
+    train_on_cluster(training, start, resume=resume)
+    print(f"model: {training.out}")
 
 
-def print_plan(recipe: TrainingRecipe, sharding: ShardingChoice, *, num_workers: int, device: Device | None) -> None:
-    """The memory plan of a recipe that can be trained, for GPUs unless CPUs are asked for."""
-    from actors.training.run import fetched
-    from mbd_core.multitf.run.preparation import check_fit, planned_lines
-
-    here = fetched(recipe)
-    check_fit(here)
-    kind = "CPU" if device == "cpu" else "GPU"
-    print("\n".join(planned_lines(here, sharding, num_workers=num_workers, device=kind)))
-
-
-def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the same command and --resume") -> Folder:
-    """The model that was written. Raises `RuntimeError`, one sentence, if the training fails or no cluster starts.
+def train_on_cluster(
+    training: TrainingRun, start: StartingPoint, *, resume: bool, go_on: str = "the same command and --resume"
+) -> None:
+    """Train until the model is written. Raises `RuntimeError`, one sentence, if that fails or no cluster starts.
 
     `go_on` is what goes on with a training that failed.
     """
@@ -303,10 +298,10 @@ def train_on_cluster(training: TrainingRun, *, resume: bool, go_on: str = "the s
     from cluster.local import connect
 
     connect(num_cpus=max(4, training.num_workers + 1))
-    training = plan_run(training)
+    training = plan_run(training, start)
     begin(training, resume=resume)
     try:
-        return fit(training).model
+        fit(training)
     except CLUSTER_FAILURES as error:
         reason = record_failure(error, training.folder, FAILURE)
         raise RuntimeError(

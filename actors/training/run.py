@@ -1,15 +1,14 @@
 """A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
-from mbd_core.checkpoint.folder import read_folder
 from mbd_core.checkpoint.saving import MODEL_KIND
-from mbd_core.checkpoint.shipped import model_folder, named_model
+from mbd_core.checkpoint.shipped import named_model
 from mbd_core.multitf.config import Precision, ShardingChoice, check_workers
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
@@ -41,18 +40,12 @@ class TrainingRun:
     log_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        batch_size, group = self.recipe.train.batch_size, self.recipe.train.tensor_parallel
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
             raise ValueError(
                 f"num_workers={self.num_workers} and checkpoint_every={self.checkpoint_every} must be at least 1, "
                 f"max_failures={self.max_failures} at least 0"
             )
-        if group > 1:
-            check_workers(self.recipe.train, self.num_workers)
-        elif batch_size % self.num_workers:
-            raise ValueError(
-                f"batch_size={batch_size} of recipe {self.recipe.name} does not divide over {self.num_workers} workers"
-            )
+        check_workers(self.recipe.train, self.num_workers)
         if Path(self.name).name != self.name or self.name in ("", "..") or not self.name.isprintable():
             raise ValueError(f"run name {self.name!r} must be one folder name")
         for folder in (self.storage, self.out):
@@ -68,29 +61,20 @@ class TrainingRun:
         return self.storage / self.name
 
 
-def checked_base(model: str) -> str:
+def named_base(model: str) -> str:
     """A model to start from as recipes name it: a shipped model's name, an absolute path, or a URL of remote storage.
 
-    Raises `ValueError` for a name that is not known, and for a folder whose files are incomplete or disagree.
+    Raises `ValueError` for a name that is not known, and for a URL where no model folder lies.
     """
     here = fetch_model(model)
-    read_folder(model_folder(here))
-    return model if here != model else named_model(model)
+    name = named_model(here)
+    return name if here == model else model
 
 
-def checked_data(data: str) -> PreparedData:
+def prepared_data_at(data: str) -> PreparedData:
     """Prepared data as recipes name them, by an absolute path or a URL; `ValueError` for a folder that holds none."""
-    folder = Folder.at(data)
-    here = Path(fetch_model(folder.location))
-    return named_data(here, folder.location)
-
-
-def fetched(recipe: TrainingRecipe) -> TrainingRecipe:
-    """The recipe with its model and its prepared data where they lie on this machine, downloaded if need be."""
-    data = recipe.data
-    if isinstance(data, PreparedData):
-        data = replace(data, path=fetch_model(data.path))
-    return replace(recipe, base=recipe.base and fetch_model(recipe.base), data=data)
+    location = Folder.at(data).location
+    return named_data(Path(fetch_model(location)), location)
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:

@@ -81,8 +81,8 @@ def run(
     each row's training states from inference (Figure 2), and noise that is fitted to traces as one row more.
     The same command goes on with what is missing; experiments of one --out share their trained models.
     """
-    from actors.training.run import checked_base
-    from mbd_core.checkpoint.folder import model_digest
+    from actors.training.run import named_base
+    from mbd_core.checkpoint.folder import model_digest, read_folder
     from research.ledger.plan import StudyPlan, check_earlier, claim
     from research.ledger.report import measure_inference, report
 
@@ -90,8 +90,8 @@ def run(
         print(report(Path(out), experiment))
         return
     place = checked_out(out)
-    base = checked_base(base)
-    folder = model_folder(fetch_model(base)).resolve()
+    base = named_base(base)
+    folder = read_folder(model_folder(fetch_model(base))).path.resolve()
     plan = StudyPlan(
         base=model_digest(folder),
         seeds=tuple(int(seed) for seed in checked_seeds(seeds)),
@@ -144,8 +144,8 @@ def compute(
     actors: int,
 ) -> None:
     """Train and evaluate what is missing, on one cluster, and write the experiment's rows."""
-    from actors.training.run import check_run, fetched
-    from mbd_core.multitf.run.preparation import check_fit
+    from actors.training.run import check_run
+    from mbd_core.multitf.run.start import StartingPoint
     from research.ledger.plan import ROWS, missing_models, swept_models
     from research.ledger.rows import sweep_rows, write_rows
 
@@ -155,7 +155,7 @@ def compute(
     ]
     for one in runs:
         check_run(one, resume=one.folder.exists())
-        check_fit(fetched(one.recipe))
+        StartingPoint.read(one.recipe, fetch=fetch_model)
     from cluster.local import connect  # Ray takes seconds to import: bad input is refused before that
 
     at_once = min(at_once, len(runs))
@@ -188,11 +188,12 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
 
     from actors.training.worker import plan_run
     from cluster.failures import task_sentence
+    from mbd_core.multitf.run.start import StartingPoint
 
     if not runs:
         return
     try:
-        plan_run(runs[0], runs=at_once)
+        plan_run(runs[0], StartingPoint.read(runs[0].recipe, fetch=fetch_model), runs=at_once)
     except ValueError as error:
         raise type(error)(f"--at-once {at_once}: {error}") from None
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -218,7 +219,10 @@ def train_all(runs: list[TrainingRun], *, at_once: int) -> None:
 
 def train_one(one: TrainingRun) -> None:
     """A run from its beginning or its newest checkpoint."""
-    train_on_cluster(one, resume=one.folder.exists(), go_on="the same command")
+    from mbd_core.multitf.run.start import StartingPoint
+
+    start = StartingPoint.read(one.recipe, fetch=fetch_model)
+    train_on_cluster(one, start, resume=one.folder.exists(), go_on="the same command")
 
 
 def training(

@@ -21,11 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
     """The runs that were handed to a cluster."""
     runs: list[TrainingRun] = []
 
-    def train(training: TrainingRun, *, resume: bool) -> Folder:
-        runs.append(training)
-        return training.out
-
-    monkeypatch.setattr(train_multitf, "train_on_cluster", train)
+    monkeypatch.setattr(train_multitf, "train_on_cluster", lambda training, start, *, resume: runs.append(training))
     monkeypatch.chdir(tmp_path)
     return runs
 
@@ -35,6 +31,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainingRun
     [
         (["--storage", f"runs/{LONG}/x"], "a name in it than 255"),
         (["--run-name", LONG], "longer than 200 bytes"),
+        (["--run-name", ""], "run name '' must be one folder name"),
+        (["--out", ""], "an empty name is no folder"),
         (["--run-name", ".."], "run name '..' must be one folder name"),
         (["--run-name", "a\nb"], "run name 'a\\nb' must be one folder name"),
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),

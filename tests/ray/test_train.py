@@ -18,7 +18,7 @@ from ray.train import ControllerError, WorkerGroupError
 
 from actors.training import worker as training
 from actors.training.run import TrainingRun, begin
-from actors.training.worker import TrainingResult, fit
+from actors.training.worker import fit
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
@@ -27,7 +27,8 @@ from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES
-from mbd_core.multitf.run.preparation import prepare
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.step.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,12 +50,12 @@ def curve(run: TrainingRun) -> list[tuple[int, float]]:
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, tiny_recipe, tmp_path_factory) -> TrainingRun:
     run = start(tiny_recipe, tmp_path_factory.mktemp("runs"), "undisturbed", checkpoint_every=100)
-    assert fit(run) == TrainingResult(model=run.out, resumed_after=0)
+    assert fit(run) == 0
     return run
 
 
 def test_two_workers_train_what_one_process_trains(undisturbed, tiny_recipe):
-    model, _, examples = prepare(tiny_recipe)
+    model, _, examples = prepare(StartingPoint.read(tiny_recipe))
     trainer = Trainer(model, examples, tiny_recipe.states, tiny_recipe.train)
     alone = [(m.step, m.loss) for m in (trainer.step() for _ in range(tiny_recipe.train.steps))]
     together = curve(undisturbed)
@@ -123,15 +124,15 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
     with ThreadPoolExecutor() as threads:
         killer = threads.submit(held.kill_a_worker)
         if max_failures:
-            result = fit(run)
+            resumed_after = fit(run)
         else:
             with pytest.raises(TrainingFailedError):
                 fit(run)
             assert not run.out.exists()
             begin(run, resume=True)
-            result = fit(run)
+            resumed_after = fit(run)
         killer.result()
-    assert result.resumed_after == 2
+    assert resumed_after == 2
     assert curve(run) == curve(undisturbed)
 
 
@@ -222,7 +223,7 @@ def failing_job(
         raise error
 
     monkeypatch.setattr(local, "connect", fail if stage == "connect" else lambda **_: True)
-    monkeypatch.setattr(training, "plan_run", lambda run: run)
+    monkeypatch.setattr(training, "plan_run", lambda run, start: run)
     monkeypatch.setattr(training, "fit", fail)
     assert train_multitf.main(["--recipe", "tiny-mbd", "--steps", "1", "--storage", str(storage)]) == 1
     printed = capsys.readouterr().err

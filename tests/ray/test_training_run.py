@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.training.run import RECORD, TrainingRun, begin, checked_base, record_recipe, recorded_precision
+from actors.training.run import RECORD, TrainingRun, begin, named_base, record_recipe, recorded_precision
 from cluster.storage import Folder
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
@@ -99,14 +99,14 @@ def test_a_base_is_a_known_name_or_a_folder(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_model_dir.parent)
-    assert checked_base("tiny-bd") == "tiny-bd"
-    assert checked_base(tiny_model_dir.name) == str(tiny_model_dir)
+    assert named_base("tiny-bd") == "tiny-bd"
+    assert named_base(tiny_model_dir.name) == str(tiny_model_dir)
     with pytest.raises(ValueError, match=r"unknown model 'nope'.*known: ledger-bd, ledger-mbd, tiny-bd, "):
-        checked_base("nope")
+        named_base("nope")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["SDARForCausalLM"]}))
     with pytest.raises(ValueError, match=r"config\.json"):
-        checked_base(str(tmp_path / "model"))
+        named_base(str(tmp_path / "model"))
 
 
 def test_a_base_at_a_url_is_fetched_and_checked(
@@ -116,7 +116,7 @@ def test_a_base_at_a_url_is_fetched_and_checked(
     url = f"memory://{tmp_path.name}/tiny"
     system, path = Folder.at(url)._remote()
     system.put(str(tiny_model_dir), path, recursive=True)
-    assert checked_base(url) == url
+    assert named_base(url) == url
     system.rm_file(f"{path}/config.json")
     with pytest.raises(ValueError, match=r"is no model folder: it holds no config\.json"):
-        checked_base(url)
+        named_base(url)

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from family_models import FAMILIES, random_model
 from torch.distributed.device_mesh import init_device_mesh
-from training_pair import held, held_by, losses, recipe_on, trained
+from training_pair import held, held_by, losses, recipe_on, run_of, trained
 
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import Curve
-from mbd_core.multitf.run.loop import start
-from mbd_core.multitf.run.preparation import base_files, export, join_export
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.loss import BUCKETS, multitf_loss
 from mbd_core.multitf.step.parallel import parallelize, whole
@@ -62,11 +60,9 @@ def two(workers: Workers, out: Path) -> dict[str, Any]:
     for cut, base in BASES.items():
         recipe = grouped(short(out / base), cut)
         found[cut] = alike(trained(recipe, workers, "sharded", str(out / f"{cut}-two")))
-        trainer, tokenizer, _ = start(recipe, workers, "sharded", None)
-        if workers.is_first:
-            export(out / f"{cut}-written", recipe, trainer.model, tokenizer, base_files(recipe))
-        else:
-            join_export(trainer.model)
+        run = run_of(recipe, workers, "sharded")
+        run.write(out / f"{cut}-written")
+        trainer = run.trainer
         computed = gradients(trainer)
         if workers.is_first:
             torch.save(computed, out / f"{cut}-two.pt")

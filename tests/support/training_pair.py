@@ -6,6 +6,7 @@ The first worker writes what the tests compare to OUT/MODE.json.
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
 from mbd_core.multitf.run.checkpoints import MARKER, Checkpoints, Curve
 from mbd_core.multitf.run.log import CurveFile
-from mbd_core.multitf.run.loop import start, train
-from mbd_core.multitf.run.preparation import base_files, export, join_export
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.step.memory import Setting, plan_memory
+from mbd_core.multitf.step.memory import Workload, plan_memory
 from mbd_core.multitf.step.parallel import own_part
 from mbd_core.multitf.step.trainer import Trainer
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
@@ -67,9 +68,26 @@ def trained(
 ) -> Curve:
     """The curve of a whole run, with a checkpoint after every third step in `folder`."""
     checkpoints = None if folder is None else Checkpoints(folder, workers, recipe=recipe, keep=keep)
-    trainer, _, curve = start(recipe, workers, sharding, checkpoints)
-    train(trainer, workers, curve, checkpoints=checkpoints, every=3)
-    return curve
+    run = run_of(recipe, workers, sharding, checkpoints)
+    run.train(every=3)
+    return run.curve
+
+
+def run_of(
+    recipe: TrainingRecipe, workers: Workers, sharding: Sharding, checkpoints: Checkpoints | None = None
+) -> Run:
+    """A run where it stands."""
+    return Run(StartingPoint.read(recipe), workers, sharding, checkpoints)
+
+
+class AfterStep:
+    """A log that calls a function after each update."""
+
+    def __init__(self, add: Callable[[], None]) -> None:
+        self.add = add
+
+    def begin(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 def distilled(base: Path) -> TrainingRecipe:
@@ -82,13 +100,10 @@ def distilled(base: Path) -> TrainingRecipe:
 def trained_adapter(recipe: TrainingRecipe, workers: Workers, sharding: Sharding, folder: Path) -> list[float]:
     """The losses of a run, whose model is written beside `folder`, where its checkpoints lie."""
     checkpoints = Checkpoints(str(folder), workers, recipe=recipe, keep=9)
-    trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
-    train(trainer, workers, curve, checkpoints=checkpoints, every=3)
-    if workers.is_first:
-        export(folder.with_name(f"{folder.name}-model"), recipe, trainer.model, tokenizer, base_files(recipe))
-    else:
-        join_export(trainer.model)
-    return losses(curve)
+    run = run_of(recipe, workers, sharding, checkpoints)
+    run.train(every=3)
+    run.write(folder.with_name(f"{folder.name}-model"))
+    return losses(run.curve)
 
 
 def compare(workers: Workers, out: Path) -> dict[str, Any]:
@@ -122,18 +137,17 @@ def compare(workers: Workers, out: Path) -> dict[str, Any]:
 
 def held(workers: Workers, recipe: TrainingRecipe) -> list[int]:
     """Bytes of weights and optimizer states on this worker, beside the plan's."""
-    trainer, _, _ = start(recipe, workers, "sharded", None)
-    return held_by(trainer, recipe, workers)
+    return held_by(run_of(recipe, workers, "sharded").trainer, recipe, workers)
 
 
 def held_by(trainer: Trainer, recipe: TrainingRecipe, workers: Workers) -> list[int]:
     """The same of a trainer, which does a step."""
     trainer.step()
-    setting = Setting(
+    workload = Workload(
         config=trainer.model.config, states=recipe.states, train=recipe.train, sample_tokens=400,
         num_workers=workers.size, sharding="sharded", precision="float32",
     )  # fmt: skip
-    plan = plan_memory(setting)
+    plan = plan_memory(workload)
     states = [own_part(t) for o in trainer.optimizers for s in o.state.values() for t in s.values() if t.ndim]
     weights = [own_part(p) for p in trainer.model.parameters()]
     return [plan.weights, sum(t.nbytes for t in weights), plan.optimizer, sum(t.nbytes for t in states)]
@@ -155,18 +169,18 @@ def failing(workers: Workers, base: Path, out: Path, pattern: str) -> list[str |
     """What each worker says of a checkpoint of which a file cannot be written, and after how many updates."""
     recipe = recipe_on(base, steps=9)
     checkpoints = Checkpoints(f"failing://{out}/run", workers, recipe=recipe, options={"writes": pattern})
-    trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
+    run = run_of(recipe, workers, "sharded", checkpoints)
     said, sentences = "nothing failed", [None] * workers.size
 
     def look_late() -> None:
-        if checkpoints._writing is not None and workers.rank == 1 and len(curve) == 4:
+        if checkpoints._writing is not None and workers.rank == 1 and len(run.curve) == 4:
             record, writing = checkpoints._writing
             checkpoints._writing = record, SeenLate(writing)
 
     try:
-        train(trainer, workers, curve, checkpoints=checkpoints, every=3, after_step=look_late)
+        run.train(every=3, log=AfterStep(look_late))
     except OSError as error:
-        said = f"{len(curve)}: {error}"
+        said = f"{len(run.curve)}: {error}"
     distributed.all_gather_object(sentences, said)
     return sentences
 
@@ -178,10 +192,9 @@ def remote(workers: Workers, base: Path) -> tuple[list[float], int]:
     if workers.is_first:
         fsspec.filesystem("s3").rm(f"bucket/pair/step_{STEPS:06d}/{MARKER}")
     checkpoints = Checkpoints(folder, workers, recipe=recipe)
-    trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
-    resumed_after = trainer.step_number
-    train(trainer, workers, curve, checkpoints=checkpoints, every=3)
-    return losses(curve), resumed_after
+    run = run_of(recipe, workers, "sharded", checkpoints)
+    run.train(every=3)
+    return losses(run.curve), run.resumed_after
 
 
 def half_denoised(base: Path) -> TrainingRecipe:
@@ -194,21 +207,21 @@ def marked_while_training(workers: Workers, base: Path, folder: Path) -> list[bo
     """After each step, whether the checkpoint of the third one is whole; all its parts are there after the fourth."""
     recipe, seen = recipe_on(base, steps=6), []
     checkpoints = Checkpoints(str(folder), workers, recipe=recipe)
-    trainer, _, curve = start(recipe, workers, "replicated", checkpoints)
+    run = run_of(recipe, workers, "replicated", checkpoints)
 
     def look() -> None:
         if checkpoints._writing is not None:
             checkpoints._writing[1].exception()  # returns when they are written
         seen.append((folder / "step_000003" / MARKER).exists())
 
-    train(trainer, workers, curve, checkpoints=checkpoints, every=3, after_step=look)
+    run.train(every=3, log=AfterStep(look))
     return seen
 
 
 def without_label(workers: Workers, base: Path) -> list[float]:
     """Losses where one worker's samples have no label at all."""
-    trainer, _, _ = start(recipe_on(base, steps=2), workers, "sharded", None)
-    whole = trainer.batch
+    run = run_of(recipe_on(base, steps=2), workers, "sharded")
+    whole = run.trainer.batch
 
     def batch(step: int) -> Any:
         drawn = whole(step)
@@ -218,37 +231,33 @@ def without_label(workers: Workers, base: Path) -> list[float]:
             )
         return drawn
 
-    trainer.batch = batch  # type: ignore[method-assign]
-    curve: Curve = []
-    train(trainer, workers, curve)
-    return losses(curve)
+    run.trainer.batch = batch  # type: ignore[method-assign]
+    run.train()
+    return losses(run.curve)
 
 
 def write_sharded(workers: Workers, base: Path, out: Path) -> None:
     """Write a sharded model as it was loaded."""
-    trainer, tokenizer, _ = start(recipe_on(base), workers, "sharded", None)
+    run = run_of(recipe_on(base), workers, "sharded")
+    run.write(out / "written")
     if workers.is_first:
-        export(out / "written", recipe_on(base), trainer.model, tokenizer, base_files(recipe_on(base)))
-        assert load_model(out / "written").config == trainer.model.config
-    else:
-        join_export(trainer.model)
+        assert load_model(out / "written").config == run.trainer.model.config
 
 
 def slow(workers: Workers, out: Path) -> dict[str, Any]:
     """A run that leaves time to be killed; it goes on from what a killed one left."""
     recipe = recipe_on(out / "model", steps=24)
     checkpoints = Checkpoints(str(out / "slow"), workers, recipe=recipe)
-    trainer, _, curve = start(recipe, workers, "sharded", checkpoints)
-    first = trainer.step_number
-    file = CurveFile(str(out / "slow"), curve) if workers.is_first else None
+    run = run_of(recipe, workers, "sharded", checkpoints)
+    file = CurveFile(str(out / "slow"), run.curve) if workers.is_first else None
 
     def log() -> None:
         time.sleep(0.1)
         if file is not None:
             file.append()
 
-    train(trainer, workers, curve, checkpoints=checkpoints, every=2, after_step=log)
-    return {"losses": losses(curve), "first": first}
+    run.train(every=2, log=AfterStep(log))
+    return {"losses": losses(run.curve), "first": run.resumed_after}
 
 
 def main() -> None:

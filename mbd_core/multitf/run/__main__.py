@@ -10,44 +10,32 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import fsspec
 import torch
 import typer
-from tqdm import tqdm
 from typer.exceptions import TyperException
 from typer.main import get_command
 
+from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.files import check_writable, probe_folder
+from mbd_core.files import check_target_folder, check_writable, probe_folder
 from mbd_core.multitf.config import AttentionChoice, ExpertsCut, Precision, Sharding, ShardingChoice
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import named_data
 from mbd_core.multitf.recipes.by_name import RECIPES, recipe_named
-from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line, with_options, with_precision
-from mbd_core.multitf.run.checkpoints import Checkpoints, Curve
-from mbd_core.multitf.run.log import RunLog
+from mbd_core.multitf.recipes.recipe import with_options, with_precision
+from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import PACKAGES, chosen_targets
-from mbd_core.multitf.run.loop import start, train
-from mbd_core.multitf.run.preparation import (
-    base_files,
-    block_size_note,
-    check_export,
-    check_fit,
-    check_room,
-    export,
-    join_export,
-    planned_lines,
-)
-from mbd_core.multitf.step.compute import device_peak
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import settle_precision, train_worker
+from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
-
-SHOWN_STEPS = 50
-"""The progress bar shows means over the last so many steps."""
 
 Sharded = Annotated[
     ShardingChoice,
@@ -133,7 +121,7 @@ def run(
     cut_experts: CutExperts = None,
     plan: Plan = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
+        str | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder of this project.")] = False,
     checkpoints: Annotated[
@@ -144,74 +132,58 @@ def run(
     log_to: LogTo = None,
 ) -> None:
     """Train a recipe without Ray: in this process, or in those that torchrun started."""
-    chosen = starting_from(with_precision(recipe_named(recipe), precision), base, data)
+    chosen = with_precision(recipe_named(recipe), precision)
+    if base is not None:
+        chosen = replace(chosen, base=named_model(base))
+    if data is not None:
+        chosen = replace(chosen, data=named_data(data))
     chosen = with_options(
         chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
         activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
         cut_experts=cut_experts,
     )  # fmt: skip
     if plan is not None:
-        check_fit(chosen)
-        print("\n".join(planned_lines(chosen, sharding, num_workers=plan, device="GPU")))
+        for workload in StartingPoint.read(chosen).workloads(sharding, num_workers=plan, device="GPU"):
+            print("\n".join(plan_lines(workload, plan_memory(workload))))
         return
-    folder = out or Path("out") / chosen.name
-    target = checked_target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every, log_to=log_to)
-    check_fit(chosen)
-    with torchrun_workers() as workers:
-        asked = chosen.train.precision
-        if workers.is_first and (note := block_size_note(chosen)):
-            print(f"note: {note}")
-        chosen = with_precision(chosen, workers.precision(chosen.train.precision))
-        lies = check_device(chosen, sharding, workers)
-        train_here(chosen, workers, lies, target, asked=asked)
-
-
-def starting_from(recipe: TrainingRecipe, base: str | None, data: Path | None) -> TrainingRecipe:
-    """The recipe with the model and the data that the command names; `ValueError` if there is no such."""
-    if base is not None:
-        recipe = replace(recipe, base=named_model(base))
-    return recipe if data is None else replace(recipe, data=named_data(data))
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a run writes."""
-
-    folder: Path
-    overwrite: bool
-    checkpoints: str | None
-    every: int
-    log_targets: tuple[str, ...] | None
-
-
-def checked_target(
-    folder: Path, *, overwrite: bool, checkpoints: str | None, every: int, log_to: str | None
-) -> Target:
-    """Where a run writes; `ValueError` for what cannot be written, or logged to."""
+    log_targets = chosen_targets(log_to)
     if log_to is not None and checkpoints is None:
         raise ValueError(f"--log-to {log_to} needs a folder for the run: name it with --checkpoints")
-    log_targets = chosen_targets(log_to)
-    check_local(folder, checkpoints)
-    check_export(folder, overwrite=overwrite)
-    return Target(folder, overwrite=overwrite, checkpoints=checkpoints, every=every, log_targets=log_targets)
+    if checkpoints is not None:
+        check_checkpoints(checkpoints)
+    folder = model_target(f"out/{chosen.name}" if out is None else out, overwrite=overwrite)
+    start = StartingPoint.read(chosen)
+    with torchrun_workers() as workers:
+        if workers.is_first and (note := start.note()):
+            print(f"note: {note}")
+        stored = None if checkpoints is None else Checkpoints(checkpoints, workers, recipe=chosen)
+        start = settle_precision(start, workers, stored)
+        way = chosen_sharding(start, sharding, workers)
+        own = train_worker(start, workers, way, stored, every=every, log_targets=log_targets)
+        own.write(folder if workers.is_first else None, overwrite=overwrite)
+        if workers.is_first:
+            say(f"wrote {folder}")
 
 
-def check_local(folder: Path, checkpoints: str | None) -> None:
-    """Raise `ValueError` for a model folder at a URL, and for checkpoints that cannot be written here."""
-    if checkpoints is not None and not checkpoints.strip():
+def model_target(out: str, *, overwrite: bool) -> Path:
+    """The model folder to write; `ValueError` if it cannot be written, so that no run trains for nothing."""
+    if not out.strip():
+        raise ValueError("--out is empty; name a folder, or leave it out")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", out):
+        raise ValueError(f"{out} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
+    check_target_folder(Path(out), MODEL_KIND, overwrite=overwrite)
+    return Path(out)
+
+
+def check_checkpoints(location: str) -> None:
+    """Raise `ValueError` for a place that cannot be written; at a URL a file is made and removed."""
+    if not location.strip():
         raise ValueError("--checkpoints is empty; name a folder or a URL, or leave it out")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(folder)):
-        raise ValueError(f"{folder} is a URL: this command writes here; jobs/train_multitf.py writes to URLs")
-    if checkpoints is not None and "://" in checkpoints:
-        check_url(checkpoints)
-    elif checkpoints is not None:
-        if Path(checkpoints).is_file():
-            raise ValueError(f"{checkpoints} is a file; give a folder for checkpoints")
-        check_writable(Path(checkpoints), Path(checkpoints))
-
-
-def check_url(location: str) -> None:
-    """Make a file there and remove it; `ValueError` if that fails."""
+    if "://" not in location:
+        if Path(location).is_file():
+            raise ValueError(f"{location} is a file; give a folder for checkpoints")
+        check_writable(Path(location), Path(location))
+        return
     try:
         system, path = fsspec.core.url_to_fs(location)
         probe_folder(system, location, path)
@@ -219,96 +191,17 @@ def check_url(location: str) -> None:
         raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
 
 
-def check_device(recipe: TrainingRecipe, choice: ShardingChoice, workers: Workers) -> Sharding:
+def chosen_sharding(start: StartingPoint, choice: ShardingChoice, workers: Workers) -> Sharding:
     """How the weights lie on the workers, whose memory plan is printed; `ValueError` if they do not fit."""
     if workers.device.type == "cuda":
         available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
     else:
         available, device = free_host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "CPU"
-    available = workers.least(available)
-    sharding, lines = check_room(recipe, choice, available, num_workers=workers.size, device=device)
+    workloads = start.workloads(choice, num_workers=workers.size, device=device)
+    workload, plan = fitting(workloads, workers.least(available), device=device)
     if workers.is_first:
-        print("\n".join(lines))
-    return sharding
-
-
-def train_here(
-    recipe: TrainingRecipe, workers: Workers, sharding: Sharding, target: Target, *, asked: Precision
-) -> None:
-    """Train to the recipe's last step, and write the model.
-
-    A run keeps the precision that it began in; `ValueError` where another was `asked` for.
-    """
-    checkpoints = None
-    if target.checkpoints is not None:
-        checkpoints = Checkpoints(target.checkpoints, workers, recipe=recipe)
-        record = checkpoints.newest()
-        if record is not None and asked not in ("auto", record.precision):
-            raise ValueError(
-                f"--precision {asked}: the run in {target.checkpoints} began in {record.precision}, and a run keeps "
-                "its precision; leave --precision out, or give another folder for --checkpoints"
-            )
-        if record is not None and recipe.train.precision != record.precision:
-            recipe = with_precision(recipe, "bfloat16" if record.precision == "bfloat16" else "float32")
-    base = base_files(recipe) if workers.is_first else None
-    trainer, tokenizer, curve = start(recipe, workers, sharding, checkpoints)
-    if workers.is_first:
-        print(start_line(recipe, device=workers.device, num_workers=workers.size))
-    log = Log(curve, target, recipe, workers) if workers.is_first else None
-    train(
-        trainer,
-        workers,
-        curve,
-        checkpoints=checkpoints,
-        every=target.every,
-        before_step=(lambda: None) if log is None else log.begin,
-        after_step=(lambda: None) if log is None else log.add,
-        before_checkpoint=(lambda: None) if log is None else log.flush,
-    )
-    if log is not None:
-        log.close()
-        export(target.folder, recipe, trainer.model, tokenizer, base, overwrite=target.overwrite)
-        print(f"wrote {target.folder}")
-    else:
-        join_export(trainer.model)
-
-
-class Log:
-    """The progress bar, and beside checkpoints, if there are any, the run's log."""
-
-    def __init__(self, curve: Curve, target: Target, recipe: TrainingRecipe, workers: Workers) -> None:
-        self.curve, self.run = curve, None
-        if target.checkpoints is not None:
-            peak = device_peak(workers.device, recipe.train.precision)
-            folder, targets = target.checkpoints, target.log_targets
-            self.run = RunLog(folder, curve, recipe, peak=peak, num_workers=workers.size, targets=targets)
-            print(self.run.describe())
-        self.bar = tqdm(initial=len(curve), total=recipe.train.steps)
-
-    def begin(self) -> None:
-        """An update begins."""
-        if self.run is not None:
-            self.run.begin()
-
-    def add(self) -> None:
-        """Log the update that was just done."""
-        recent = self.curve[-SHOWN_STEPS:]
-        loss, accuracy = (sum(point[name] for point in recent) / len(recent) for name in ("loss", "accuracy"))
-        self.bar.set_postfix(loss=f"{loss:.4f}", accuracy=f"{accuracy:.4f}", lr=f"{recent[-1]['lr']:.2e}")
-        self.bar.update()
-        if self.run is not None:
-            self.run.add()
-
-    def flush(self) -> None:
-        """Bring remote storage up to date."""
-        if self.run is not None:
-            self.run.flush()
-
-    def close(self) -> None:
-        """Finish the log."""
-        self.bar.close()
-        if self.run is not None:
-            self.run.close()
+        print("\n".join(plan_lines(workload, plan, device=device)))
+    return workload.sharding
 
 
 def main(argv: Sequence[str] | None = None) -> int:

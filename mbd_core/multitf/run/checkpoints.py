@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import fsspec
 import torch
@@ -58,7 +58,7 @@ class CheckpointRecord:
 
     step: int
     recipe: dict[str, Any]
-    precision: str
+    precision: Literal["float32", "bfloat16"]
     curve: Curve
     base: str | None = None
 
@@ -81,13 +81,13 @@ class Checkpoints:
     ) -> None:
         self.location, self.workers, self.keep = location.rstrip("/"), workers, keep
         self.recipe = as_recorded(recipe)
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self.base: str | None = None
         several = workers.size > 1
         self._group = distributed.new_group(backend="gloo") if several else None
         self._poll_group = distributed.new_group(backend="gloo") if several else None  # DCP's threads use the first
         self._writing: tuple[CheckpointRecord, Future[Any]] | None = None
-        self._system, self._path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self._options)
+        self._system, self._path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **self.options)
 
     def newest(self) -> CheckpointRecord | None:
         """The newest checkpoint that was written to its end, as the first worker sees it; `None` if there is none.
@@ -119,7 +119,7 @@ class Checkpoints:
         Raises `ValueError` if a file of it is missing or cut.
         """
         state = _state(trainer)
-        reader = FsspecReader(self._folder(record.step), **self._options)
+        reader = FsspecReader(self._folder(record.step), **self.options)
         try:
             with (
                 _storage_failures(f"the checkpoint {self._folder(record.step)} cannot be read"),
@@ -148,7 +148,7 @@ class Checkpoints:
         folder = self._folder(record.step)
         self._on_first(partial(self._forget_unfinished, record.step), _not_written(folder))
         with _storage_failures(_not_written(folder)):
-            writer = _Writer(folder, sync_files="://" not in self.location, **self._options)
+            writer = _Writer(folder, sync_files="://" not in self.location, **self.options)
             if self._group is None:
                 with in_one_process():
                     dcp.save(_state(trainer), storage_writer=writer, no_dist=True)
@@ -256,7 +256,7 @@ class Checkpoints:
             if not self._system.exists(f"{folder}/{METADATA}"):
                 return f"{METADATA} is missing"
             try:
-                stored = FsspecReader(self._folder(step), **self._options).read_metadata().storage_data
+                stored = FsspecReader(self._folder(step), **self.options).read_metadata().storage_data
             except UNPICKLING_ERRORS:
                 return f"{METADATA} is cut or damaged"
             ends: dict[str, int] = {}

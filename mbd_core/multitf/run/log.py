@@ -1,10 +1,11 @@
-"""What a run logs, whoever launched it: `losses.jsonl`, the targets of `--log-to`, and `losses.png` at its end.
+"""What a run prints and logs under any launcher: progress, `losses.jsonl`, the targets of `--log-to`, `losses.png`.
 
-Only the first worker has a log. All of it lies in the run's folder, here or at a URL.
+Only the first worker has a log. Its files lie in the run's folder, here or at a URL.
 """
 
 import io
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from mbd_core.files import file_beside, write_text
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded
@@ -258,3 +260,73 @@ class RunLog:
 def _short(number: float) -> float:
     """Six digits of a measured number."""
     return float(f"{number:.6g}")
+
+
+# What a run prints.
+
+PROGRESS_SECONDS = 3.0
+SHOWN_STEPS = 50
+"""A progress bar shows means over the last so many updates."""
+
+
+class Log:
+    """What the first worker prints as updates are done, and the run's files if it has a folder.
+
+    On a terminal a progress bar; else a line every few seconds, with means over the updates since the line before, the
+    speed, and the time left. `curve` is the run's, to which its loop adds points.
+    """
+
+    def __init__(self, curve: list[Point], steps: int, files: RunLog | None = None) -> None:
+        self.curve, self.steps, self.files = curve, steps, files
+        self._bar = tqdm(initial=len(curve), total=steps) if sys.stderr.isatty() else None
+        self._since, self._shown, self._first = time.monotonic(), len(curve), len(curve) + 1
+
+    def begin(self) -> None:
+        """An update begins."""
+        if self.files is not None:
+            self.files.begin()
+
+    def add(self) -> None:
+        """Log the update that was just done, the curve's last point."""
+        if self.files is not None:
+            self.files.add()
+        if self._bar is not None:
+            recent = self.curve[-SHOWN_STEPS:]
+            means = {name: f"{_mean(recent, name):.4f}" for name in ("loss", "accuracy")}
+            self._bar.set_postfix(means, lr=f"{recent[-1]['lr']:.2e}")
+            self._bar.update()
+        elif len(self.curve) in (self._first, self.steps) or time.monotonic() - self._since >= PROGRESS_SECONDS:
+            self._say_progress()
+
+    def _say_progress(self) -> None:
+        recent, elapsed = self.curve[self._shown :], time.monotonic() - self._since
+        left = (self.steps - len(self.curve)) * elapsed / len(recent)
+        say(
+            f"step {len(self.curve)}/{self.steps}  loss {_mean(recent, 'loss'):.4f}  "
+            f"masked-token accuracy {_mean(recent, 'accuracy'):.3f}  lr {recent[-1]['lr']:.2e}  "
+            f"{sum(point['tokens'] for point in recent) / elapsed:,.0f} tokens/s  "
+            f"ETA {left // 60:.0f} min {left % 60:02.0f} s"
+        )
+        self._since, self._shown = time.monotonic(), len(self.curve)
+
+    def flush(self) -> None:
+        """Bring remote storage up to date, before a checkpoint says that these updates are done."""
+        if self.files is not None:
+            self.files.flush()
+
+    def close(self) -> None:
+        """Finish the log."""
+        if self._bar is not None:
+            self._bar.close()
+        if self.files is not None:
+            self.files.close()
+
+
+def say(line: str) -> None:
+    """Print a line. Ray Train gives `print` a second way to a job's log, where every line would stand twice."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _mean(points: Points, name: str) -> float:
+    return sum(point[name] for point in points) / len(points)

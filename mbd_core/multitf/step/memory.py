@@ -169,7 +169,7 @@ AUTOCAST_KEEPS = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Workload:
     """What the plan is for: a model, how it is trained, on samples of how many tokens, by how many workers.
 
     `dense`: attention under a dense mask instead of a block mask, which takes next to nothing.
@@ -226,32 +226,32 @@ class MemoryPlan:
         return states + self.gathered + self.activations + self.logits + self.mask
 
 
-def plan_memory(setting: Setting) -> MemoryPlan:
-    """The plan of a setting. Nothing is allocated but a LoRA adapter, if the setting has one."""
+def plan_memory(workload: Workload) -> MemoryPlan:
+    """The plan of a workload. Nothing is allocated but a LoRA adapter, if it trains one."""
     with torch.device("meta"):
-        model = Decoder(setting.config)
-    if setting.train.lora is not None:
-        add_adapter(model, setting.train.lora, seed=0)
+        model = Decoder(workload.config)
+    if workload.train.lora is not None:
+        add_adapter(model, workload.train.lora, seed=0)
     trained = trained_parameters(model)
-    muons = {n for n, p in trained.items() if setting.train.optimizer == "muon" and is_muons(n, p)}
-    num_states = sum((1 if name in muons else 2) * _own(name, p, setting) for name, p in trained.items())
-    tokens, labels = sequence_tokens(setting)
+    muons = {n for n, p in trained.items() if workload.train.optimizer == "muon" and is_muons(n, p)}
+    num_states = sum((1 if name in muons else 2) * _own(name, p, workload) for name, p in trained.items())
+    tokens, labels = sequence_tokens(workload)
     return MemoryPlan(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained.values()),
-        weights=WIDE * sum(_own(name, p, setting) for name, p in model.named_parameters()),
-        gradients=WIDE * sum(_own(name, p, setting) for name, p in trained.items()),
+        weights=WIDE * sum(_own(name, p, workload) for name, p in model.named_parameters()),
+        gradients=WIDE * sum(_own(name, p, workload) for name, p in trained.items()),
         optimizer=WIDE * num_states,
-        gathered=_gathered(model, setting),
-        activations=setting.sequences_at_once * _activations(setting, tokens),
-        logits=_logits(setting, setting.sequences_at_once * labels),
-        mask=setting.sequences_at_once * tokens**2 * (1 + _width(setting)) if setting.dense else 0,
+        gathered=_gathered(model, workload),
+        activations=workload.sequences_at_once * _activations(workload, tokens),
+        logits=_logits(workload, workload.sequences_at_once * labels),
+        mask=workload.sequences_at_once * tokens**2 * (1 + _width(workload)) if workload.dense else 0,
     )
 
 
-def sequence_tokens(setting: Setting) -> tuple[int, int]:
+def sequence_tokens(workload: Workload) -> tuple[int, int]:
     """Tokens of the longest training sequence, and how many of them can have a label."""
-    states, length = setting.states, setting.packed_tokens
+    states, length = workload.states, workload.packed_tokens
     if states.layouts == "d2f":
         return length, length
     layouts = choose_layouts(max(1, length // states.block_size), states, random.Random(0))
@@ -259,13 +259,13 @@ def sequence_tokens(setting: Setting) -> tuple[int, int]:
     return noisy + length, noisy
 
 
-def _own(name: str, parameter: nn.Parameter, setting: Setting) -> int:
+def _own(name: str, parameter: nn.Parameter, workload: Workload) -> int:
     """Numbers that the first worker keeps of a parameter: its first dimension is cut, the last part may be short."""
-    shape, dim = list(parameter.shape), cut_dim(name, setting.train.cut_experts)
+    shape, dim = list(parameter.shape), cut_dim(name, workload.train.cut_experts)
     if dim is not None:
-        shape[dim] //= setting.train.tensor_parallel
-    if setting.is_sharded:
-        shape[0] = -(-shape[0] // setting.num_groups)
+        shape[dim] //= workload.train.tensor_parallel
+    if workload.is_sharded:
+        shape[0] = -(-shape[0] // workload.num_groups)
     return math.prod(shape)
 
 
@@ -275,62 +275,62 @@ def _in_group(named: Iterable[tuple[str, nn.Parameter]], train: TrainConfig) -> 
     return sum(parameter.numel() // parts[name] for name, parameter in named)
 
 
-def _width(setting: Setting) -> int:
-    return NARROW if setting.precision == "bfloat16" else WIDE
+def _width(workload: Workload) -> int:
+    return NARROW if workload.precision == "bfloat16" else WIDE
 
 
-def _gathered(model: Decoder, setting: Setting) -> int:
-    width = _width(setting)
+def _gathered(model: Decoder, workload: Workload) -> int:
+    width = _width(workload)
     everything = sum(p.numel() for p in model.parameters())
-    if not setting.is_sharded:
-        return NARROW * everything if setting.precision == "bfloat16" else 0
-    layers = [_in_group(list(layer.named_parameters()), setting.train) for layer in model.model.layers]
-    trained = [_in_group(trained_parameters(layer).items(), setting.train) for layer in model.model.layers]
+    if not workload.is_sharded:
+        return NARROW * everything if workload.precision == "bfloat16" else 0
+    layers = [_in_group(list(layer.named_parameters()), workload.train) for layer in model.model.layers]
+    trained = [_in_group(trained_parameters(layer).items(), workload.train) for layer in model.model.layers]
     root = everything - sum(p.numel() for layer in model.model.layers for p in layer.parameters())
     trained_root = sum(p.numel() for n, p in trained_parameters(model).items() if not n.startswith("model.layers."))
     return width * (root + trained_root + 2 * max(layers)) + (width + WIDE) * max(trained)
 
 
-def _activations(setting: Setting, tokens: int) -> int:
-    autocast = setting.precision == "bfloat16" and not setting.is_sharded
-    dtype = torch.bfloat16 if setting.precision == "bfloat16" and not autocast else torch.float32
-    train = setting.train
+def _activations(workload: Workload, tokens: int) -> int:
+    autocast = workload.precision == "bfloat16" and not workload.is_sharded
+    dtype = torch.bfloat16 if workload.precision == "bfloat16" and not autocast else torch.float32
+    train = workload.train
     kept = kept_bytes(
-        setting.config,
+        workload.config,
         tokens=tokens,
         dtype=dtype,
         tensor_parallel=train.tensor_parallel,
         cut_experts=train.cut_experts,
     )
     share = AUTOCAST_KEEPS if autocast else 1.0
-    if setting.train.activation_checkpointing:
+    if workload.train.activation_checkpointing:
         return kept.inputs + 2 * round(share * kept.layer)
     return round(share * (kept.layers + kept.layer))
 
 
-def _logits(setting: Setting, labels: int) -> int:
+def _logits(workload: Workload, labels: int) -> int:
     """Logits, in float32, their log-probabilities and the gradients of both."""
-    vocab = setting.config.vocab_size
+    vocab = workload.config.vocab_size
     at_once = min(labels, max(1, LOGIT_BYTES // (WIDE * vocab)))
-    return at_once * vocab * (2 * _width(setting) + 3 * WIDE)
+    return at_once * vocab * (2 * _width(workload) + 3 * WIDE)
 
 
-def plan_lines(setting: Setting, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:
+def plan_lines(workload: Workload, plan: MemoryPlan, *, device: str = "GPU") -> list[str]:
     """The plan as a run prints it: one line, and one with its parts."""
     size = _count(plan.num_parameters)
-    count, cut = setting.num_workers, f", {setting.sharding}" if setting.num_workers > 1 else ""
-    if setting.train.tensor_parallel > 1:
-        cut += f", tensor parallel {setting.train.tensor_parallel}"
+    count, cut = workload.num_workers, f", {workload.sharding}" if workload.num_workers > 1 else ""
+    if workload.train.tensor_parallel > 1:
+        cut += f", tensor parallel {workload.train.tensor_parallel}"
     trained = "" if plan.num_trained == plan.num_parameters else f" ({_count(plan.num_trained)} trained)"
     parts = ", ".join(
         f"{name} {getattr(plan, name) / GB:.1f}"
         for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "mask")
     )
-    tokens, _ = sequence_tokens(setting)
-    again = ", layers computed again" if setting.train.activation_checkpointing else ""
+    tokens, _ = sequence_tokens(workload)
+    again = ", layers computed again" if workload.train.activation_checkpointing else ""
     return [
         f"memory: {size} parameters{trained}, {count} {device}{'s' * (count > 1)}{cut}: {plan.total / GB:.1f} GB each",
-        f"  GB: {parts} ({setting.sequences_at_once} x {tokens:,} tokens at once in {setting.precision}{again})",
+        f"  GB: {parts} ({workload.sequences_at_once} x {tokens:,} tokens at once in {workload.precision}{again})",
     ]
 
 
@@ -338,44 +338,46 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
-def check_memory(setting: Setting, available: int, *, device: str = "GPU") -> MemoryPlan:
-    """The plan; `ValueError` if it takes more than is `available` to a worker, saying what would make it fit."""
-    plan = plan_memory(setting)
+def fitting(workloads: Iterable[Workload], available: int, *, device: str = "GPU") -> tuple[Workload, MemoryPlan]:
+    """The first workload that takes no more than is `available` to a worker, in bytes, and its plan.
+
+    Raises `ValueError` if none does, saying what would make the last one fit.
+    """
     room = round((1 - RESERVE) * available)
-    if plan.total > room:
-        raise ValueError(
-            f"training takes {plan.total / GB:.1f} GB on each {device}, and {room / GB:.1f} GB of its "
-            f"{available / GB:.1f} are for it; {_remedy(setting, room, device)}"
-        )
-    return plan
+    for workload in workloads:
+        plan = plan_memory(workload)
+        if plan.total <= room:
+            return workload, plan
+    remedies = (
+        f"it fits with {what}" for what, other in _others(workload, device) if plan_memory(other).total <= room
+    )
+    raise ValueError(
+        f"training takes {plan.total / GB:.1f} GB on each {device}, and {room / GB:.1f} GB of its "
+        f"{available / GB:.1f} are for it; {next(remedies, 'choose a smaller model or shorter samples')}"
+    )
 
 
-def _remedy(setting: Setting, room: int, device: str) -> str:
-    found = next((what for what, other in _others(setting, device) if plan_memory(other).total <= room), None)
-    return "choose a smaller model or shorter samples" if found is None else f"it fits with {found}"
-
-
-def _others(setting: Setting, device: str) -> Iterator[tuple[str, Setting]]:
-    """Settings that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
-    train, options = setting.train, ""
-    if setting.sequences_at_once > 1:
+def _others(workload: Workload, device: str) -> Iterator[tuple[str, Workload]]:
+    """Workloads that take less, the mildest first: smaller parts, layers computed again, more workers, an adapter."""
+    train, options = workload.train, ""
+    if workload.sequences_at_once > 1:
         train, options = replace(train, micro_batch=1), "--micro-batch 1 "
-        yield options.rstrip(), replace(setting, train=train)
+        yield options.rstrip(), replace(workload, train=train)
     if not train.activation_checkpointing:
         train, options = replace(train, activation_checkpointing=True), f"{options}--activation-checkpointing "
-        yield options.rstrip(), replace(setting, train=train)
-    for count in _more_workers(setting):
-        sharded = replace(setting, train=train, num_workers=count, sharding="sharded")
+        yield options.rstrip(), replace(workload, train=train)
+    for count in _more_workers(workload):
+        sharded = replace(workload, train=train, num_workers=count, sharding="sharded")
         yield f"{options}--sharding sharded on {count} {device}s", sharded
     if train.lora is None and train.tensor_parallel == 1:
         options = f"{options}--lora {LoraSettings().rank}"
-        adapted = replace(setting, train=replace(train, lora=LoraSettings()))
+        adapted = replace(workload, train=replace(train, lora=LoraSettings()))
         yield options, adapted
         yield from ((f"{options} {what}", other) for what, other in _others(adapted, device))
 
 
-def _more_workers(setting: Setting) -> Iterable[int]:
+def _more_workers(workload: Workload) -> Iterable[int]:
     """Numbers of workers over which a batch divides, from the present one on."""
-    size, group = setting.train.batch_size, setting.train.tensor_parallel
-    groups = (count for count in range(setting.num_groups, size + 1) if size % count == 0)
+    size, group = workload.train.batch_size, workload.train.tensor_parallel
+    groups = (count for count in range(workload.num_groups, size + 1) if size % count == 0)
     return (count * group for count in groups if count * group > 1)

@@ -16,7 +16,8 @@ from mbd_core.multitf.data.encoding import encode_example
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.paper import PAPER_RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
-from mbd_core.multitf.run.preparation import check_model, export
+from mbd_core.multitf.run.start import check_model
+from mbd_core.multitf.run.worker import export
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import Trainer
 

@@ -15,14 +15,14 @@ from family_models import rewrite
 from mbd_core.multitf.config import LoraSettings
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
 from mbd_core.multitf.run.checkpoints import Checkpoints
-from mbd_core.multitf.run.loop import start, train
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.step.workers import ALONE
 
 
 def run(recipe: TrainingRecipe, location: str, **options: Any) -> None:
     checkpoints = Checkpoints(location, ALONE, recipe=recipe, options=options)
-    trainer, _, curve = start(recipe, ALONE, "replicated", checkpoints)
-    train(trainer, ALONE, curve, checkpoints=checkpoints, every=1)
+    Run(StartingPoint.read(recipe), ALONE, "replicated", checkpoints).train()
 
 
 @pytest.fixture

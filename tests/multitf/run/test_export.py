@@ -22,7 +22,9 @@ from mbd_core.checkpoint.saving import save_model
 from mbd_core.files import MANIFEST
 from mbd_core.multitf.data.prepared import TinyData
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
-from mbd_core.multitf.run.__main__ import Target, train_here
+from mbd_core.multitf.run.checkpoints import Checkpoints
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import Run
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.step.trainer import TrainConfig
 from mbd_core.multitf.step.workers import ALONE
@@ -88,8 +90,10 @@ def trained(base: Path, out: Path) -> Path:
         max_length=min(1024, config.max_positions),
         generation={"buffer_size": 2, **({"block_size": 16} if full else {})},
     )
-    run = Target(out, overwrite=False, checkpoints=str(out) + "-run", every=1, log_targets=())
-    train_here(recipe, ALONE, "replicated", run, asked="auto")
+    checkpoints = Checkpoints(f"{out}-run", ALONE, recipe=recipe)
+    run = Run(StartingPoint.read(recipe), ALONE, "replicated", checkpoints)
+    run.train()
+    run.write(out)
     return out
 
 

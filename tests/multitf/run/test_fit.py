@@ -10,21 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
-from mbd_core.multitf.config import LoraSettings, Sharding
+from mbd_core.multitf.config import LoraSettings, Sharding, ShardingChoice
 from mbd_core.multitf.data.encoding import EncodedChat, tokenizer_fingerprint
 from mbd_core.multitf.data.prepared import TinyData, named_data, write_record, write_samples
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened
-from mbd_core.multitf.run.preparation import (
-    block_size_note,
-    check_fit,
-    check_model,
-    check_room,
-    memory_setting,
-    planned_lines,
-    prepare,
-)
-from mbd_core.multitf.step.memory import RESERVE, plan_memory
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, shortened, with_precision
+from mbd_core.multitf.run.start import StartingPoint, check_model
+from mbd_core.multitf.run.worker import prepare
+from mbd_core.multitf.step.memory import RESERVE, Workload, fitting, plan_memory
 from mbd_core.multitf.step.trainer import Trainer
 
 MULTITF, D2F = RECIPES["tiny-mbd"], replace(RECIPES["D2F-LLaDA"], architectures=())
@@ -36,15 +29,16 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def test_a_recipe_with_other_blocks_than_its_base_says_so() -> None:
-    wider = replace(RECIPES["SDAR-8B-b32"], base="tiny-bd")
-    assert block_size_note(wider) == ("tiny-bd has blocks of 16; recipe SDAR-8B-b32 makes a model with blocks of 32")
-    assert block_size_note(MULTITF) is None
-    assert block_size_note(RECIPES["tiny-bd-b8"]) is None  # it has no base
+    wider = replace(MULTITF, base="tiny-bd", states=replace(MULTITF.states, block_size=32))
+    note = "tiny-bd has blocks of 16; recipe tiny-mbd makes a model with blocks of 32"
+    assert StartingPoint.read(wider).note() == note
+    assert StartingPoint.read(MULTITF).note() is None
+    assert StartingPoint.read(RECIPES["tiny-bd-b8"]).note() is None  # it has no base
 
 
-def test_a_base_without_blocks_has_none_that_change(tmp_path: Path) -> None:
-    folder = make_folder("llada", tmp_path)
-    assert block_size_note(replace(D2F, base=str(folder))) is None
+def test_a_base_without_blocks_has_none_that_change(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    base = str(make_folder("llada", tmp_path / "llada", tokenizer))
+    assert StartingPoint.read(replace(D2F, base=base, data=TinyData(per_task=1), max_length=64)).note() is None
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -59,9 +53,7 @@ def test_a_model_of_whole_sequences_is_not_trained_under_a_block_causal_mask(fam
 def test_the_refusal_comes_before_a_sample_is_drawn(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     recipe = replace(MULTITF, base=str(make_folder("dream", tmp_path / "dream", tokenizer)))
     with pytest.raises(ValueError, match="attends to whole sequences"):
-        check_fit(recipe)
-    with pytest.raises(ValueError, match="attends to whole sequences"):
-        prepare(replace(recipe, data=TinyData(per_task=1)))
+        StartingPoint.read(recipe)
 
 
 def test_a_block_causal_model_has_no_bidirectional_teacher() -> None:
@@ -92,13 +84,12 @@ def test_prepared_data_are_trained_by_any_recipe_that_they_fit(
 ) -> None:
     folder = data_folder(tmp_path / "data", tokenizer)
     recipe = shortened(replace(tiny_recipe, data=named_data(folder)), 3)
-    check_fit(recipe)
-    model, _, examples = prepare(recipe)
+    model, _, examples = prepare(StartingPoint.read(recipe))
     assert len(examples) == 24 and examples[3].tokens == (2, 3, 4, *[8] * 16, 1)
     trainer = Trainer(model, examples, recipe.states, recipe.train)
     assert trainer.step().loss > 0
     filled = replace(recipe, trailing_fill=32)
-    assert prepare(filled)[2][3].tokens == (2, 3, 4, *[8] * 16, *[1] * 33)
+    assert prepare(StartingPoint.read(filled))[2][3].tokens == (2, 3, 4, *[8] * 16, *[1] * 33)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +104,7 @@ def test_prepared_data_that_are_too_few_or_too_long_are_refused(
 ) -> None:
     recipe = replace(tiny_recipe, data=named_data(data_folder(tmp_path / "data", tokenizer, **changes)))
     with pytest.raises(ValueError, match=sentence):
-        check_fit(recipe)
+        StartingPoint.read(recipe)
 
 
 def test_data_of_another_tokenizer_are_refused(
@@ -121,7 +112,7 @@ def test_data_of_another_tokenizer_are_refused(
 ) -> None:
     recipe = replace(tiny_recipe, data=named_data(data_folder(tmp_path / "data", tokenizer)), base="tiny-bd")
     with pytest.raises(ValueError, match="was tokenised for another model than tiny-bd: prepare it again"):
-        check_fit(recipe)
+        StartingPoint.read(recipe)
 
 
 def test_data_that_changed_since_are_refused(
@@ -129,36 +120,41 @@ def test_data_that_changed_since_are_refused(
 ) -> None:
     data = named_data(data_folder(tmp_path / "data", tokenizer))
     with pytest.raises(ValueError, match="has changed since it was named"):
-        check_fit(replace(tiny_recipe, data=replace(data, digest="other")))
+        StartingPoint.read(replace(tiny_recipe, data=replace(data, digest="other")))
 
 
 def test_what_cannot_be_trained_so_is_refused_before_a_plan(tiny_recipe: TrainingRecipe) -> None:
     recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, attention="flex"))
     with pytest.raises(ValueError, match="attention=flex trains on a GPU alone"):
-        check_room(recipe, "sharded", 10**12, num_workers=2, device="CPU")
-    with pytest.raises(ValueError, match="attention=flex trains on a GPU alone"):
-        planned_lines(recipe, "sharded", num_workers=2, device="CPU")
+        StartingPoint.read(recipe).workloads("sharded", num_workers=2, device="CPU")
 
 
 def test_weights_are_sharded_where_replicas_do_not_fit(tiny_recipe: TrainingRecipe) -> None:
     train = replace(tiny_recipe.train, micro_batch=1, activation_checkpointing=True)
     recipe = replace(tiny_recipe, train=train)
 
-    def needed(sharding: Sharding) -> int:
-        setting = memory_setting(recipe, num_workers=4, sharding=sharding, precision="float32", device="GPU")
-        return plan_memory(setting).total
+    start = StartingPoint.read(with_precision(recipe, "float32"))
 
-    assert needed("sharded") < needed("replicated")
-    room = {way: round(needed(way) / (1 - RESERVE)) + 1 for way in ("replicated", "sharded")}
-    assert check_room(recipe, "auto", room["replicated"], num_workers=4, device="GPU")[0] == "replicated"
-    assert check_room(recipe, "auto", room["sharded"], num_workers=4, device="GPU")[0] == "sharded"
-    assert check_room(recipe, "sharded", room["replicated"], num_workers=1, device="GPU")[0] == "replicated"
+    def workloads(choice: ShardingChoice, workers: int = 4) -> list[Workload]:
+        return start.workloads(choice, num_workers=workers, device="GPU")
+
+    def chosen(choice: ShardingChoice, available: int, workers: int = 4) -> Sharding:
+        return fitting(workloads(choice, workers), available)[0].sharding
+
+    needed = {one.sharding: plan_memory(one).total for one in workloads("auto")}
+    assert needed["sharded"] < needed["replicated"]
+    room = {way: round(total / (1 - RESERVE)) + 1 for way, total in needed.items()}
+    assert chosen("auto", room["replicated"]) == "replicated"
+    assert chosen("auto", room["sharded"]) == "sharded"
+    assert chosen("sharded", room["replicated"], workers=1) == "replicated"
     with pytest.raises(ValueError, match="it fits with --sharding sharded on 4 GPUs"):
-        check_room(recipe, "replicated", room["sharded"], num_workers=4, device="GPU")
+        chosen("replicated", room["sharded"])
 
 
 def test_an_adapter_may_be_trained_over_sharded_weights(tiny_recipe: TrainingRecipe) -> None:
     recipe = replace(tiny_recipe, train=replace(tiny_recipe.train, lora=LoraSettings(rank=2)))
-    lines = planned_lines(recipe, "auto", num_workers=4, device="GPU")
-    assert ["replicated" in line or "sharded" in line for line in lines] == [True, False] * 2
-    assert check_room(recipe, "sharded", 10**12, num_workers=4, device="GPU")[0] == "sharded"
+    start = StartingPoint.read(recipe)
+    workloads = start.workloads("auto", num_workers=4, device="GPU")
+    assert [one.sharding for one in workloads] == ["replicated", "sharded"]
+    sharded, _ = fitting(start.workloads("sharded", num_workers=4, device="GPU"), 10**12)
+    assert sharded.sharding == "sharded"

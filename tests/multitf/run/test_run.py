@@ -50,7 +50,7 @@ def test_a_run_says_what_it_logs_and_where(recipe: str, capsys: pytest.CaptureFi
 def test_a_folder_that_is_there_is_refused_before_a_sample_is_generated(
     recipe: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     mine = Path("out") / recipe / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -75,11 +75,11 @@ def test_no_recipe_writes_into_the_package_by_default(
     monkeypatch.chdir(tmp_path)
     targets: list[Path] = []
 
-    def check(folder: Path, *, overwrite: bool) -> None:
+    def check(folder: Path, kind: str, *, overwrite: bool) -> None:
         targets.append(folder.resolve())
         raise ValueError("far enough")
 
-    monkeypatch.setattr(run, "check_export", check)
+    monkeypatch.setattr(run, "check_target_folder", check)
     assert run.main(["--recipe", name]) == 2
     assert targets == [tmp_path / "out" / name]
     assert SHIPPED not in targets[0].parents
@@ -178,7 +178,7 @@ def test_checkpoints_of_an_older_version_are_refused(recipe: str, capsys: pytest
 def test_a_plan_is_printed_and_nothing_begins(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe, "--plan", "4"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4 and "4 GPUs, replicated: " in printed[0] and "4 GPUs, sharded: " in printed[2]
@@ -189,7 +189,7 @@ def test_a_training_that_does_not_fit_is_refused(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "free_host_memory", lambda: 10**6)
-    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     assert run.main(["--recipe", recipe]) == 2
     assert (
         "multitf.run: training takes 0.3 GB on each CPU, and 0.0 GB of its 0.0 are for it; choose"
@@ -203,7 +203,8 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--out", "s3://bucket/model"], "s3:/bucket/model is a URL: this command writes here"),
+        (["--out", "s3://bucket/model"], "s3://bucket/model is a URL: this command writes here"),
+        (["--out", " "], "--out is empty"),
         (["--out", LONG], "longer than 200 bytes"),
         (["--out", f"a/{LONG}/b"], "a name in it than 255"),
         (["--out", "/proc/model"], "cannot be written"),
@@ -233,7 +234,7 @@ def test_what_cannot_be_trained_or_written_is_refused_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "train_here", lambda *_: pytest.fail("training must not begin"))
+    monkeypatch.setattr(run, "train_worker", lambda *_, **__: pytest.fail("training must not begin"))
     Path("file").write_text("")
     Path("folder").mkdir()
     assert run.main(["--recipe", recipe, *options]) == 2

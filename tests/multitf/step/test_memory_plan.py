@@ -17,8 +17,8 @@ from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import dual_stream_mask
 from mbd_core.multitf.step.memory import (
     RESERVE,
-    Setting,
-    check_memory,
+    Workload,
+    fitting,
     kept_bytes,
     plan_lines,
     plan_memory,
@@ -30,15 +30,15 @@ from mbd_core.ops.attention.whole import DenseAttention
 PLAIN = TrainConfig(steps=1, batch_size=4, lr=1e-3, precision="float32", optimizer="adamw")
 
 
-def setting(config: ModelConfig, train: TrainConfig = PLAIN, *, workers: int = 1, **changes) -> Setting:
+def workload(config: ModelConfig, train: TrainConfig = PLAIN, *, workers: int = 1, **changes) -> Workload:
     values = {"states": StateConfig(block_size=4), "sample_tokens": 16, "precision": "float32"} | changes
     sharding = "sharded" if workers > 1 else "replicated"
-    return Setting(config=config, train=train, num_workers=workers, **({"sharding": sharding} | values))
+    return Workload(config=config, train=train, num_workers=workers, **({"sharding": sharding} | values))
 
 
-def of_recipe(name: str, shape: str, *, workers: int, sharding: str = "sharded") -> Setting:
+def of_recipe(name: str, shape: str, *, workers: int, sharding: str = "sharded") -> Workload:
     recipe = RECIPES[name]
-    return setting(
+    return workload(
         SHAPES[shape], recipe.train, workers=workers, states=recipe.states, sample_tokens=recipe.max_length,
         precision="bfloat16", sharding=sharding,
     )  # fmt: skip
@@ -48,12 +48,12 @@ def test_a_size_that_is_counted_by_hand() -> None:
     """Two layers of 16 x 16 x 4 attention (4 heads, 2 for keys and values, of 8) and 3 matrices 16 x 24."""
     layer = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 24 + 2 * 16 + 2 * 8
     count = 2 * 300 * 16 + 2 * layer + 16
-    plan = plan_memory(setting(FAMILIES["sdar"], dense=True))
+    plan = plan_memory(workload(FAMILIES["sdar"], dense=True))
     assert (plan.num_parameters, plan.num_trained) == (count, count)
     assert (plan.weights, plan.gradients, plan.optimizer, plan.gathered) == (4 * count, 4 * count, 8 * count, 0)
     assert plan.mask == 4 * (2 * 16) ** 2 * (1 + 4)
-    assert plan_memory(setting(FAMILIES["sdar"])).mask == 0
-    muon = plan_memory(setting(FAMILIES["sdar"], replace(PLAIN, optimizer="muon")))
+    assert plan_memory(workload(FAMILIES["sdar"])).mask == 0
+    muon = plan_memory(workload(FAMILIES["sdar"], replace(PLAIN, optimizer="muon")))
     matrices = 2 * (layer - 2 * 16 - 2 * 8)
     assert muon.optimizer == 4 * matrices + 8 * (count - matrices)
 
@@ -81,7 +81,7 @@ def test_the_plan_of_the_papers_recipe_in_one_line() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_it_is_what_a_training_holds(family: str, optimizer: str, lora: LoraSettings | None) -> None:
     config, train = FAMILIES[family], replace(PLAIN, optimizer=optimizer, lora=lora)
-    plan = plan_memory(setting(config, train))
+    plan = plan_memory(workload(config, train))
     model = random_model(config)
     rng = random.Random(0)
     examples = [Example(tuple(rng.randrange(2, 300) for _ in range(32)), 5) for _ in range(4)]
@@ -146,9 +146,9 @@ def test_all_layers_keep_one_dense_mask() -> None:
     ({"micro_batch": 1, "activation_checkpointing": True}, 0.1, "choose a smaller model or shorter samples"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(changes: dict, room: float, remedy: str) -> None:
-    asked = setting(SHAPES["sdar-1.7b"], replace(PLAIN, **changes), sample_tokens=512)
+    asked = workload(SHAPES["sdar-1.7b"], replace(PLAIN, **changes), sample_tokens=512)
     with pytest.raises(ValueError, match=f"training takes .* GB on each GPU, and .* are for it; {remedy}"):
-        check_memory(asked, int(room * 1e9))
+        fitting([asked], int(room * 1e9))
 
 
 def test_the_base_of_an_adapter_is_cut_among_its_workers() -> None:
@@ -163,11 +163,11 @@ def test_the_base_of_an_adapter_is_cut_among_its_workers() -> None:
     )
     asked = of_recipe("D2F-LLaDA", "llada-8b", workers=2, sharding="replicated")
     with pytest.raises(ValueError, match=r"it fits with .*--sharding sharded on 4 GPUs"):
-        check_memory(asked, round(four.total / (1 - RESERVE)) + 1)
+        fitting([asked], round(four.total / (1 - RESERVE)) + 1)
 
 
 def test_packed_samples_are_fewer_and_longer_sequences() -> None:
-    asked = setting(FAMILIES["sdar"], replace(PLAIN, batch_size=8), sample_tokens=16)
+    asked = workload(FAMILIES["sdar"], replace(PLAIN, batch_size=8), sample_tokens=16)
     packed = replace(asked, train=replace(asked.train, pack=56))
     assert (asked.sequences_at_once, packed.sequences_at_once) == (8, 3)
     assert sequence_tokens(packed)[0] == 56 / 16 * sequence_tokens(asked)[0]
@@ -176,5 +176,5 @@ def test_packed_samples_are_fewer_and_longer_sequences() -> None:
 
 
 def test_what_fits_is_planned() -> None:
-    asked = setting(FAMILIES["sdar"])
-    assert check_memory(asked, 10**9) == plan_memory(asked)
+    asked = workload(FAMILIES["sdar"])
+    assert fitting([asked], 10**9) == (asked, plan_memory(asked))

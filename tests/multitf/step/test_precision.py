@@ -8,7 +8,8 @@ import torch
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
-from mbd_core.multitf.run.preparation import prepare
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.step import compute as precision
 from mbd_core.multitf.step.compute import compute_precision
 from mbd_core.multitf.step.trainer import Trainer
@@ -42,7 +43,7 @@ def test_recipes_leave_it_to_the_device() -> None:
 def test_a_step_computes_in_it(tiny_recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch, supported: bool) -> None:
     monkeypatch.setattr(precision, "computes_bfloat16", lambda device: supported)
     recipe = with_precision(tiny_recipe, "auto")
-    model, _, examples = prepare(recipe)
+    model, _, examples = prepare(StartingPoint.read(recipe))
     trainer = Trainer(model, examples, recipe.states, replace(recipe.train, batch_size=1))
     autocast = []
     model.register_forward_hook(lambda *_: autocast.append(torch.is_autocast_enabled("cpu")))

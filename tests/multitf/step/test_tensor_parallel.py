@@ -13,13 +13,12 @@ import torch
 from family_models import FAMILIES, random_model
 from gloo_workers import started
 from training_groups import BASES, alike, gradients, short
-from training_pair import losses, trained
+from training_pair import losses, run_of, trained
 
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.multitf.run.checkpoints import MARKER
-from mbd_core.multitf.run.loop import start
 from mbd_core.multitf.step.loss import BUCKETS
 from mbd_core.multitf.step.parallel import check_divides, cut_dim
 from mbd_core.multitf.step.workers import ALONE
@@ -79,8 +78,7 @@ def test_two_workers_of_a_group_train_as_one(cut: str, two: dict[str, Any], alon
 @pytest.mark.parametrize("cut", BASES)
 def test_gradients_are_those_of_one_worker(cut: str, two: dict[str, Any], out: Path) -> None:
     found = torch.load(out / f"{cut}-two.pt")
-    trainer, _, _ = start(short(out / BASES[cut]), ALONE, "replicated", None)
-    expected = gradients(trainer)
+    expected = gradients(run_of(short(out / BASES[cut]), ALONE, "replicated").trainer)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name

@@ -11,7 +11,8 @@ from family_models import FAMILIES, random_model
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.data.encoding import IGNORE, Example
 from mbd_core.multitf.recipes.recipe import TrainingRecipe
-from mbd_core.multitf.run.preparation import prepare
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.worker import prepare
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.sample import MultiTFBatch
 from mbd_core.multitf.step.trainer import Trainer
@@ -27,7 +28,7 @@ def one_thread():
 
 
 def new_trainer(recipe: TrainingRecipe, *, rank: int = 0, world_size: int = 1) -> Trainer:
-    model, _, examples = prepare(recipe)
+    model, _, examples = prepare(StartingPoint.read(recipe))
     return Trainer(model, examples, recipe.states, recipe.train, rank=rank, world_size=world_size)
 
 

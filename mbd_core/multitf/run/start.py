@@ -1,0 +1,189 @@
+"""What a run starts from, read once: whether recipe, model, data and memory fit, before anything is trained."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.folder import ModelFolder, read_folder
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.multitf.config import Precision, Sharding, ShardingChoice, TrainConfig, check_workers
+from mbd_core.multitf.data.encoding import filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.prepared import PreparedData, read_record
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.states.mask import TrainingAttention
+from mbd_core.multitf.step.adapter import check_peft
+from mbd_core.multitf.step.compute import computes_bfloat16
+from mbd_core.multitf.step.memory import Workload
+from mbd_core.multitf.step.parallel import check_divides
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+    """A recipe that fits its model and its data, and what was read of both.
+
+    recipe  names base and data as the user did, which may be URLs
+    config  the model's, with the recipe's block size
+    base    the base's folder on this machine; `None` for a model that begins with random weights
+    data    the folder of prepared data on this machine, `None` for generated data; `record` is what it says of itself
+    """
+
+    recipe: TrainingRecipe
+    config: ModelConfig
+    base: ModelFolder | None
+    data: Path | None
+    record: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, recipe: TrainingRecipe, *, fetch: Callable[[str], str] = str) -> "StartingPoint":
+        """Read files' headers and check that everything fits.
+
+        `fetch` gives the local name or path of a base or of data. Raises `ValueError`, one sentence, if the recipe
+        cannot be trained: on its model, on its data, or at all.
+        """
+        if recipe.base is None and recipe.model is None:
+            raise ValueError(f"recipe {recipe.name} has no model of its own: name one with --base ({recipe.source})")
+        if recipe.data is None:
+            raise ValueError(
+                f"recipe {recipe.name} has no data of its own: name a folder of prepared data with --data"
+            )
+        if recipe.train.lora is not None:
+            check_peft()
+        if recipe.base is None:
+            assert recipe.model is not None
+            check_model(recipe, recipe.model, "its own model")
+            if isinstance(recipe.data, PreparedData):
+                raise ValueError(
+                    f"recipe {recipe.name} trains its own tokenizer, and --data is tokenised: name a --base"
+                )
+            return cls(recipe=recipe, config=recipe.model, base=None, data=None, record=None)
+        base = read_folder(model_folder(fetch(recipe.base)))
+        check_model(recipe, base.config, recipe.base)
+        data = record = None
+        if isinstance(recipe.data, PreparedData):
+            data = Path(fetch(recipe.data.path))
+            record = read_record(data)
+            check_data(recipe, record, base.config, base.tokenizer)
+        config = replace(base.config, block_size=recipe.states.block_size)
+        return cls(recipe=recipe, config=config, base=base, data=data, record=record)
+
+    def with_precision(self, precision: Precision) -> "StartingPoint":
+        """The same, computed in `precision`."""
+        return replace(self, recipe=with_precision(self.recipe, precision))
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens that a sample may have with its fill."""
+        return min(self.recipe.max_length, self.config.max_positions)
+
+    def note(self) -> str | None:
+        """A sentence where the recipe trains other blocks than those that its base decodes with."""
+        recipe, base = self.recipe, self.base
+        if base is None or base.config.attention == "full" or base.config.block_size == recipe.states.block_size:
+            return None
+        return (
+            f"{recipe.base} has blocks of {base.config.block_size}; recipe {recipe.name} makes a model with blocks of "
+            f"{recipe.states.block_size}"
+        )
+
+    def workloads(self, choice: ShardingChoice, *, num_workers: int, device: str) -> list[Workload]:
+        """What the workers' memory must hold, for each way in which `choice` lets the weights lie; the first is best.
+
+        `device` is GPU or CPU; for GPUs the precision `auto` is bfloat16. Raises `ValueError` for a recipe that
+        cannot be trained so.
+        """
+        recipe = self.recipe
+        if device == "CPU":
+            TrainingAttention(recipe.train.attention, CPU)
+        length = self.sample_length
+        if self.record is not None:
+            longest = filled_length(self.record["longest"] + recipe.trailing_fill, recipe.states.block_size)
+            length = min(length, longest)
+        precision = recipe.train.precision
+        wide = precision == "float32" or (precision == "auto" and device == "CPU" and not computes_bfloat16(CPU))
+        return [
+            Workload(
+                config=self.config,
+                states=recipe.states,
+                train=recipe.train,
+                sample_tokens=length,
+                num_workers=num_workers,
+                sharding=sharding,
+                precision="float32" if wide else "bfloat16",
+                dense=device == "CPU" or recipe.train.attention == "dense",
+            )
+            for sharding in allowed_shardings(recipe.train, choice, num_workers=num_workers)
+        ]
+
+
+def check_model(recipe: TrainingRecipe, config: ModelConfig, name: str) -> None:
+    """Raise `ValueError` if the recipe is for other models than `name`, or its training states or workers are."""
+    if recipe.train.tensor_parallel > 1:
+        check_divides(config, recipe.train.tensor_parallel, recipe.train.cut_experts)
+    if recipe.architectures and config.architecture not in recipe.architectures:
+        raise ValueError(
+            f"recipe {recipe.name} trains {' and '.join(recipe.architectures)} models, and {name} is a "
+            f"{config.architecture}; choose another recipe or --base"
+        )
+    layouts = recipe.states.layouts
+    if config.attention == "full" and layouts not in ("d2f", "one_group"):
+        raise ValueError(
+            f"recipe {recipe.name} trains under a block-causal mask, and {name} attends to whole sequences; choose a "
+            "D2F recipe (D2F-LLaDA, D2F-Dream)"
+        )
+    if config.attention != "full" and layouts == "d2f":
+        raise ValueError(
+            f"recipe {recipe.name} has the model as its teacher over whole sequences, and {name} was trained under a "
+            "block-causal mask; choose a MultiTF recipe"
+        )
+    if not isinstance(recipe.data, PreparedData) and recipe.max_length > config.max_positions:
+        raise ValueError(
+            f"recipe {recipe.name} has samples of up to {recipe.max_length} tokens, and {name} only "
+            f"{config.max_positions} positions; choose another --base"
+        )
+
+
+def check_data(
+    recipe: TrainingRecipe, record: dict[str, Any], config: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise `ValueError` if the prepared data were made for another tokenizer, or are too long or too few."""
+    data, size = recipe.data, recipe.states.block_size
+    assert isinstance(data, PreparedData)
+    if record["digest"] != data.digest:
+        raise ValueError(f"{data} has changed since it was named; start the command again")
+    if record["tokenizer"] != tokenizer_fingerprint(tokenizer) or record["mask_token_id"] != config.mask_token_id:
+        raise ValueError(
+            f"{data} was tokenised for another model than {recipe.base}: prepare it again with --model {recipe.base}"
+        )
+    longest, room = filled_length(record["longest"], size), min(recipe.max_length, config.max_positions)
+    if longest > room:
+        raise ValueError(
+            f"{data} has samples of up to {longest} tokens with their fill; recipe {recipe.name} and the model have "
+            f"room for {room}: prepare it again with --max-length {room // size * size}"
+        )
+    if record["samples"] < recipe.train.batch_size:
+        raise ValueError(
+            f"{data} holds {record['samples']} samples, fewer than a batch of recipe {recipe.name} "
+            f"({recipe.train.batch_size}); give more"
+        )
+
+
+def allowed_shardings(train: TrainConfig, choice: ShardingChoice, *, num_workers: int) -> list[Sharding]:
+    """How the weights may lie on the workers, the first choice first; one worker has all of them.
+
+    Raises `ValueError` for a number of workers, or a choice, that tensor-parallel groups cannot have.
+    """
+    check_workers(train, num_workers)
+    if train.tensor_parallel > 1:
+        if choice == "replicated":
+            raise ValueError("--tensor-parallel gives each worker its part of every weight: leave --sharding at auto")
+        return ["sharded"]
+    if num_workers == 1:
+        return ["replicated"]
+    return ["replicated", "sharded"] if choice == "auto" else [choice]

@@ -1,0 +1,228 @@
+"""One worker's part of a run, the same under any launcher: model and samples, updates, the trained model's folder.
+
+Ray Train or torchrun starts the workers; a run without either has one.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.base_files import BaseFiles, read_base
+from mbd_core.checkpoint.folder import model_digest
+from mbd_core.checkpoint.loading import fill_parts, load_model
+from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
+from mbd_core.models.decoder import Decoder, init_weights
+from mbd_core.multitf.config import Sharding
+from mbd_core.multitf.data.prepared import (
+    TOKENIZER_PAIRS,
+    PreparedExamples,
+    TinyData,
+    conversations,
+    write_conversations,
+)
+from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
+from mbd_core.multitf.run.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.run.log import Log, RunLog, say
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.step.adapter import base_tensors, fill_adapter, merge_adapter
+from mbd_core.multitf.step.compute import device_peak
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.workers import ALONE, Workers
+from mbd_core.tasks.tiny_tokenizer import train_tokenizer
+
+
+def train_worker(
+    start: StartingPoint,
+    workers: Workers,
+    sharding: Sharding,
+    checkpoints: Checkpoints | None,
+    *,
+    every: int,
+    log_targets: Sequence[str] | None = None,
+) -> "Run":
+    """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
+
+    The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
+    is TensorBoard where the first worker has it. `Run.write` then writes the model.
+    """
+    run = Run(start, workers, sharding, checkpoints)
+    if not workers.is_first:
+        run.train(every=every)
+        return run
+    recipe, files = start.recipe, None
+    say(start_line(recipe, device=workers.device, num_workers=workers.size))
+    if run.resumed_after:
+        say(f"resumed after step {run.resumed_after}")
+    if checkpoints is not None:
+        peak = device_peak(workers.device, recipe.train.precision)
+        files = RunLog(
+            checkpoints.location,
+            run.curve,
+            recipe,
+            peak=peak,
+            num_workers=workers.size,
+            targets=log_targets,
+            options=checkpoints.options,
+        )
+        say(files.describe())
+    log = Log(run.curve, recipe.train.steps, files)
+    run.train(every=every, log=log)
+    log.close()
+    return run
+
+
+def settle_precision(start: StartingPoint, workers: Workers, checkpoints: Checkpoints | None) -> StartingPoint:
+    """The run in the precision that it began in, or for a new one in what all workers compute; every worker calls it.
+
+    Raises `ValueError` where another precision was given than the newest checkpoint's, and as `Checkpoints.newest`.
+    """
+    given, record = start.recipe.train.precision, None
+    if checkpoints is not None:
+        record = checkpoints.newest()
+        if record is not None and given not in ("auto", record.precision):
+            raise ValueError(
+                f"--precision {given}: the run in {checkpoints.location} began in {record.precision}, and a run keeps "
+                "its precision; leave --precision out, or give another folder for --checkpoints"
+            )
+    return start.with_precision(workers.precision(given) if record is None else record.precision)
+
+
+class Run:
+    """A run where it stands: at its newest checkpoint, or at its beginning.
+
+    `curve` has a point for each update, averaged over the workers. A sharded model is loaded part by part: no worker
+    holds all of its weights. Raises `ValueError` if the base cannot be loaded, and as `Checkpoints.newest`.
+    """
+
+    def __init__(
+        self, start: StartingPoint, workers: Workers, sharding: Sharding, checkpoints: Checkpoints | None = None
+    ) -> None:
+        recipe, base = start.recipe, start.base
+        self.start, self.workers, self.checkpoints = start, workers, checkpoints
+        # read before training, for the folder may be gone when the model is written
+        self._base_files = None if base is None or not workers.is_first else read_base(base.path)
+        in_parts = sharding == "sharded" and workers.size > 1 and base is not None
+        model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
+        self.trainer = Trainer(
+            model,
+            examples,
+            recipe.states,
+            recipe.train,
+            rank=workers.rank,
+            world_size=workers.size,
+            mean=workers.mean,
+            device=workers.device,
+            sharding=sharding,
+        )
+        if checkpoints is not None and workers.is_first and recipe.train.lora is not None and base is not None:
+            checkpoints.base = model_digest(base.path)
+        record = None if checkpoints is None else checkpoints.newest()
+        if in_parts:
+            assert base is not None
+            fill_parts(base_tensors(model), model.config, base.path)
+            fill_adapter(model, seed=recipe.train.seed)
+        self.curve: Curve = []
+        if checkpoints is not None and record is not None:
+            checkpoints.load(self.trainer, record)
+            self.curve = list(record.curve)
+        self.resumed_after = self.trainer.step_number
+        """The updates that were done before this start."""
+
+    def train(self, *, every: int = 1, log: Log | None = None) -> None:
+        """Do the remaining updates; a checkpoint is begun every `every` steps and after the last one."""
+        trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
+        while trainer.step_number < steps:
+            if log is not None:
+                log.begin()
+            self.curve.append(self.workers.mean_metrics(trainer.step()).point())
+            if log is not None:
+                log.add()
+            if checkpoints is None:
+                continue
+            checkpoints.poll()
+            if trainer.step_number % every == 0 or trainer.step_number == steps:
+                if log is not None:
+                    log.flush()
+                checkpoints.save(trainer, self.curve)
+        if checkpoints is not None:
+            checkpoints.wait()
+
+    def write(self, folder: Path | None, *, overwrite: bool = False) -> None:
+        """Write the trained model (`export`); every worker calls it, and the first one names the folder."""
+        model = self.trainer.model
+        if self.workers.is_first:
+            assert folder is not None
+            export(folder, self.start.recipe, model, self.tokenizer, self._base_files, overwrite=overwrite)
+        elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            merge_adapter(model)
+            for _ in checkpoint_tensors(model, "per_expert"):  # the first worker's `export` gathers each tensor
+                pass
+
+
+def export(
+    folder: Path,
+    recipe: TrainingRecipe,
+    model: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    base: BaseFiles | None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write the trained model, in bfloat16 as these families are published, with the recipe that trained it.
+
+    Its folder has all that its base's has, so that it loads wherever the base does. An adapter is merged into the
+    model first. Where the recipe recommends to decode a full-attention model in blocks of another size than it was
+    trained in, as D2F does, the model says that size. Raises `ValueError` for a folder that is not to be replaced.
+    """
+    merge_adapter(model)
+    if model.config.attention == "full":
+        size = recipe.generation.get("block_size", model.config.block_size)
+        model.config = replace(model.config, block_size=size)
+    save_model(
+        folder,
+        model,
+        base=base,
+        tokenizer=tokenizer if base is None else None,
+        generation=recipe.generation,
+        dtype=torch.bfloat16,
+        extra={"recipe.json": json.dumps(asdict(recipe), indent=2, default=str) + "\n"},
+        overwrite=overwrite,
+    )
+
+
+def prepare(
+    start: StartingPoint, *, workers: Workers = ALONE, on_meta: bool = False
+) -> tuple[Decoder, PreTrainedTokenizerBase, PreparedExamples]:
+    """The model on the CPU in float32, its tokenizer, and all samples; `on_meta`: a base's shapes without its values.
+
+    Of generated data each machine makes its samples once, for all of its workers. Raises `ValueError` if the base
+    cannot be loaded.
+    """
+    recipe, config = start.recipe, start.config
+    if start.base is not None:
+        if on_meta:
+            with torch.device("meta"):
+                model = Decoder(config)
+        else:
+            model = load_model(start.base.path, dtype=torch.float32)
+        tokenizer, model.config = start.base.tokenizer, config
+    else:
+        assert isinstance(recipe.data, TinyData)
+        texts = (f"{user}\n{assistant}" for user, assistant in conversations(recipe.data))
+        tokenizer = train_tokenizer(itertools.islice(texts, TOKENIZER_PAIRS), vocab_size=config.vocab_size)
+        model = Decoder(config)
+        init_weights(model, seed=recipe.train.seed)
+    size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
+    if start.data is not None:
+        return model, tokenizer, PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill)
+    assert isinstance(recipe.data, TinyData)
+    write = partial(write_conversations, tokenizer=tokenizer, data=recipe.data, block_size=size, max_length=room)
+    with workers.folder_of_machine(write) as folder:  # what is mapped stays, without the file's name
+        return model, tokenizer, PreparedExamples(folder, block_size=size, max_length=room, trailing_fill=fill)
