@@ -29,7 +29,6 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
-from mbd_core.multitf.data.overlap import Benchmark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,7 +197,7 @@ def run(
     With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
     """
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.multitf.data.preparation import Preparation
+    from mbd_core.multitf.data.preparation import Benchmark, Preparation
     from mbd_core.multitf.data.prepared import DATA_KIND
 
     target = Folder.at(out)

@@ -70,8 +70,8 @@ def encode_batch(batch: pa.Table) -> pa.Table:
     try:
         (encoded,) = encoder(folder_of(row["model"]))([[(name, turns) for name, turns in json.loads(row["chats"])]])
         samples = json.dumps([[sample.prompt, sample.response] for sample in encoded])
-    except ValueError as found:  # it crosses as text, since Ray wraps what a task raises
-        error = str(found)
+    except ValueError as refusal:  # it crosses as text, since Ray wraps what a task raises
+        error = str(refusal)
     return pa.table({"number": [row["number"]], "samples": [samples], "error": [error]})
 
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mbd_core.files import write_json, write_text
-from mbd_core.multitf.states.noise_file import write_noise
+from mbd_core.multitf.states.noise import write_noise
 from research.alignment.distances import LEAST_STATES, NUM_BINS, Estimate
 from research.alignment.schedules import ComparedModel
 from research.alignment.states import States

@@ -13,7 +13,7 @@ from mbd_core.evaluation.report.sections import table_line
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.files import folder_beside, write_text
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_TASK
-from mbd_core.multitf.states.noise_file import write_noise
+from mbd_core.multitf.states.noise import write_noise
 from research.alignment.states import Asked, record_models
 from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, Judged, judge
 from research.ledger.distances import correlations, distance_lines, measure_rows, read_distances, write_distances

@@ -84,7 +84,7 @@ def _checked(turns: Any, *, answered: bool) -> Messages:
             raise ValueError(f"its message {number} needs a role (system, user, assistant) and a content that is text")
         messages.append({"role": ROLES[role], "content": content})
     if not answered:
-        return _asked(messages)
+        return _prompt(messages)
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] == "assistant":
         raise ValueError("its conversation does not end with a user's message and the assistant's answer")
     if not messages[-1]["content"].strip():
@@ -92,12 +92,12 @@ def _checked(turns: Any, *, answered: bool) -> Messages:
     return messages
 
 
-def _asked(messages: Messages) -> Messages:
+def _prompt(messages: Messages) -> Messages:
     """The messages before the last answer, which need not be there."""
-    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    if not asked or asked[-1]["role"] != "user":
+    prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if not prompt or prompt[-1]["role"] != "user":
         raise ValueError("its conversation does not end with a user's message, or with one and its answer")
-    return asked
+    return prompt
 
 
 @contextmanager
@@ -121,16 +121,16 @@ def find_files(path: str, *, split: str | None = None) -> list[str]:
     with _reading(path):
         system, root = fsspec.core.url_to_fs(path)
         if system.isfile(root):
-            found = [root]
+            files = [root]
         elif not system.exists(root):
             raise ValueError(f"{path} does not exist")
         else:
-            found = _folder_files(system, root, path, split)
-    unknown = [name for name in found if not name.endswith(SUFFIXES)]
-    if unknown or not found:
+            files = _folder_files(system, root, path, split)
+    unknown = [name for name in files if not name.endswith(SUFFIXES)]
+    if unknown or not files:
         where = unknown[0] if unknown else path
         raise ValueError(f"{where} holds no rows that can be read; supported: {', '.join(SUFFIXES)}")
-    return [system.unstrip_protocol(name) if "://" in path else name for name in found]
+    return [system.unstrip_protocol(name) if "://" in path else name for name in files]
 
 
 def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[str]:

@@ -1,8 +1,9 @@
 """Files of conversations to a folder of training samples, row by row: encoded, filtered, counted, compared."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,10 +12,83 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.folder import ModelFolder
 from mbd_core.files import folder_beside
-from mbd_core.multitf.data.conversation_rows import Columns, Messages, read_rows
+from mbd_core.multitf.data.conversation_rows import PAIRS, Columns, Messages, Row, read_rows
 from mbd_core.multitf.data.encoding import EncodedChat, encode_chats, fill_token, tokenizer_fingerprint
-from mbd_core.multitf.data.overlap import Benchmark
 from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_samples
+
+# Which training prompts repeat a benchmark's problems: the same run of words in both.
+
+RUN = 13
+"""So many words in a row, as decontamination usually takes; a shorter problem counts as a whole."""
+SHOWN = 5
+PROBLEM_COLUMNS = (*dict.fromkeys(prompt for prompt, _ in PAIRS), "text")
+
+
+def words(text: str) -> list[str]:
+    """The text's words and numbers in lower case, without punctuation."""
+    return re.findall(r"\w+", text.lower())
+
+
+def runs(text: str, size: int = RUN) -> Iterator[tuple[str, ...]]:
+    """Every run of `size` words; of a shorter text all its words, if there are at least three."""
+    if len(words(text)) >= size:
+        yield from _windows(text, size)
+    elif len(words(text)) >= 3:
+        yield tuple(words(text))
+
+
+@dataclass
+class Benchmark:
+    """A benchmark's problems as runs of words, and what training prompts had of them so far."""
+
+    name: str
+    problems: dict[tuple[str, ...], int]
+    lengths: frozenset[int]
+    rows: int = 0
+    seen: set[int] = field(default_factory=set)
+    examples: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[Row]) -> "Benchmark":
+        """The benchmark of a file's rows; `ValueError` if they hold no problem."""
+        problems: dict[tuple[str, ...], int] = {}
+        for number, (row_name, row) in enumerate(rows):
+            column = next((c for c in PROBLEM_COLUMNS if isinstance(row.get(c), str)), None)
+            if column is None:
+                raise ValueError(f"{row_name}: a benchmark's row needs one of {', '.join(PROBLEM_COLUMNS)}, as text")
+            for run in runs(row[column]):
+                problems.setdefault(run, number)
+        if not problems:
+            raise ValueError(f"{name} holds no problem with which to compare")
+        return cls(name, problems, frozenset(map(len, problems)))
+
+    def check(self, name: str, prompts: Sequence[str]) -> bool:
+        """Whether a row's prompts repeat a problem; it is counted."""
+        repeated = {
+            self.problems[run]
+            for prompt in prompts
+            for size in self.lengths
+            for run in _windows(prompt, size)
+            if run in self.problems
+        }
+        if repeated:
+            self.rows += 1
+            self.seen |= repeated
+            if len(self.examples) < SHOWN:
+                self.examples.append(name)
+        return bool(repeated)
+
+    def report(self) -> dict[str, object]:
+        """Rows that repeat a problem, how many of its problems they repeat, and the first rows' names."""
+        return {"rows": self.rows, "problems": len(self.seen), "first": list(self.examples)}
+
+
+def _windows(text: str, size: int) -> Iterator[tuple[str, ...]]:
+    row = words(text)
+    return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
+
+
+# Rows to samples.
 
 CHUNK = 256
 """So many conversations are tokenised together."""
@@ -147,11 +221,11 @@ def _chunks(preparation: Preparation, counts: RowCounts) -> Iterator[list[Chat]]
     chats, answers = _conversations(preparation), preparation.answers
     while chunk := list(itertools.islice(chats, CHUNK if answers is None else answers.rows_at_once)):
         counts.read += len(chunk)
-        found = None if answers is None else answers.answer(chunk)  # of all: kept ones serve whatever is left out now
+        given = None if answers is None else answers.answer(chunk)  # all: answers are kept whatever is left out now
         kept = [number for number, chat in enumerate(chunk) if not _is_left_out(preparation, chat)]
         counts.repeating += len(chunk) - len(kept)
         chunk = [chunk[number] for number in kept]
-        yield chunk if found is None else _answered(preparation, chunk, [found[number] for number in kept], counts)
+        yield chunk if given is None else _answered(preparation, chunk, [given[number] for number in kept], counts)
 
 
 def _answered(

@@ -12,6 +12,7 @@ from mbd_core.models.model_config import ModelConfig
 from mbd_core.multitf.config import AttentionChoice, ExpertsCut, LoraSettings, Precision, TrainConfig
 from mbd_core.multitf.data.prepared import TOKENIZER_PAIRS, PreparedData, TinyData
 from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.noise import read_noise
 
 if TYPE_CHECKING:
     import torch
@@ -107,8 +108,6 @@ def with_fitted_noise(recipe: TrainingRecipe, path: Path) -> TrainingRecipe:
 
     Raises `ValueError` as `read_noise` does.
     """
-    from mbd_core.multitf.states.noise_file import read_noise
-
     bounds = replace(recipe.states.bounds, fitted=read_noise(path))
     return replace(recipe, states=replace(recipe.states, schedule="fitted", bounds=bounds))
 

@@ -98,19 +98,19 @@ class Checkpoints:
 
     def _on_first(self, call: Callable[[], Result], failure: str) -> Result:
         """What `call` returns on the first worker, on all of them; so is a `ValueError`, and else an `OSError`."""
-        found: list[Any] = [None]
+        results: list[Any] = [None]
         if self.workers.is_first:
             try:
-                found = [call()]
+                results = [call()]
             except ValueError as error:
-                found = [error]
+                results = [error]
             except Exception as error:  # each storage raises types of its own
-                found = [OSError(f"{failure}: {error_sentence(error)}")]
+                results = [OSError(f"{failure}: {error_sentence(error)}")]
         if self._group is not None:
-            distributed.broadcast_object_list(found, src=0, group=self._group)
-        if isinstance(found[0], ValueError | OSError):
-            raise found[0]
-        result: Result = found[0]
+            distributed.broadcast_object_list(results, src=0, group=self._group)
+        if isinstance(results[0], ValueError | OSError):
+            raise results[0]
+        result: Result = results[0]
         return result
 
     def load(self, trainer: Trainer, record: CheckpointRecord) -> None:

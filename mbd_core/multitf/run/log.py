@@ -66,13 +66,13 @@ class CurveFile:
 
     def _speeds(self) -> dict[float, Point]:
         """The speeds of the updates that are in the file, by their steps."""
-        found: dict[float, Point] = {}
+        speeds: dict[float, Point] = {}
         with suppress(FileNotFoundError):
             for line in self._system.cat_file(self._file).decode("utf-8", errors="replace").splitlines():
                 with suppress(ValueError, KeyError, TypeError):  # a line that a lost machine cut
                     point = json.loads(line)
-                    found[point["step"]] = {name: point[name] for name in SPEEDS if name in point}
-        return found
+                    speeds[point["step"]] = {name: point[name] for name in SPEEDS if name in point}
+        return speeds
 
     def _write(self) -> None:
         text = "".join(map(_line, self.points))

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from mbd_core.files import write_json
+from mbd_core.json_text import parse_json
 
 # A noise-schedule fitted to decode traces: mask ratios as running-sets had them, drawn as often as they occurred.
 
@@ -33,7 +37,8 @@ class FittedNoise:
         if not self.states:
             raise ValueError("states is empty: no forward with a masked position was measured")
         for number, (ratios, count) in enumerate(self.states):
-            if not ratios or not all(0.0 <= t <= 1.0 for t in ratios) or not any(ratios) or count < 1:
+            are_ratios = all(isinstance(t, float | int) and 0.0 <= t <= 1.0 for t in ratios) and any(ratios)
+            if not are_ratios or not isinstance(count, int) or count < 1:
                 raise ValueError(
                     f"states.{number}: {list(ratios)} counted {count} times must be mask ratios from 0 to 1, not all "
                     "0, counted at least once"
@@ -61,6 +66,41 @@ def fit_noise(states: Iterable[Sequence[float]], *, source: str) -> FittedNoise:
     """
     counts = Counter(tuple(map(float, ratios)) for ratios in states if any(ratios))
     return FittedNoise(states=tuple(sorted(counts.items())), source=source)
+
+
+KIND = "fitted noise"
+
+
+def write_noise(path: Path, noise: FittedNoise) -> None:
+    """Write a fitted schedule as JSON."""
+    states = [{"ratios": list(ratios), "count": count} for ratios, count in noise.states]
+    write_json(path, {"kind": KIND, "source": noise.source, "states": states})
+
+
+def read_noise(path: Path) -> FittedNoise:
+    """What `write_noise` wrote; `ValueError`, one sentence, names the file and the field that is wrong."""
+    try:
+        fields = parse_json(path.read_bytes(), "it")
+        _check_fields(fields, "it", "kind", "source", "states")
+        if fields["kind"] != KIND:
+            raise ValueError(f"kind: {fields['kind']!r} must be {KIND!r}")
+        if not isinstance(fields["source"], str):
+            raise ValueError(f"source: {fields['source']!r} must be text")
+        for number, state in enumerate(fields["states"]):
+            _check_fields(state, f"states.{number}", "ratios", "count")
+        states = tuple((tuple(state["ratios"]), state["count"]) for state in fields["states"])
+        return FittedNoise(states=states, source=fields["source"])
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no fitted noise-schedule: {error}") from None
+
+
+def _check_fields(value: Any, name: str, *fields: str) -> None:
+    """Raise `ValueError` for what is no JSON object of exactly these fields."""
+    if not isinstance(value, dict) or value.keys() != set(fields):
+        wrong = sorted(value.keys() ^ set(fields)) if isinstance(value, dict) else "no object"
+        raise ValueError(f"{name} must have the fields {', '.join(fields)} and no others; wrong: {wrong}")
 
 
 # Noise-schedules: a mask ratio for each block of a noise-group (paper App. B.2, B.5).

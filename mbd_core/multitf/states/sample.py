@@ -22,9 +22,9 @@ from mbd_core.multitf.states.noise import SCHEDULES, SLACK, choose_masked
 
 # Several samples in one training sequence: which ones together, so that little of a batch is padding.
 #
-# Samples of a sequence do not see each other (`mask`), and keep their own positions and weights: losses and gradients
-# are those of a sequence each. Which samples are together depends on their lengths alone, so every worker knows it of
-# all workers.
+# Samples of a sequence do not see each other (`mask.py`), and keep their own positions and weights: losses and
+# gradients are those of a sequence each. Which samples are together depends on their lengths alone, so every worker
+# knows it of all workers.
 
 Together = list[list[int]]
 """The samples of each training sequence, by their places in a worker's share of the batch."""
@@ -99,7 +99,7 @@ class MultiTFBatch:
     where in its sequence a label's logits come from: the label's own place, or with shifted logits the place of the
     token before it. `rollout` marks masks that the model's own predictions replace first. `weights`, in float64, sum
     to 1 per sample under `masked_mean`. `slot` is a noisy token's block counted from its noise-group's first, `ratio`
-    the mask ratio that was drawn for that block: what a loss is reported by (`loss_buckets`). `sample` is which of the
+    the mask ratio that was drawn for that block: what a loss is reported by (`bucket_sums`). `sample` is which of the
     batch's samples a token is of, -1 for padding.
     """
 
@@ -179,7 +179,7 @@ def build_batch(
 
     Each example has a generator of its own in `rngs`, so its draws do not depend on its neighbours in the batch.
     `shift`: the model's logits at a position predict the next one's token. `together`: the samples
-    that share a training sequence (`packing`), by default none. Raises `ValueError` for an example that cannot be laid
+    that share a training sequence, by default none. Raises `ValueError` for an example that cannot be laid
     out.
     """
     rows = []

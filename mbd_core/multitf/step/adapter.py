@@ -1,7 +1,7 @@
 """LoRA on a model in training, by peft, with dropout whose draws belong to the sample.
 
 The network stays the same object; its adapted projections are peft's modules until `merge_adapter`. Base and adapter
-may be cut among workers (`sharding`).
+may be cut among workers (`parallel.py`).
 """
 
 import math

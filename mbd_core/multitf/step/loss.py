@@ -69,7 +69,7 @@ Tokens = tuple[Tensor, Tensor]
 
 Measured = tuple[Tensor, Tensor]
 """The loss, a scalar with gradient; and what is reported beside it, in float64: the accuracy on the labels, then the
-sums and counts of `loss_buckets.bucket_sums`."""
+sums and counts of `bucket_sums`."""
 
 
 def denominator(batch: MultiTFBatch, weighting: Weighting) -> Tensor:

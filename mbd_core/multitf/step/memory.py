@@ -327,10 +327,10 @@ def plan_lines(workload: Workload, plan: MemoryPlan, *, device: str = "GPU") -> 
         for name in ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "mask")
     )
     tokens, _ = sequence_tokens(workload)
-    again = ", layers computed again" if workload.train.activation_checkpointing else ""
+    twice = ", layers computed again" if workload.train.activation_checkpointing else ""
     return [
         f"memory: {size} parameters{trained}, {count} {device}{'s' * (count > 1)}{cut}: {plan.total / GB:.1f} GB each",
-        f"  GB: {parts} ({workload.sequences_at_once} x {tokens:,} tokens at once in {workload.precision}{again})",
+        f"  GB: {parts} ({workload.sequences_at_once} x {tokens:,} tokens at once in {workload.precision}{twice})",
     ]
 
 

@@ -44,7 +44,7 @@ class StepMetrics:
     are this rank's).
 
     `grad_norm` is that of all gradients together, before it was clipped. This rank's as well: `tflop`, the model's
-    operations (`training_flops`) in units of 10^12, and `sums`, where the loss lies (`loss_buckets.bucket_sums`).
+    operations (`update_flops`) in units of 10^12, and `sums`, where the loss lies (`bucket_sums`).
     Of tensor-parallel workers, who have the same samples, the first one counts tokens, operations and `sums`.
     """
 
@@ -113,7 +113,8 @@ class Trainer:
         sharding: Sharding | None = None,
     ) -> None:
         check_workers(config, world_size)
-        check_trainable(len(examples), config, world_size=world_size // config.tensor_parallel)
+        if len(examples) < config.batch_size:
+            raise ValueError(f"{len(examples)} training samples are fewer than batch_size={config.batch_size}")
         self.device = next(model.parameters()).device if device is None else device
         self.precision = compute_precision(config.precision, self.device)
         self.model = model.train()
@@ -243,37 +244,15 @@ class Trainer:
         shared = own if self.mean is None else self.mean(own)
         return shared if shared > 0 else torch.ones_like(shared)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs besides its recipe: weights, optimizer state, step."""
-        return {
-            "step": self.step_number,
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step_number = state["step"]
-
 
 def checkpoint_layers(model: Decoder) -> None:
-    """Make every layer forget what it computed, where gradients are recorded, and compute it again for them."""
+    """Make every layer keep its input alone where gradients are recorded, and compute the rest again for them."""
+
+    def recomputed(forward: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
+
     for layer in model.model.layers:
-        layer.forward = partial(_forgetful, layer.forward)
-
-
-def _forgetful(forward: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False) if torch.is_grad_enabled() else forward(*args)
-
-
-def check_trainable(num_examples: int, config: TrainConfig, *, world_size: int) -> None:
-    """Raise `ValueError` unless a batch divides over the workers and there are samples for one."""
-    if config.batch_size % world_size:
-        raise ValueError(f"batch_size={config.batch_size} does not divide over {world_size} workers")
-    if num_examples < config.batch_size:
-        raise ValueError(f"{num_examples} training samples are fewer than batch_size={config.batch_size}")
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def split_batch(batch: MultiTFBatch, size: int | None) -> list[MultiTFBatch]:

@@ -112,9 +112,9 @@ class Workers:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def precision(self, asked: Precision) -> Literal["float32", "bfloat16"]:
+    def precision(self, choice: Precision) -> Literal["float32", "bfloat16"]:
         """What all workers compute in: for `auto` the least of them decides. Every worker calls it."""
-        return "bfloat16" if self.least(compute_precision(asked, self.device) == "bfloat16") else "float32"
+        return "bfloat16" if self.least(compute_precision(choice, self.device) == "bfloat16") else "float32"
 
 
 ALONE = Workers(rank=0, size=1, device=torch.device("cpu"))

@@ -13,8 +13,7 @@ from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_fitted_noise
 from mbd_core.multitf.run import __main__ as run
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds, fit_noise
-from mbd_core.multitf.states.noise_file import read_noise, write_noise
+from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds, fit_noise, read_noise, write_noise
 
 MEASURED = [(1.0,)] * 5 + [(0.25, 1.0)] * 3 + [(0.5, 0.75)] + [(0.125, 0.5, 1.0)] * 2
 
@@ -82,16 +81,14 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path, tiny_recipe: TrainingR
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kind": "noise"}, "kind: input should be 'fitted noise'"),
-        ({"states": []}, "states: list should have at least 1 item"),
-        (
-            {"states": [{"ratios": [0.5, 1.5], "count": 1}]},
-            "states.0.ratios.1: input should be less than or equal to 1",
-        ),
-        ({"states": [{"ratios": [0.5], "count": 0}]}, "states.0.count: input should be greater than or equal to 1"),
-        ({"states": [{"ratios": ["half"], "count": 1}]}, "states.0.ratios.0: input should be a valid number"),
+        ({"kind": "noise"}, "kind: 'noise' must be 'fitted noise'"),
+        ({"states": []}, "states is empty"),
+        ({"states": {"0": 1}}, "states.0 must have the fields ratios, count"),
+        ({"states": [{"ratios": [0.5, 1.5], "count": 1}]}, "states.0: [0.5, 1.5] counted 1 times"),
+        ({"states": [{"ratios": [0.5], "count": 0}]}, "states.0: [0.5] counted 0 times"),
+        ({"states": [{"ratios": ["half"], "count": 1}]}, "states.0: ['half'] counted 1 times"),
         ({"states": [{"ratios": [0.0], "count": 1}]}, "states.0: [0.0] counted 1 times must be mask ratios"),
-        ({"gamma": 2}, "gamma: extra inputs are not permitted"),
+        ({"gamma": 2}, "it must have the fields kind, source, states and no others; wrong: ['gamma']"),
         (None, "it is not valid JSON"),
     ],
 )

@@ -10,6 +10,7 @@ from family_models import FAMILIES, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from trainer_state import load_trainer, trainer_state
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
@@ -144,7 +145,7 @@ def test_what_an_adapter_drops_of_a_sample_does_not_depend_on_packing() -> None:
 def test_a_resumed_packed_run_is_the_uninterrupted_one() -> None:
     through, first, second = (trainer_of(48) for _ in range(3))
     expected, begun = steps(through, 5), steps(first, 2)
-    second.load_state_dict(first.state_dict())
+    load_trainer(second, trainer_state(first))
     assert begun + steps(second, 3) == expected
 
 

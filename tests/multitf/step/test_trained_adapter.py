@@ -8,6 +8,7 @@ import pytest
 import torch
 from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model
+from trainer_state import load_trainer, trainer_state
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import LoraSettings, TrainConfig
@@ -72,11 +73,11 @@ def test_a_resumed_run_drops_what_the_uninterrupted_one_dropped() -> None:
     expected = [through.step() for _ in range(4)]
     begun = [first.step() for _ in range(2)]
     file = io.BytesIO()
-    torch.save(first.state_dict(), file)
+    torch.save(trainer_state(first), file)
     file.seek(0)
     torch.manual_seed(123)
     second = trainer_of()
-    second.load_state_dict(torch.load(file, weights_only=True))
+    load_trainer(second, torch.load(file, weights_only=True))
     assert begun + [second.step() for _ in range(2)] == expected
 
 

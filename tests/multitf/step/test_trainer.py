@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_models import FAMILIES, random_model
+from trainer_state import load_trainer, trainer_state
 
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.data.encoding import IGNORE, Example
@@ -56,10 +57,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_recipe):
     expected = [through.step() for _ in range(7)]
     metrics = [first.step() for _ in range(3)]
     file = io.BytesIO()
-    torch.save(first.state_dict(), file)
+    torch.save(trainer_state(first), file)
     file.seek(0)
     second = new_trainer(tiny_recipe)
-    second.load_state_dict(torch.load(file, weights_only=True))
+    load_trainer(second, torch.load(file, weights_only=True))
     assert second.step_number == 3
     assert metrics + [second.step() for _ in range(4)] == expected
     for name, tensor in through.model.state_dict().items():
