@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from mbd_core.evaluation.sweep.decoding import DecodingModel
     from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
-    from mbd_core.multitf.data.preparation import Encode, Preparation
 
 Sources = Annotated[
     list[str],
@@ -197,7 +196,7 @@ def run(
     With --answers-from a model answers each row's prompt, all before its last answer, which it may lack.
     """
     from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.multitf.data.preparation import Benchmark, Preparation
+    from mbd_core.multitf.data.preparation import Benchmark, Preparation, check_prompts, prepare_data
     from mbd_core.multitf.data.prepared import DATA_KIND
 
     target = Folder.at(out)
@@ -208,7 +207,10 @@ def run(
         "method": method, "decoding": decoding, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
         "keep_unfinished": keep_unfinished, "max_rows": max_rows, "answers": answers, "actors": actors,
     }  # fmt: skip
-    answerer = find_answerer(answers_from, target, options)
+    answerer = None if answers_from is None else Answerer.find(answers_from, target, options)
+    given = next((name for name, value in options.items() if value is not None), None)
+    if answerer is None and given is not None:
+        raise ValueError(f"--{given.replace('_', '-')} has no meaning without --answers-from: nothing is decoded")
     files = [file for source in sources for file in find_files(source, split=split)]
     chosen = (messages, prompt, response) != (None, None, None)
     preparation = Preparation(
@@ -220,8 +222,26 @@ def run(
         drop_overlap=drop_overlap,
         limit=limit,
     )
-    with cluster_of(workers, actors):
-        write(preparation, target, answerer, overwrite=overwrite, encode=encoder_of(workers, model), num_actors=actors)
+    with (
+        cluster_of(workers, actors),
+        target.staged(DATA_KIND, overwrite=overwrite) as folder,
+        ExitStack() as answering,
+    ):
+        encode = None
+        if workers is not None:
+            from actors.training.data import encode_on_cluster
+
+            encode = encode_on_cluster(model, num_workers=workers)
+        if answerer is not None:
+            num_rows = check_prompts(preparation, answerer.tokenizer)
+            decoded = answering.enter_context(answerer.begin(num_rows, num_actors=actors))
+            preparation = replace(preparation, answers=decoded)
+        counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
+    print(counts)
+    for benchmark in preparation.benchmarks:
+        overlap = benchmark.report()
+        print(f"{benchmark.name}: {overlap['rows']} rows repeat {overlap['problems']} of its problems")
+    print(f"wrote {target}" + (f"; the answers are kept in {answerer.folder}" if answerer is not None else ""))
 
 
 @contextmanager
@@ -245,53 +265,43 @@ def cluster_of(workers: int | None, actors: int | None) -> Iterator[None]:
             ray.shutdown()
 
 
-def encoder_of(workers: int | None, model: str) -> Encode | None:
-    """Who tokenises: `None` for this process, or tasks on the cluster."""
-    if workers is None:
-        return None
-    from actors.training.data import encode_on_cluster
-
-    return encode_on_cluster(model, num_workers=workers)
-
-
-def write(
-    preparation: Preparation,
-    target: Folder,
-    answerer: Answerer | None,
-    *,
-    overwrite: bool,
-    encode: Encode | None,
-    num_actors: int | None,
-) -> None:
-    """Write the folder, and print what became of the rows."""
-    from mbd_core.multitf.data.preparation import check_prompts, prepare_data
-    from mbd_core.multitf.data.prepared import DATA_KIND
-
-    with target.staged(DATA_KIND, overwrite=overwrite) as folder:
-        if answerer is None:
-            counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
-        else:
-            num_rows = check_prompts(preparation, answerer.tokenizer)
-            with answerer.begin(num_rows, num_actors=num_actors) as answers:
-                answered = replace(preparation, answers=answers)
-                counts = prepare_data(answered, folder, overwrite=overwrite, encode=encode)
-    print(counts)
-    for benchmark in preparation.benchmarks:
-        found = benchmark.report()
-        print(f"{benchmark.name}: {found['rows']} rows repeat {found['problems']} of its problems")
-    print(f"wrote {target}" + (f"; the answers are kept in {answerer.folder}" if answerer is not None else ""))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """A model that will answer, as it was named, and its tokenizer; how, by engines of which size, and where answers
-    are kept."""
+    """A model that answers, as the user named it, and its tokenizer; how it answers, and where answers are kept."""
 
     model: str
     tokenizer: PreTrainedTokenizerBase
     answering: Answering
-    engine: EngineConfig
     folder: Path
+
+    @classmethod
+    def find(cls, model: str, target: Folder, options: dict[str, Any]) -> Answerer:
+        """Check everything before anything is decoded; `ValueError` for what cannot be."""
+        from mbd_core.checkpoint.folder import model_digest, read_folder
+        from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
+
+        kept = Folder.at(options["answers"] or f"{target}.answers")
+        if kept.is_remote:
+            raise ValueError(f"{kept} is a URL: name a folder here that keeps the answers as they come with --answers")
+        if folder_kind(kept.path) != ANSWERS_KIND:
+            check_target_folder(kept.path, ANSWERS_KIND, in_place=True)
+        name = options["method"] or MULTI
+        if name not in METHODS:
+            raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
+        if (options["max_rows"] or 1) > PART:
+            raise ValueError(f"--max-rows {options['max_rows']} must be at most {PART}")
+        fields = merge_fields(METHODS[name], json_object(options["decoding"] or "{}", "--decoding"))
+        folder = read_folder(model_folder(fetch_model(model)))
+        answering = Answering(
+            model=model,
+            digest=model_digest(folder.path),
+            decoding=decoding_config(folder.defaults, fields, block_size=folder.config.block_size),
+            sampling=Sampling(temperature=options["temperature"] or 0.0, seed=options["seed"] or 0),
+            max_tokens=options["max_tokens"] or 1024,
+            keep_unfinished=bool(options["keep_unfinished"]),
+            max_rows=options["max_rows"] or Answering.max_rows,
+        )
+        return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=kept.path)
 
     @contextmanager
     def begin(self, num_rows: int, *, num_actors: int | None) -> Iterator[ModelAnswers]:
@@ -299,61 +309,25 @@ class Answerer:
         first answer is missing."""
         from mbd_core.evaluation.sweep.model_answers import PART, ModelAnswers, PartDecoder
 
+        engine = EngineConfig(max_rows=self.answering.max_rows, buffer_size=self.answering.decoding.buffer_size)
+
+        def load() -> DecodingModel:
+            from mbd_core.evaluation.sweep.decoding import DecodingModel
+            from mbd_core.serving.tokens.load import load_engine
+
+            loaded = load_engine(model_folder(fetch_model(self.model)), engine)
+            return DecodingModel(loaded.engine, loaded.tokenizer)
+
         decode: DecodeParts
         if num_actors is not None:
             from actors.training.data import AnswerPool
 
-            decode, at_once = AnswerPool(self.model, self.answering, self.engine, num_actors=num_actors), 4
+            decode, rows = AnswerPool(self.model, self.answering, engine, num_actors=num_actors), 4 * PART * num_actors
         else:
-            decode, at_once, num_actors = PartDecoder(self.answering, self._load), 1, 1
-        rows = PART * at_once * num_actors
+            decode, rows = PartDecoder(self.answering, load), PART
         answers = ModelAnswers(self.answering, decode, self.folder, rows_at_once=rows, num_rows=num_rows)
         with closing(answers), closing(decode):
             yield answers
-
-    def _load(self) -> DecodingModel:
-        from mbd_core.evaluation.sweep.decoding import DecodingModel
-        from mbd_core.serving.tokens.load import load_engine
-
-        loaded = load_engine(model_folder(fetch_model(self.model)), self.engine)
-        return DecodingModel(loaded.engine, loaded.tokenizer)
-
-
-def find_answerer(model: str | None, target: Folder, options: dict[str, Any]) -> Answerer | None:
-    """Who answers, if a model is named, checked before anything is decoded; `ValueError` for what cannot be."""
-    from mbd_core.checkpoint.folder import model_digest, read_folder
-    from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
-
-    if model is None:
-        for name, value in options.items():
-            if value is not None:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} has no meaning without --answers-from: nothing is decoded")
-        return None
-    kept = Folder.at(options["answers"] or f"{target}.answers")
-    if kept.is_remote:
-        raise ValueError(f"{kept} is a URL: name a folder here that keeps the answers as they come with --answers")
-    folder = kept.path
-    if folder_kind(folder) != ANSWERS_KIND:
-        check_target_folder(folder, ANSWERS_KIND, in_place=True)
-    name = options["method"] or MULTI
-    if name not in METHODS:
-        raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
-    fields = merge_fields(METHODS[name], json_object(options["decoding"] or "{}", "--decoding"))
-    found = read_folder(model_folder(fetch_model(model)))
-    answering = Answering(
-        model=model,
-        digest=model_digest(found.path),
-        decoding=decoding_config(found.defaults, fields, block_size=found.config.block_size),
-        sampling=Sampling(temperature=options["temperature"] or 0.0, seed=options["seed"] or 0),
-        max_tokens=options["max_tokens"] or 1024,
-        keep_unfinished=bool(options["keep_unfinished"]),
-        max_rows=options["max_rows"] or Answering.max_rows,
-    )
-    if (options["max_rows"] or 1) > PART:
-        raise ValueError(f"--max-rows {options['max_rows']} must be at most {PART}")
-    engine = EngineConfig(max_rows=answering.max_rows, buffer_size=answering.decoding.buffer_size)
-    return Answerer(model=model, tokenizer=found.tokenizer, answering=answering, engine=engine, folder=folder)
 
 
 main = command(run)

@@ -123,11 +123,11 @@ def test_a_folder_of_the_users_stays(prepare: Callable[..., int], capsys: pytest
 def test_a_cluster_that_fails_is_one_sentence(
     prepare: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise WorkerCrashedError
 
     monkeypatch.setattr("cluster.local.connect", lambda **_: False)
-    monkeypatch.setattr(prepare_data, "encoder_of", lambda workers, model: fails)
+    monkeypatch.setattr("actors.training.data.encode_on_cluster", fails)
     write_rows(Path("rows.jsonl"), [chat(0)])
     assert prepare("rows.jsonl", "--workers", "2") == 1
     error = capsys.readouterr().err
