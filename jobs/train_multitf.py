@@ -24,10 +24,23 @@ import typer
 from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
-from mbd_core.multitf import config as train_config
-from mbd_core.multitf.config import AttentionChoice, ExpertsCut, ShardingChoice
 from mbd_core.multitf.recipes.by_name import RECIPES
-from mbd_core.multitf.run.log_targets import PACKAGES, chosen_targets
+from mbd_core.multitf.run.log_targets import chosen_targets
+from mbd_core.multitf.run.options import (
+    AttentionName,
+    Compiled,
+    ComputeAgain,
+    CutExperts,
+    FittedNoise,
+    LogTo,
+    Lora,
+    MicroBatch,
+    Pack,
+    PrecisionName,
+    Sharding,
+    Steps,
+    TensorParallel,
+)
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun
@@ -55,121 +68,12 @@ Data = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-FittedNoise = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Mask ratios as research alignment measured and wrote them, instead of the recipe's noise-schedule.",
-        rich_help_panel=DATA,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Updates, if not the recipe's; the schedule shrinks with them.",
-        rich_help_panel=MODEL,
-    ),
-]
-Precision = Annotated[
-    train_config.Precision,
-    typer.Option(
-        metavar="DTYPE",
-        help="float32, bfloat16, or auto: bfloat16 where all workers compute it, else float32.",
-        rich_help_panel=MODEL,
-    ),
-]
 Workers = Annotated[int, typer.Option(min=1, help="Training processes.", rich_help_panel=CLUSTER)]
 MaxFailures = Annotated[int, typer.Option(min=0, help="Lost workers the run survives.", rich_help_panel=CLUSTER)]
 ComputeOn = Annotated[
     Device | None,
     typer.Option(
         help="What workers compute on.", show_default="a GPU each, if there are any", rich_help_panel=CLUSTER
-    ),
-]
-Sharded = Annotated[
-    ShardingChoice,
-    typer.Option(
-        "--sharding",
-        help="Weights, gradients and optimizer states of each worker: replicated, or sharded among them (FSDP2); "
-        "auto: replicated if that fits its memory.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Samples, or with --pack training sequences, a worker computes at once.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Pack = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Short samples share training sequences, up to N tokens of samples in each.",
-        show_default="the recipe's: none share one",
-        rich_help_panel=MODEL,
-    ),
-]
-Again = Annotated[
-    bool | None,
-    typer.Option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        help="Keep each layer's input alone, and compute the layer again in the backward pass.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Attention = Annotated[
-    AttentionChoice | None,
-    typer.Option(
-        metavar="NAME",
-        help="flex (a block mask, on GPUs), dense, or auto: flex on a GPU.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Compiled = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Compile the layers (torch.compile); the first steps take minutes then.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="RANK",
-        help="Train an adapter of this rank, merged into the model that is written.",
-        show_default="the recipe's",
-        rich_help_panel=MODEL,
-    ),
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Workers that share their samples and every layer, each with its part of it.",
-        show_default="1",
-        rich_help_panel=CLUSTER,
-    ),
-]
-CutExperts = Annotated[
-    ExpertsCut | None,
-    typer.Option(
-        help="How tensor-parallel workers share experts: whole ones, or a part of each one's width.",
-        show_default="expert",
-        rich_help_panel=CLUSTER,
     ),
 ]
 Plan = Annotated[
@@ -194,15 +98,6 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run of th
 CheckpointEvery = Annotated[
     int, typer.Option(min=1, metavar="N", help="Steps between checkpoints.", rich_help_panel=OUTPUT)
 ]
-LogTo = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...",
-        help=f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none.",
-        show_default="tensorboard, if it is installed",
-        rich_help_panel=OUTPUT,
-    ),
-]
 Out = Annotated[
     str | None,
     typer.Option(
@@ -218,14 +113,14 @@ def run(
     data: Data = None,
     fitted_noise: FittedNoise = None,
     steps: Steps = None,
-    precision: Precision = "auto",
+    precision: PrecisionName = "auto",
     workers: Workers = 2,
     device: ComputeOn = None,
-    sharding: Sharded = "auto",
+    sharding: Sharding = "auto",
     micro_batch: MicroBatch = None,
     pack: Pack = None,
-    again: Again = None,
-    attention: Attention = None,
+    again: ComputeAgain = None,
+    attention: AttentionName = None,
     compile: Compiled = None,
     lora: Lora = None,
     tensor_parallel: TensorParallel = None,

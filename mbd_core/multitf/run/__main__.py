@@ -23,112 +23,96 @@ from typer.main import get_command
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
 from mbd_core.files import check_target_folder, check_writable, probe_folder
-from mbd_core.multitf.config import AttentionChoice, ExpertsCut, Precision, Sharding, ShardingChoice
+from mbd_core.multitf import config
 from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import named_data
 from mbd_core.multitf.recipes.by_name import RECIPES, recipe_named
 from mbd_core.multitf.recipes.recipe import with_options, with_precision
 from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.log import say
-from mbd_core.multitf.run.log_targets import PACKAGES, chosen_targets
+from mbd_core.multitf.run.log_targets import chosen_targets
+from mbd_core.multitf.run.options import (
+    CLUSTER,
+    DATA,
+    MODEL,
+    OUTPUT,
+    AttentionName,
+    Compiled,
+    ComputeAgain,
+    CutExperts,
+    FittedNoise,
+    LogTo,
+    Lora,
+    MicroBatch,
+    Pack,
+    PrecisionName,
+    Sharding,
+    Steps,
+    TensorParallel,
+)
 from mbd_core.multitf.run.start import StartingPoint
 from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
 
-Sharded = Annotated[
-    ShardingChoice,
-    typer.Option(help="Each worker's weights and states: replicated or sharded; auto: replicated if that fits."),
-]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(min=1, help="Samples, or packed sequences, a worker computes at once, instead of the recipe's."),
-]
-Pack = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Short samples share training sequences, up to N tokens of samples in each.",
-        show_default="the recipe's: none share one",
-    ),
-]
-Again = Annotated[
-    bool | None,
-    typer.Option(
-        "--activation-checkpointing/--no-activation-checkpointing",
-        help="Compute layers again in the backward pass, instead of as the recipe says.",
-    ),
-]
-Attention = Annotated[
-    AttentionChoice | None,
-    typer.Option(help="A block mask (flex, on a GPU) or a dense one, instead of the recipe's; auto: flex on a GPU."),
-]
-Compiled = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="Compile the layers (torch.compile); the first steps take minutes then.",
-        show_default="the recipe's",
-    ),
-]
-Lora = Annotated[int | None, typer.Option(min=1, metavar="RANK", help="Train an adapter of this rank.")]
-TensorParallel = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Workers that share their samples and every layer.")
-]
-CutExperts = Annotated[
-    ExpertsCut | None, typer.Option(help="How tensor-parallel workers share experts: whole ones, or each one's width.")
-]
-LogTo = Annotated[
+Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
+Base = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME,...",
-        help=f"Log to these besides losses.jsonl: {', '.join(PACKAGES)}, or none; it needs --checkpoints.",
-        show_default="tensorboard, if it is installed",
+        metavar="MODEL",
+        help="Start from this shipped model or model folder, instead of the recipe's.",
+        rich_help_panel=MODEL,
     ),
 ]
-Plan = Annotated[int | None, typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.", rich_help_panel=DATA),
+]
+Plan = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Print what N GPUs would need of memory, and end.", rich_help_panel=CLUSTER),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE", rich_help_panel=OUTPUT),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace a model folder of this project.", rich_help_panel=OUTPUT),
+]
+Location = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|URL",
+        help="Where checkpoints and losses.jsonl lie; if one is there, go on.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Every = Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.", rich_help_panel=OUTPUT)]
 
 
 def run(
-    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.")],
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Start from this shipped model or model folder, instead of the recipe's."),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Train on the data that jobs/prepare_data.py wrote there.")
-    ] = None,
-    fitted_noise: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Mask ratios as python -m research alignment measured and wrote them."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Updates, instead of the recipe's; the schedule shrinks with them.")
-    ] = None,
-    precision: Annotated[
-        Precision, typer.Option(help="auto: bfloat16 where the device computes it, else float32.")
-    ] = "auto",
-    sharding: Sharded = "auto",
+    recipe: Recipe,
+    base: Base = None,
+    data: Data = None,
+    fitted_noise: FittedNoise = None,
+    steps: Steps = None,
+    precision: PrecisionName = "auto",
+    sharding: Sharding = "auto",
     micro_batch: MicroBatch = None,
     pack: Pack = None,
-    again: Again = None,
-    attention: Attention = None,
+    again: ComputeAgain = None,
+    attention: AttentionName = None,
     compile: Compiled = None,
     lora: Lora = None,
     tensor_parallel: TensorParallel = None,
     cut_experts: CutExperts = None,
     plan: Plan = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Model folder to write.", show_default="out/RECIPE")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model folder of this project.")] = False,
-    checkpoints: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Where checkpoints and losses.jsonl lie; if one is there, go on."),
-    ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 500,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    checkpoints: Location = None,
+    every: Every = 500,
     log_to: LogTo = None,
 ) -> None:
     """Train a recipe without Ray: in this process, or in those that torchrun started."""
@@ -191,7 +175,7 @@ def check_checkpoints(location: str) -> None:
         raise ValueError(f"{location} cannot be written: {error_sentence(error)}") from error
 
 
-def chosen_sharding(start: StartingPoint, choice: ShardingChoice, workers: Workers) -> Sharding:
+def chosen_sharding(start: StartingPoint, choice: config.ShardingChoice, workers: Workers) -> config.Sharding:
     """How the weights lie on the workers, whose memory plan is printed; `ValueError` if they do not fit."""
     if workers.device.type == "cuda":
         available, device = torch.cuda.get_device_properties(workers.device).total_memory, "GPU"
