@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from actors.training.run import RECORD, TrainingRun, begin, named_base, record_recipe, recorded_precision
-from cluster.storage import Folder
+from cluster.storage import Folder, fetch_model
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, with_precision
+from mbd_core.multitf.run.start import StartingPoint
 
 
 def new_run(recipe: TrainingRecipe, path: Path | str) -> TrainingRun:
@@ -96,7 +97,7 @@ def test_the_model_cannot_hold_the_runs_own_folder(tiny_recipe: TrainingRecipe, 
 
 
 def test_a_base_is_a_known_name_or_a_folder(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, tiny_recipe: TrainingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_model_dir.parent)
     assert named_base("tiny-bd") == "tiny-bd"
@@ -105,18 +106,21 @@ def test_a_base_is_a_known_name_or_a_folder(
         named_base("nope")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["SDARForCausalLM"]}))
+    incomplete = replace(tiny_recipe, base=named_base(str(tmp_path / "model")))
     with pytest.raises(ValueError, match=r"config\.json"):
-        named_base(str(tmp_path / "model"))
+        StartingPoint.read(incomplete, fetch=fetch_model)
 
 
 def test_a_base_at_a_url_is_fetched_and_checked(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, tiny_recipe: TrainingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     url = f"memory://{tmp_path.name}/tiny"
     system, path = Folder.at(url)._remote()
     system.put(str(tiny_model_dir), path, recursive=True)
     assert named_base(url) == url
+    start = StartingPoint.read(replace(tiny_recipe, base=url), fetch=fetch_model)
+    assert start.recipe.base == url and start.base is not None and start.base.path.is_relative_to(tmp_path)
     system.rm_file(f"{path}/config.json")
     with pytest.raises(ValueError, match=r"is no model folder: it holds no config\.json"):
         named_base(url)
