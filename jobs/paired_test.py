@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from jobs.command_line import DATA, DECODING, MODEL, command
-
-if TYPE_CHECKING:
-    from mbd_core.evaluation.report.comparisons import Difference
 
 
 def run(
@@ -43,17 +40,10 @@ def run(
     pairs = pair_answers(*sides)
     print(f"{pairs.num_problems} problems; only {first} right: {pairs.first_only}, only {second}: {pairs.second_only}")
     print(f"sign test, two-sided: p = {pairs.p_value:.3f}")
-    print(f"accuracy: {difference_text(pairs.accuracy, '+.2f')} points")
+    print(f"accuracy: {pairs.accuracy.text('+.2f')} points")
     for name, difference in (("TPF", pairs.tpf), ("NFE", pairs.nfe)):
         if difference is not None:
-            text = difference_text(difference, "+.3f")
-            print(f"{name}: {text}, over the {pairs.num_decoded} answers that both decoded")
-
-
-def difference_text(difference: Difference, form: str) -> str:
-    """The mean with its interval, if it has one."""
-    interval = difference.interval and f" [{difference.interval[0]:{form}}, {difference.interval[1]:{form}}]"
-    return f"{difference.mean:{form}}{interval or ''}"
+            print(f"{name}: {difference.text('+.3f')}, over the {pairs.num_decoded} answers that both decoded")
 
 
 main = command(run)

@@ -1,4 +1,4 @@
-"""How far training's states are from inference's: total variation and Wasserstein-1 (paper Eq. A.5), with intervals.
+"""How far training's states are from inference's: total variation and Wasserstein-1 (paper Section 4.4, Eq. A.5).
 
 Every distance is computed for several weightings of the inference states at once: the first counts every state once,
 the others are bootstrap samples of the problems. The training states are drawn, so they are fixed and many.
@@ -6,25 +6,20 @@ the others are bootstrap samples of the problems. The training states are drawn,
 Shape legend: W weightings, S states, N slots, B bins.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import numpy as np
 
-from research.alignment.states import States
+from mbd_core.evaluation.measures.statistics import Interval, weightings
+from mbd_core.multitf.states.layout import Layouts, StateConfig
+from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds
+from research.alignment.states import ModelTraces, States, halves, training_states
 
 NUM_BINS = 10
 LEAST_STATES = 30
 """A running-set size, or a slot, with fewer states of either side has no distance of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A number, and the 2.5th and 97.5th percentile of its bootstrap over problems."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +33,7 @@ class SizeDistance:
     size: int
     num_inference: int
     num_training: int
-    lower: Estimate
+    lower: Interval
     upper: float
 
 
@@ -55,11 +50,11 @@ class Distances:
     left_out     share of the inference states whose size has no distance
     """
 
-    delta_r: Estimate
-    slots_tv: tuple[Estimate, ...]
-    slots_w1: tuple[Estimate, ...]
+    delta_r: Interval
+    slots_tv: tuple[Interval, ...]
+    slots_w1: tuple[Interval, ...]
     by_size: tuple[SizeDistance, ...]
-    mean_w1: Estimate | None
+    mean_w1: Interval | None
     delta_t: tuple[float, float] | None
     left_out: float
 
@@ -75,8 +70,8 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
     for ours, weights, theirs in _slots(inference, training, weights_WS):
         bins = np.minimum((ours * NUM_BINS).astype(int), NUM_BINS - 1)
         drawn = np.histogram(theirs, bins=NUM_BINS, range=(0.0, 1.0))[0]
-        slots_tv.append(_estimate(_total_variation(_shares(bins, weights, NUM_BINS), drawn)))
-        slots_w1.append(_estimate(wasserstein(ours, weights, theirs)))
+        slots_tv.append(Interval.of_weightings(_total_variation(_shares(bins, weights, NUM_BINS), drawn)))
+        slots_w1.append(Interval.of_weightings(wasserstein(ours, weights, theirs)))
     by_size, lower_W, covered = [], np.zeros(len(weights_WS)), np.zeros(len(weights_WS))
     for size in range(1, num_slots + 1):
         here, there = inference.sizes_S == size, training.sizes_S == size
@@ -89,18 +84,18 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
                 size=size,
                 num_inference=int(here.sum()),
                 num_training=int(there.sum()),
-                lower=_estimate(bound_W),
+                lower=Interval.of_weightings(bound_W),
                 upper=coupling_cost(ours, theirs),
             )
         )
         lower_W += bound_W * weights.sum(1)
         covered += weights.sum(1)
     return Distances(
-        delta_r=_estimate(sizes_W),
+        delta_r=Interval.of_weightings(sizes_W),
         slots_tv=tuple(slots_tv),
         slots_w1=tuple(slots_w1),
         by_size=tuple(by_size),
-        mean_w1=_estimate(lower_W / np.maximum(covered, 1)) if by_size else None,
+        mean_w1=Interval.of_weightings(lower_W / np.maximum(covered, 1)) if by_size else None,
         delta_t=(max(s.lower.value for s in by_size), max(s.upper for s in by_size)) if by_size else None,
         left_out=float(1.0 - covered[0] / weights_WS[0].sum()),
     )
@@ -108,10 +103,8 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
 
 def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
     """How often each state counts (1 + `num_bootstrap`, S): once, then as often as its problem was drawn again."""
-    rng = np.random.default_rng(seed)
-    share = np.full(states.num_problems, 1.0 / states.num_problems)
-    drawn = rng.multinomial(states.num_problems, share, size=num_bootstrap)
-    return np.vstack([np.ones(states.num_problems, dtype=np.int64), drawn])[:, states.problem_S]
+    one_group = np.zeros(states.num_problems, dtype=int)
+    return np.concatenate(list(weightings(one_group, seed=seed, num_draws=num_bootstrap)))[:, states.problem_S]
 
 
 def wasserstein(ours_S: np.ndarray, weights_WS: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -162,6 +155,83 @@ def _total_variation(p_WB: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
     return np.abs(p_WB - counts_B / counts_B.sum()).sum(1) / 2
 
 
-def _estimate(values_W: np.ndarray) -> Estimate:
-    low, high = np.percentile(values_W[1:], [2.5, 97.5]) if len(values_W) > 1 else (values_W[0], values_W[0])
-    return Estimate(value=float(values_W[0]), low=float(low), high=float(high))
+# Models' traces beside the training states of several noise-schedules and layouts.
+
+FITTED = "fitted"
+D2F_BOUNDS = NoiseBounds(t_low=0.2, t_high=0.7, margin=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedSchedule:
+    """A schedule's states, and their distances from the model's."""
+
+    name: str
+    states: States
+    distances: Distances
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel:
+    """A model's measured states, those that `fitted` was fitted to not among them, and every schedule beside them."""
+
+    name: str
+    inference: States
+    fitted: FittedNoise
+    schedules: tuple[ComparedSchedule, ...]
+
+
+def scheduled(name: str, base: StateConfig, *, fitted: FittedNoise | None) -> StateConfig:
+    """Training states of the schedule and layout of that name; `ValueError` for one that is not known or cannot be."""
+    schedule, mark, layouts = name.partition("@")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"noise-schedule '{schedule}' is unknown; known: {', '.join(SCHEDULES)}")
+    known = [kind for kind in get_args(Layouts) if kind != "d2f"]  # one sequence without a clean one: no running-set
+    if mark and layouts not in known:
+        raise ValueError(f"layout '{layouts}' of {name} is unknown; known: {', '.join(known)}")
+    bounds = D2F_BOUNDS if schedule == "d2f_monotonic" else base.bounds
+    changes: dict[str, Any] = {"schedule": schedule, "bounds": replace(bounds, fitted=fitted)}
+    if layouts == "one_group":
+        changes |= {"layouts": layouts, "max_group": 1, "num_random": 0, "num_layouts": 1}
+    elif layouts:
+        changes |= {"layouts": layouts, "num_random": max(1, base.num_random)}
+    return replace(base, **changes)
+
+
+def check_schedules(names: Sequence[str], base: StateConfig) -> None:
+    """Raise `ValueError` for a schedule that cannot be drawn: `NAME` or `NAME@LAYOUT`, all else as in `base`."""
+    unfitted = FittedNoise(states=(((1.0,), 1),), source="nothing yet")
+    for name in names:
+        scheduled(name, base, fitted=unfitted)
+
+
+def compare_models(
+    models: Sequence[ModelTraces],
+    schedules: Sequence[str],
+    base: StateConfig,
+    *,
+    draws: int,
+    num_bootstrap: int,
+    seed: int,
+) -> list[ComparedModel]:
+    """Every model beside every schedule, whose layouts are drawn `draws` times of every problem.
+
+    `fitted` is fitted to even-numbered problems, and every distance is from the odd-numbered ones. Raises `ValueError`
+    for a trace that does not say its block size or has too few problems.
+    """
+    for traces in models:
+        if traces.run.block_size is None:
+            raise ValueError(f"the trace of {traces.name} does not say its block size")
+    compared = []
+    for traces in models:
+        assert traces.run.block_size is not None
+        fitted, inference, examples = halves(traces)
+        of_model, of_schedules = replace(base, block_size=traces.run.block_size), []
+        for name in schedules:
+            config = scheduled(name, of_model, fitted=fitted if name.partition("@")[0] == FITTED else None)
+            states = training_states(examples, config, draws=draws, seed=seed)
+            distances = compare(inference, states, num_bootstrap=num_bootstrap, seed=seed)
+            of_schedules.append(ComparedSchedule(name=name, states=states, distances=distances))
+        compared.append(
+            ComparedModel(name=traces.name, inference=inference, fitted=fitted, schedules=tuple(of_schedules))
+        )
+    return compared

@@ -10,11 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.files import write_json, write_text
 from mbd_core.multitf.states.noise import write_noise
-from research.alignment.distances import LEAST_STATES, NUM_BINS, Estimate
-from research.alignment.schedules import ComparedModel
+from research.alignment.distances import LEAST_STATES, NUM_BINS, ComparedModel
 from research.alignment.states import States
+from research.tables import table_lines
 
 # The plots of training against inference: mask ratios by slot (Fig. 2 A-C), and running-set sizes.
 
@@ -125,60 +126,53 @@ store are no states. In brackets are 95 % intervals, by a bootstrap over problem
 
 def _distance_table(models: Sequence[ComparedModel]) -> list[str]:
     slots = max(len(s.distances.slots_w1) for m in models for s in m.schedules)
-    head = ["model", "training states", "δ_R", "mean W1", "δ_t (lower, upper)"]
-    head += [f"{what} slot {n + 1}" for n in range(slots) for what in ("TV", "W1")]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    heads = ["model", "training states", "δ_R", "mean W1", "δ_t (lower, upper)"]
+    heads += [f"{what} slot {n + 1}" for n in range(slots) for what in ("TV", "W1")]
+    rows = []
     for model in models:
         for schedule in model.schedules:
             d = schedule.distances
             delta_t = "-" if d.delta_t is None else f"{d.delta_t[0]:.3f}, {d.delta_t[1]:.3f}"
-            cells = [model.name, schedule.name, _interval(d.delta_r), _interval(d.mean_w1), delta_t]
-            for slot in range(slots):
-                for of_slots in (d.slots_tv, d.slots_w1):
-                    cells.append(_interval(of_slots[slot]) if slot < len(of_slots) else "-")
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
+            of_slots = [one for pair in zip(d.slots_tv, d.slots_w1, strict=True) for one in pair]
+            missing = [None] * (2 * slots - len(of_slots))
+            cells = [_text(d.delta_r), _text(d.mean_w1), delta_t, *map(_text, [*of_slots, *missing])]
+            rows.append([model.name, schedule.name, *cells])
+    return table_lines(heads, rows)
 
 
 def _vector_table(models: Sequence[ComparedModel]) -> list[str]:
     sizes = sorted({v.size for m in models for s in m.schedules for v in s.distances.by_size})
-    head = [
-        "model",
-        "training states",
-        *(f"W1 of {size} block{'s' * (size > 1)}: lower, upper (n)" for size in sizes),
-        "left out",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    heads = [f"W1 of {size} block{'s' * (size > 1)}: lower, upper (n)" for size in sizes]
+    rows = []
     for model in models:
         for schedule in model.schedules:
-            found = {v.size: v for v in schedule.distances.by_size}
-            cells = [model.name, schedule.name]
-            for size in sizes:
-                v = found.get(size)
-                cells.append("-" if v is None else f"{_interval(v.lower)}, {v.upper:.3f} ({v.num_inference})")
-            lines.append("| " + " | ".join([*cells, f"{100 * schedule.distances.left_out:.1f} %"]) + " |")
-    return lines
+            texts = {
+                v.size: f"{_text(v.lower)}, {v.upper:.3f} ({v.num_inference})" for v in schedule.distances.by_size
+            }
+            left_out = f"{100 * schedule.distances.left_out:.1f} %"
+            rows.append([model.name, schedule.name, *(texts.get(size, "-") for size in sizes), left_out])
+    return table_lines(["model", "training states", *heads, "left out"], rows)
 
 
 def _state_table(models: Sequence[ComparedModel]) -> list[str]:
     sides = [(m.name, "inference", m.inference) for m in models]
     sides += [(m.name, s.name, s.states) for m in models for s in m.schedules]
     largest = max(states.ratios_SN.shape[1] for _, _, states in sides)
-    head = ["model", "states", "n", "mean size", *(f"slot {n + 1}: mean ± std" for n in range(largest))]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for name, side, states in sides:
         fields = _state_fields(states)
         slots = [f"{slot['mean']:.2f} ± {slot['std']:.2f}" for slot in fields["slots"]]
-        cells = [name, side, str(len(states)), f"{fields['mean_size']:.2f}", *slots, *["-"] * (largest - len(slots))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        slots += ["-"] * (largest - len(slots))
+        rows.append([name, side, len(states), f"{fields['mean_size']:.2f}", *slots])
+    heads = ["model", "states", "n", "mean size", *(f"slot {n + 1}: mean ± std" for n in range(largest))]
+    return table_lines(heads, rows)
 
 
 def _model_fields(model: ComparedModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "inference": _state_fields(model.inference),
-        "fitted_to_states": model.num_fitted,
+        "fitted_to_states": sum(count for _, count in model.fitted.states),
         "schedules": [
             {"name": s.name, "training": _state_fields(s.states), "distances": asdict(s.distances)}
             for s in model.schedules
@@ -211,5 +205,5 @@ def _state_fields(states: States) -> dict[str, Any]:
     }
 
 
-def _interval(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+def _text(distance: Interval | None) -> str:
+    return "-" if distance is None else distance.text(".3f")

@@ -1,10 +1,17 @@
-"""The states of inference, of recorded traces, and those of training, of a noise-schedule and layout (App. A)."""
+"""The states of MultiBD inference, of traces, and those of training, of a noise-schedule and a layout (paper App. A).
+
+A state is the mask ratios of the blocks that a forward decodes, in their order. In a trace these are the ACTIVE
+slots: the blocks before them are final, so under a block-causal mask a forward sees them as it sees the clean
+prefix in training. In training they are the response blocks of a noise-group, as `corrupt` masks them.
+
+Shape legend: S states, N slots, P problems.
+"""
 
 import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +26,10 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import write_json
 from mbd_core.multitf.data.encoding import Example
 from mbd_core.multitf.states.layout import StateConfig
+from mbd_core.multitf.states.noise import FittedNoise, fit_noise
 from mbd_core.multitf.states.sample import choose_layouts, corrupt
 from mbd_core.tasks.generated import GENERATED_TASKS
 from mbd_core.trace.traced_run import ACTIVE, RequestTrace, TracedRun, block_lives, read_run
-
-# The states of MultiBD inference, of traces, and those of training, of a noise-schedule and a layout (paper App. A).
-#
-# A state is the mask ratios of the blocks that a forward decodes, in their order. In a trace these are the ACTIVE
-# slots: the blocks before them are final, so under a block-causal mask a forward sees them as it sees the clean
-# prefix in training. In training they are the response blocks of a noise-group, as `corrupt` masks them.
-#
-# Shape legend: S states, N slots, P problems.
 
 PLACES = 6
 """Decimals of a mask ratio: traces hold what was computed in float32."""
@@ -136,8 +136,8 @@ RECORD = "traces.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What every model is asked, and how it decodes: `decoding` replaces fields of the model's own."""
+class TracingPlan:
+    """The problems that every model decodes, and how: `decoding` replaces fields of the model's own."""
 
     task: str
     num_problems: int
@@ -157,11 +157,24 @@ class ModelTraces:
     decoding: dict[str, Any]
 
 
-def check_models(names: Sequence[str], asked: Asked) -> dict[str, ModelFolder]:
+def halves(traces: ModelTraces) -> tuple[FittedNoise, States, list[Example]]:
+    """The noise that is fitted to even-numbered problems, the states of odd-numbered ones, and samples as long as what
+    these stored; `ValueError` for fewer than two problems."""
+    requests = sorted(traces.run.requests, key=lambda request: int(request.request_id))
+    even, odd = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
+    if not even or not odd:
+        raise ValueError(f"{traces.name} has {len(requests)} traced problems; two halves need at least 2")
+    fitting = inference_states(even)
+    noise = fit_noise(fitting.rows(), source=f"{traces.name}, {len(fitting)} forwards of {len(even)} problems")
+    examples = decoded_examples(replace(traces.run, requests=tuple(odd)), traces.prompt_lengths)
+    return noise, inference_states(odd), examples
+
+
+def check_models(names: Sequence[str], plan: TracingPlan) -> dict[str, ModelFolder]:
     """The models' folders by the name they have in tables; `ValueError` for what cannot be decoded or told apart."""
-    if asked.task not in GENERATED_TASKS:
-        raise ValueError(f"--task {asked.task} must be one of {', '.join(GENERATED_TASKS)}")
-    if "buffer_size" in asked.decoding:
+    if plan.task not in GENERATED_TASKS:
+        raise ValueError(f"--task {plan.task} must be one of {', '.join(GENERATED_TASKS)}")
+    if "buffer_size" in plan.decoding:
         raise ValueError("--decoding must not name buffer_size; that is --buffer-size")
     folders = {}
     for name in names:
@@ -170,31 +183,29 @@ def check_models(names: Sequence[str], asked: Asked) -> dict[str, ModelFolder]:
         if short in folders:
             raise ValueError(f"two of --models are called {short}; their rows could not be told apart")
         size = folder.config.block_size
-        compared_decodings(folder.defaults, asked.decoding, block_size=size, buffer_size=asked.buffer_size)
+        compared_decodings(folder.defaults, plan.decoding, block_size=size, buffer_size=plan.buffer_size)
         folders[short] = folder
     return folders
 
 
-def record_models(folders: dict[str, ModelFolder], asked: Asked, target: Path) -> list[ModelTraces]:
+def record_models(folders: dict[str, ModelFolder], plan: TracingPlan, target: Path) -> list[ModelTraces]:
     """Decode the problems with every model under MultiBD and write the traces, with their record, into `target`."""
     target.mkdir()
-    task = GENERATED_TASKS[asked.task]
-    problems = itertools.islice(task.generate(split="test", seed=asked.seed), asked.num_problems)
+    task = GENERATED_TASKS[plan.task]
+    problems = itertools.islice(task.generate(split="test", seed=plan.seed), plan.num_problems)
     questions = [problem[task.asked] for problem in problems]
-    found = []
-    for name, folder in folders.items():
-        found.append(_record(name, folder, questions, asked, target))
+    recorded = [_record(name, folder, questions, plan, target) for name, folder in folders.items()]
     models = [
         {"name": m.name, "prompt_lengths": m.prompt_lengths, "decoding": m.decoding, "block_size": m.run.block_size}
-        for m in found
+        for m in recorded
     ]
-    write_json(target / RECORD, {"asked": asdict(asked), "models": models})
-    return found
+    write_json(target / RECORD, {"asked": asdict(plan), "models": models})
+    return recorded
 
 
-def _record(name: str, folder: ModelFolder, questions: Sequence[str], asked: Asked, target: Path) -> ModelTraces:
+def _record(name: str, folder: ModelFolder, questions: Sequence[str], plan: TracingPlan, target: Path) -> ModelTraces:
     size = folder.config.block_size
-    decodings = compared_decodings(folder.defaults, asked.decoding, block_size=size, buffer_size=asked.buffer_size)
+    decodings = compared_decodings(folder.defaults, plan.decoding, block_size=size, buffer_size=plan.buffer_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder.path, dtype=torch.float32 if device.type == "cpu" else None, device=device)
     prompts = [question_prompt(folder.tokenizer, text) for text in questions]
@@ -204,7 +215,7 @@ def _record(name: str, folder: ModelFolder, questions: Sequence[str], asked: Ask
         target / f"{name}.parquet",
         method=name,
         decoding=decodings["MultiBD"],
-        max_tokens=asked.max_tokens,
+        max_tokens=plan.max_tokens,
         vocab_limit=len(folder.tokenizer),
     )
     return ModelTraces(

@@ -20,10 +20,12 @@ from jobs.command_line import (
 )
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.tasks.generated import GENERATED_TASKS
-from research.alignment.schedules import DEFAULT_SCHEDULES
 
 KIND = "alignment report"
-SCHEDULES = ", ".join(DEFAULT_SCHEDULES)
+SCHEDULES = (
+    "chain_uniform, sorted_uniform, power_law, stratified, independent_uniform, linear@one_group, "
+    "d2f_monotonic@one_group, fitted"
+)
 
 Models = Annotated[
     str | None,
@@ -102,18 +104,18 @@ def run(
     fitted to them, which train_multitf.py takes as --fitted-noise. It needs no cluster.
     """
     from mbd_core.multitf.recipes.by_name import recipe_named
+    from research.alignment.distances import check_schedules, compare_models
     from research.alignment.report import write_alignment
-    from research.alignment.schedules import StudyConfig, compare_models
-    from research.alignment.states import Asked, check_models, read_models, record_models
+    from research.alignment.states import TracingPlan, check_models, read_models, record_models
 
     if traces is not None:
-        check_nothing_is_asked(
+        check_traces_alone(
             models=models, task=task, limit=limit, max_tokens=max_tokens, buffer_size=buffer_size, decoding=decoding
         )
     chosen = tuple(names(schedules, "--schedules"))
     states = recipe_named(recipe).states
-    config = StudyConfig(states=states, schedules=chosen, draws=draws, num_bootstrap=bootstrap, seed=seed)
-    asked = Asked(
+    check_schedules(chosen, states)
+    plan = TracingPlan(
         task=task or "gsm-mini",
         num_problems=limit or 64,
         seed=seed,
@@ -127,20 +129,21 @@ def run(
     if traces is not None:
         if traces.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"{traces} lies in --out {out}, which would be replaced; give another folder")
-        found, said = read_models(traces)
-        settings |= {"traces": str(traces), "asked": said}
+        recorded, of_record = read_models(traces)
+        settings |= {"traces": str(traces), "asked": of_record}
     else:
-        folders = check_models(names(models or "tiny-bd,tiny-mbd", "--models"), asked)
+        folders = check_models(names(models or "tiny-bd,tiny-mbd", "--models"), plan)
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
         if traces is None:
-            found = record_models(folders, asked, folder / "traces")
-            settings |= {"asked": {**vars(asked)}}
-        text = write_alignment(compare_models(found, config), folder, settings=settings)
+            recorded = record_models(folders, plan, folder / "traces")
+            settings |= {"asked": {**vars(plan)}}
+        compared = compare_models(recorded, chosen, states, draws=draws, num_bootstrap=bootstrap, seed=seed)
+        text = write_alignment(compared, folder, settings=settings)
     print(text)
     print(f"report: {out / 'alignment.md'}, with alignment.json, the pictures and the fitted noise beside it")
 
 
-def check_nothing_is_asked(**options: str | int | None) -> None:
+def check_traces_alone(**options: str | int | None) -> None:
     """Raise `ValueError` for an option that says how to decode, beside traces that are recorded already."""
     for name, value in options.items():
         if value is not None:

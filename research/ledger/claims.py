@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 
+from mbd_core.evaluation.measures.statistics import Interval, student_interval
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TF
 from research.ledger.plan import BASE, FITTED, Experiment
-from research.ledger.rows import Cell, PairedRows
-from research.ledger.statistics import Bootstrap, Draws, Interval, McNemar, curves, each_seed, mcnemar, over_seeds
+from research.ledger.rows import Cell, DrawnMeans, McNemar, PairedRows, each_seed, mcnemar
 
 Verdict = Literal["shown", "contradicted", "not shown"]
 CLAIM_TAU = 0.9
@@ -46,6 +46,11 @@ class Claim:
     measure: Literal["accuracy", "nfe", "aup"]
     single: bool = False
     no_loss: bool = False
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether it needs McNemar's test."""
+        return self.measure == "accuracy" and not self.no_loss
 
 
 MBD, TF = LEDGER_MBD.name, LEDGER_TF.name
@@ -97,7 +102,7 @@ CLAIMS: dict[Experiment, tuple[Claim, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedClaim:
     """A claim with what was measured of it under one buffer size.
 
     `over_seeds` is the difference with Student's interval over the training seeds, which decides nothing.
@@ -111,26 +116,26 @@ class Judged:
     verdict: Verdict
 
 
-def judge(claims: Sequence[Claim], rows: PairedRows, bootstrap: Bootstrap) -> list[Judged]:
+def judge(claims: Sequence[Claim], drawn: DrawnMeans) -> list[JudgedClaim]:
     """Every claim under every buffer size of MultiBD; `ValueError` if the rows lack a cell that it compares."""
-    buffers = sorted({cell.buffer_size for cell in rows.cells} - {1})
-    num_tests = len(buffers) * sum(claim.measure == "accuracy" and not claim.no_loss for claim in claims)
-    found, seeds = [], each_seed(rows)
+    rows, seeds = drawn.rows, each_seed(drawn.rows)
+    num_tests = len(rows.buffer_sizes) * sum(claim.is_tested for claim in claims)
+    judged = []
     for claim in claims:
-        for size in buffers:
-            difference = Interval.of(_measured(claim, size, bootstrap))
-            tested = claim.measure == "accuracy" and not claim.no_loss
-            test = mcnemar(rows, *_cells(claim, size, rows)) if tested else None
-            judged = Judged(
-                claim=claim,
-                buffer_size=size,
-                difference=difference,
-                over_seeds=over_seeds(_measured(claim, size, seeds)),
-                test=test,
-                verdict=_verdict(claim, difference, test, num_tests=num_tests),
+        for size in rows.buffer_sizes:
+            difference = Interval.of_weightings(_measured(claim, size, drawn))
+            test = mcnemar(rows, *_cells(claim, size, rows)) if claim.is_tested else None
+            judged.append(
+                JudgedClaim(
+                    claim=claim,
+                    buffer_size=size,
+                    difference=difference,
+                    over_seeds=student_interval(_measured(claim, size, seeds).tolist()),
+                    test=test,
+                    verdict=_verdict(claim, difference, test, num_tests=num_tests),
+                )
             )
-            found.append(judged)
-    return found
+    return judged
 
 
 def _sides(claim: Claim, size: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -148,22 +153,28 @@ def _cells(claim: Claim, size: int, rows: PairedRows) -> tuple[Cell, Cell]:
     return one, other
 
 
-def _measured(claim: Claim, size: int, draws: Draws) -> np.ndarray:
+def _measured(claim: Claim, size: int, drawn: DrawnMeans) -> np.ndarray:
     """The difference in each draw (D,), in the claimed direction: positive is what the claim says."""
     if claim.measure == "aup":
-        known = curves(draws.rows)
-        for curve in _sides(claim, size):
-            if curve not in known:
-                raise ValueError(f"the rows lack {curve[0]} with {curve[1]} slots, which a claim compares")
-        first, second = (draws.aup(known[curve]) for curve in _sides(claim, size))
+        curves = drawn.rows.curves
+        for recipe, slots in _sides(claim, size):
+            if (recipe, slots) not in curves:
+                raise ValueError(f"the rows lack {recipe} with {slots} slots, which a claim compares")
+        first, second = (drawn.aup(curves[side]) for side in _sides(claim, size))
         return first - second
-    one, other = _cells(claim, size, draws.rows)
-    return draws.difference(other, one, "nfe") if claim.measure == "nfe" else draws.difference(one, other, "accuracy")
+    one, other = _cells(claim, size, drawn.rows)
+    return drawn.difference(other, one, "nfe") if claim.measure == "nfe" else drawn.difference(one, other, "accuracy")
 
 
 def _verdict(claim: Claim, difference: Interval, test: McNemar | None, *, num_tests: int) -> Verdict:
     if claim.no_loss:
-        return "shown" if difference.low > -MARGIN else "contradicted" if difference.high < -MARGIN else "not shown"
-    if difference.low > 0:
+        return (
+            "shown"
+            if difference.is_above(-MARGIN)
+            else "contradicted"
+            if difference.is_below(-MARGIN)
+            else "not shown"
+        )
+    if difference.is_above():
         return "shown" if test is None or test.p_value < ALPHA / num_tests else "not shown"
-    return "contradicted" if difference.high < 0 else "not shown"
+    return "contradicted" if difference.is_below() else "not shown"

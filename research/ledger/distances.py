@@ -1,34 +1,45 @@
 """How far the training states of each recipe of a study are from traces of inference, and whether the near do better.
 
 The traces are of the base under MultiBD, before any row is trained: half of the problems fit the noise of the ninth
-row, and all distances are of the other half.
+row, and all distances are of the other half. Whether the near do better is Spearman's rank correlation of the rows,
+with an exact permutation test and an interval of its measurement.
+
+Shape legend: R rows; D draws, the first of which is what was measured.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mbd_core.evaluation.report.sections import table_line
-from mbd_core.files import file_beside
-from mbd_core.multitf.recipes.shipped import LEDGER_MBD
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.evaluation.measures.statistics import Interval
+from mbd_core.evaluation.tasks.benchmarks import find_task
+from mbd_core.files import file_beside, folder_beside
+from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_MBD, LEDGER_TASK
 from mbd_core.multitf.states.layout import StateConfig
-from mbd_core.multitf.states.noise import FittedNoise, fit_noise
+from mbd_core.multitf.states.noise import FittedNoise
+from mbd_core.multitf.states.noise import write_noise
 from research.alignment.distances import compare
-from research.alignment.states import ModelTraces, decoded_examples, inference_states, training_states
+from research.alignment.states import ModelTraces, TracingPlan, halves, record_models, training_states
 from research.ledger.claims import CLAIM_TAU
-from research.ledger.plan import FITTED
-from research.ledger.rows import Cell, PairedRows
-from research.ledger.statistics import FEWEST, Bootstrap, RankCorrelation, curves, rank_correlation
+from research.ledger.plan import DISTANCES, FITTED, INFERENCE, NOISE, TRACES
+from research.ledger.rows import Cell, DrawnMeans
+from research.tables import table_lines
 
 COLUMNS = pa.schema(
     [pa.field("recipe", pa.string())]
     + [pa.field(f"{name}{part}", pa.float64()) for name in ("delta_r", "mean_w1") for part in ("", "_low", "_high")]
 )
-BOOTSTRAP_SAMPLES = 500
+TRACED_SLOTS = 4
+NUM_LAYOUT_DRAWS = 8
+NUM_BOOTSTRAP = 500
 MOST_SIZES = "mean_w1 where delta_r < 0.5"
 """Decided after the results: a mean over the sizes that a row shares with inference is of few states where it shares
 few, as teacher forcing's, whose groups are single blocks."""
@@ -37,11 +48,35 @@ few, as teacher forcing's, whose groups are single blocks."""
 @dataclass(frozen=True, kw_only=True)
 class RowDistance:
     """A recipe's states against inference's: total variation of the running-sets' sizes, and the mean Wasserstein-1
-    of mask ratios over the sizes that both sides have (`None` where they share none), each with its interval."""
+    of mask ratios over the sizes that both sides have (`None` where they share none)."""
 
     recipe: str
-    delta_r: tuple[float, float, float]
-    mean_w1: tuple[float, float, float] | None
+    delta_r: Interval
+    mean_w1: Interval | None
+
+
+def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
+    """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it; measured
+    once, before anything is trained with it."""
+    folder = out / "alignment" / INFERENCE
+    if not folder.exists():
+        plan = TracingPlan(
+            task=LEDGER_TASK[0],
+            num_problems=num_problems,
+            seed=0,
+            max_tokens=find_task(LEDGER_TASK[0]).max_tokens,
+            buffer_size=TRACED_SLOTS,
+            decoding={"tau_m2t": CLAIM_TAU},
+        )
+        with folder_beside(folder, "measured inference") as beside:
+            model = read_folder(base)
+            (traces,) = record_models({"base": model}, plan, beside / TRACES)
+            size = model.config.block_size  # a study trains in its base's blocks
+            states = {recipe.name: replace(recipe.states, block_size=size) for recipe in ABLATION_ROWS.values()}
+            distances, noise = measure_rows(traces, states, draws=NUM_LAYOUT_DRAWS, seed=0)
+            write_distances(beside / DISTANCES, distances)
+            write_noise(beside / NOISE, noise)
+    return folder / NOISE
 
 
 def measure_rows(
@@ -49,31 +84,24 @@ def measure_rows(
 ) -> tuple[list[RowDistance], FittedNoise]:
     """The distances of every recipe's states, and of `FITTED`, which is `LEDGER_MBD` with the noise that is returned
     as well."""
-    requests = sorted(traces.run.requests, key=lambda request: int(request.request_id))
-    even, odd = ([r for r in requests if int(r.request_id) % 2 == half] for half in (0, 1))
-    if not even or not odd:
-        raise ValueError(f"{len(requests)} traced problems are no two halves; trace at least 2")
-    fitting, inference = inference_states(even), inference_states(odd)
-    noise = fit_noise(fitting.rows(), source=f"{traces.name}, {len(fitting)} forwards of {len(even)} problems")
+    noise, inference, examples = halves(traces)
     method = states[LEDGER_MBD.name]
     fitted = replace(method, schedule="fitted", bounds=replace(method.bounds, fitted=noise))
-    examples = decoded_examples(replace(traces.run, requests=tuple(odd)), traces.prompt_lengths)
-    found = []
+    distances = []
     for recipe, config in {**states, FITTED: fitted}.items():
         drawn = training_states(examples, config, draws=draws, seed=seed)
-        d = compare(inference, drawn, num_bootstrap=BOOTSTRAP_SAMPLES, seed=seed)
-        w1 = None if d.mean_w1 is None else (d.mean_w1.value, d.mean_w1.low, d.mean_w1.high)
-        sizes = (d.delta_r.value, d.delta_r.low, d.delta_r.high)
-        found.append(RowDistance(recipe=recipe, delta_r=sizes, mean_w1=w1))
-    return found, noise
+        d = compare(inference, drawn, num_bootstrap=NUM_BOOTSTRAP, seed=seed)
+        distances.append(RowDistance(recipe=recipe, delta_r=d.delta_r, mean_w1=d.mean_w1))
+    return distances, noise
 
 
 def write_distances(path: Path, distances: Sequence[RowDistance]) -> None:
     rows = []
     for one in distances:
         row: dict[str, str | float | None] = {"recipe": one.recipe}
-        for name, numbers in (("delta_r", one.delta_r), ("mean_w1", one.mean_w1 or (None, None, None))):
-            row |= {f"{name}{part}": value for part, value in zip(("", "_low", "_high"), numbers, strict=True)}
+        for name, distance in (("delta_r", one.delta_r), ("mean_w1", one.mean_w1)):
+            if distance is not None:
+                row |= {name: distance.value, f"{name}_low": distance.low, f"{name}_high": distance.high}
         rows.append(row)
     with file_beside(path) as beside:
         pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), beside)
@@ -85,58 +113,123 @@ def read_distances(path: Path) -> list[RowDistance]:
         rows = pq.read_table(path, schema=COLUMNS).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read as distances: {str(error).splitlines()[0]}") from None
-    found = []
-    for row in rows:
-        sizes, w1 = (tuple(row[f"{name}{part}"] for part in ("", "_low", "_high")) for name in ("delta_r", "mean_w1"))
-        found.append(RowDistance(recipe=row["recipe"], delta_r=sizes, mean_w1=None if w1[0] is None else w1))
-    return found
+
+    def distance(row: dict[str, float], name: str) -> Interval:
+        return Interval(value=row[name], low=row[f"{name}_low"], high=row[f"{name}_high"])
+
+    return [
+        RowDistance(
+            recipe=row["recipe"],
+            delta_r=distance(row, "delta_r"),
+            mean_w1=None if row["mean_w1"] is None else distance(row, "mean_w1"),
+        )
+        for row in rows
+    ]
 
 
-def correlations(
-    distances: Sequence[RowDistance], rows: PairedRows, bootstrap: Bootstrap
-) -> dict[str, RankCorrelation]:
+# The rank correlation of a few rows.
+
+FEWEST = 3
+MOST_EXACT = 9
+"""So many values have few enough orders (362,880) to try them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCorrelation:
+    """Of `n` pairs: rho, its interval over draws of the outcomes, and the share of orders with one as far from 0."""
+
+    n: int
+    rho: Interval
+    p_value: float
+
+
+def ranks(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The ranks of the values (R,), or of each column (R, D), from 1; equal values have their mean."""
+    values = np.asarray(values, dtype=float)
+    below, equal = values[None] < values[:, None], values[None] == values[:, None]
+    return below.sum(1) + (equal.sum(1) + 1) / 2
+
+
+def spearman(first: Sequence[float] | np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The correlation of the ranks of `first` (R,) with those of each column of `second` (R, D); NaN where one side is
+    constant."""
+    a_R, b_RD = ranks(first), ranks(second)
+    a_R, b_RD = a_R - a_R.mean(), b_RD - b_RD.mean(axis=0)
+    spread_D = np.sqrt((a_R @ a_R) * (b_RD**2).sum(axis=0))
+    return np.divide(a_R @ b_RD, spread_D, out=np.full(len(spread_D), math.nan), where=spread_D > 0)
+
+
+@lru_cache(maxsize=2)
+def _orders(n: int) -> np.ndarray:
+    """All orders of n places."""
+    return np.array(list(itertools.permutations(range(n))), dtype=np.int8)
+
+
+def rank_correlation(distances: Sequence[float], outcomes_RD: np.ndarray) -> RankCorrelation:
+    """The correlation of rows' distances with their outcomes (R, D), whose first draw is what was measured.
+
+    The interval says how far another evaluation, and other training seeds, would move it for these very rows; the
+    p-value, whether so few rows can tell a correlation from none. Raises `ValueError` for fewer than three rows, or
+    more than the test can try, and for rows that are all alike.
+    """
+    n = len(distances)
+    if not FEWEST <= n <= MOST_EXACT:
+        raise ValueError(f"a rank correlation of {n} rows has no exact test here: give {FEWEST} to {MOST_EXACT}")
+    rho_D = spearman(distances, outcomes_RD)
+    if math.isnan(rho_D[0]):
+        raise ValueError("all rows have the same distance, or the same outcome: their ranks say nothing")
+    a, b = ranks(distances), ranks(outcomes_RD[:, 0])
+    a, b = a - a.mean(), b - b.mean()
+    products, observed = b[_orders(n)] @ a, abs(float(a @ b))
+    p_value = float((np.abs(products) >= observed - 1e-9).mean())
+    return RankCorrelation(n=n, rho=Interval.of_weightings(rho_D), p_value=p_value)
+
+
+def correlations(distances: Sequence[RowDistance], drawn: DrawnMeans) -> dict[str, RankCorrelation]:
     """Of each distance with each outcome, by what they are; rows without the distance, or without answers, are left
     out. The outcomes are of MultiBD with each buffer size."""
-    known = curves(rows)
+    curves = drawn.rows.curves
     values_of = {
-        "delta_r": {d.recipe: d.delta_r[0] for d in distances},
-        "mean_w1": {d.recipe: d.mean_w1[0] for d in distances if d.mean_w1},
-        MOST_SIZES: {d.recipe: d.mean_w1[0] for d in distances if d.mean_w1 and d.delta_r[0] < 0.5},
+        "delta_r": {d.recipe: d.delta_r.value for d in distances},
+        "mean_w1": {d.recipe: d.mean_w1.value for d in distances if d.mean_w1},
+        MOST_SIZES: {d.recipe: d.mean_w1.value for d in distances if d.mean_w1 and d.delta_r.value < 0.5},
     }
-    found = {}
-    for size in sorted({cell.buffer_size for cell in rows.cells} - {1}):
+    correlated = {}
+    for size in drawn.rows.buffer_sizes:
         for name, by_recipe in values_of.items():
-            there = [recipe for recipe in by_recipe if (recipe, size) in known]
-            if name == MOST_SIZES and len(there) < FEWEST:  # so few rows of another base may share their sizes
+            recipes = [recipe for recipe in by_recipe if (recipe, size) in curves]
+            if name == MOST_SIZES and len(recipes) < FEWEST:  # so few rows of another base may share their sizes
                 continue
-            values = [by_recipe[recipe] for recipe in there]
-            cells = [Cell(recipe, size, CLAIM_TAU) for recipe in there]
+            cells = [Cell(recipe, size, CLAIM_TAU) for recipe in recipes]
             outcomes = {
-                "accuracy": [bootstrap.mean(cell, "accuracy") for cell in cells],
-                "NFE": [bootstrap.mean(cell, "nfe") for cell in cells],
-                "AUP": [bootstrap.aup(known[recipe, size]) for recipe in there],
+                "accuracy": [drawn.mean(cell, "accuracy") for cell in cells],
+                "NFE": [drawn.mean(cell, "nfe") for cell in cells],
+                "AUP": [drawn.aup(curves[recipe, size]) for recipe in recipes],
             }
-            for outcome, drawn in outcomes.items():
-                found[f"{name}, {outcome}, {size} slots"] = rank_correlation(values, np.stack(drawn))
-    return found
+            for outcome, values_RD in outcomes.items():
+                correlation = rank_correlation([by_recipe[recipe] for recipe in recipes], np.stack(values_RD))
+                correlated[f"{name}, {outcome}, {size} slots"] = correlation
+    return correlated
 
 
 def distance_lines(
-    distances: Sequence[RowDistance], found: Mapping[str, RankCorrelation], *, names: Mapping[str, str]
+    distances: Sequence[RowDistance], correlated: Mapping[str, RankCorrelation], *, names: Mapping[str, str]
 ) -> list[str]:
     """The section of the report: the distances, and their rank correlations with the outcomes."""
-    lines = ["## Distances from inference", "", "| Recipe | δ_R [95 %] | mean W1 [95 %] |", "|---|---:|---:|"]
-    for one in distances:
-        cells = ["-" if d is None else f"{d[0]:.3f} [{d[1]:.3f}, {d[2]:.3f}]" for d in (one.delta_r, one.mean_w1)]
-        lines.append(table_line([names.get(one.recipe, one.recipe), *cells]))
+    rows = [
+        [names.get(one.recipe, one.recipe), *("-" if d is None else d.text(".3f") for d in (one.delta_r, one.mean_w1))]
+        for one in distances
+    ]
+    lines = ["## Distances from inference", ""]
+    lines += table_lines(["Recipe", "δ_R [95 %]", "mean W1 [95 %]"], rows, num_text=1)
     lines += [
         "",
         "A negative correlation with accuracy or AUP says that nearer rows do better; with NFE, a positive one.",
         "δ_R and W1 are lower bounds. W1 is the sum over a running-set's slots, its mean over the sizes that a row "
         "shares with inference. Their intervals are over the traced problems alone; no p-value is corrected. "
         f"`{MOST_SIZES}` leaves out rows that share less than half; it was decided after the results were seen.",
+        "",
     ]
-    lines += ["", "| Distance, outcome | Rows | Spearman's rho [95 %] | p, all orders |", "|---|---:|---:|---:|"]
-    for what, one_found in found.items():
-        lines.append(table_line([what, one_found.n, one_found.rho.text("+.2f"), f"{one_found.p_value:.3f}"]))
-    return [*lines, ""]
+    heads = ["Distance, outcome", "Rows", "Spearman's rho [95 %]", "p, all orders"]
+    tests = [[what, one.n, one.rho.text("+.2f"), f"{one.p_value:.3f}"] for what, one in correlated.items()]
+    return [*lines, *table_lines(heads, tests, num_text=1), ""]

@@ -1,17 +1,34 @@
-"""Whether a model leaves room for the study on ledger-mini: the options, the table, the verdict."""
+"""Whether a model leaves room on ledger-mini: its accuracy, how deep its blocks are, how often they are at the floor.
 
-from typing import Annotated
+A base that solves everything, or that fills a block in a forward or two, cannot show a loss or a gain. The gate is
+measured on the valid split, before a study spends anything on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jobs.command_line import DATA, DECODING, ModelName, OwnThreads, Seed, command, numbers
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.evaluation.report.sections import table_line
+from mbd_core.evaluation.measures.statistics import Interval, mean, percent_right
+from research.tables import table_lines
+
+if TYPE_CHECKING:
+    from mbd_core.decoding.blocks.request import Counts
 
 Problems = Annotated[int, typer.Option(min=1, help="Problems of the valid split.", rich_help_panel=DATA)]
 Tau = Annotated[float, typer.Option("--tau-m2t", help="The threshold.", rich_help_panel=DECODING)]
 Buffers = Annotated[str, typer.Option(metavar="N,...", help="Slots beside SingleBD's one.", rich_help_panel=DECODING)]
 HEADS = ("Slots", "n", "Accuracy [95 %]", "Decoding forwards a block", "At the floor", "TPF")
+ACCURACY = (70.0, 92.0)  # percent
+LEAST_DEPTH = 4.0
+MOST_AT_FLOOR = 0.2
+ROWS = 16
 
 
 def run(
@@ -29,23 +46,111 @@ def run(
     """
     import torch
 
-    from research.ledger.depth_gate import measure_gate
-
     sizes = (1, *(size for size in numbers(buffers, "--buffers") if size > 1))
     if not 0.0 < tau < 1.0:
         raise ValueError(f"--tau-m2t {tau:g} must lie between 0 and 1")
     folder = model_folder(model)
     if threads is not None:
         torch.set_num_threads(threads)
-    found = measure_gate(folder, problems=problems, tau=tau, buffer_sizes=sizes, seed=seed)
-    lines = [table_line(HEADS), "|" + "---:|" * len(HEADS)]
-    for one in found:
-        accuracy = f"{one.accuracy:.1f} [{one.accuracy_low:.1f}, {one.accuracy_high:.1f}]"
-        cells = [one.buffer_size, one.n, accuracy, f"{one.depth:.2f}", f"{100 * one.at_floor:.1f} %", f"{one.tpf:.2f}"]
-        lines.append(table_line(cells))
-    failures = found[0].failures
-    print("\n".join([*lines, "", f"the gate is not met: {'; '.join(failures)}" if failures else "the gate is met"]))
+    measured = measure_gate(folder, problems=problems, tau=tau, buffer_sizes=sizes, seed=seed)
+    print("\n".join([*table_lines(HEADS, [one.cells for one in measured], num_text=0), ""]))
+    failures = measured[0].failures
+    print(f"the gate is not met: {'; '.join(failures)}" if failures else "the gate is met")
     return 1 if failures else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateNumbers:
+    """What was measured on `n` problems under one buffer size.
+
+    depth      decoding forwards a block: those that only store are left out
+    at_floor   the share of answers with as many decoding forwards as blocks, or fewer
+    """
+
+    n: int
+    buffer_size: int
+    accuracy: Interval
+    depth: float
+    at_floor: float
+    tpf: float
+
+    @property
+    def cells(self) -> Sequence[object]:
+        """Its row of the table."""
+        at_floor = f"{100 * self.at_floor:.1f} %"
+        return self.buffer_size, self.n, self.accuracy.text(".1f"), f"{self.depth:.2f}", at_floor, f"{self.tpf:.2f}"
+
+    @property
+    def failures(self) -> list[str]:
+        """What the gate asks of SingleBD and is not so."""
+        failures = []
+        if not ACCURACY[0] <= self.accuracy.value <= ACCURACY[1]:
+            failures.append(f"accuracy {self.accuracy.value:.1f} % is not within {ACCURACY[0]:g} to {ACCURACY[1]:g} %")
+        if self.depth < LEAST_DEPTH:
+            failures.append(f"{self.depth:.2f} decoding forwards a block are fewer than {LEAST_DEPTH:g}")
+        if self.at_floor >= MOST_AT_FLOOR:
+            most = f"{100 * MOST_AT_FLOOR:g} %"
+            failures.append(f"{100 * self.at_floor:.1f} % of the answers are at the floor, not fewer than {most}")
+        return failures
+
+
+def measure_gate(
+    model: Path, *, problems: int, tau: float, buffer_sizes: tuple[int, ...], seed: int = 0
+) -> list[GateNumbers]:
+    """The numbers of a model folder under each buffer size, on the same problems of the valid split."""
+    from mbd_core.checkpoint.chat import decode_text, question_prompt
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.engine.config import EngineConfig
+    from mbd_core.evaluation.tasks.benchmarks import find_task
+    from mbd_core.evaluation.tasks.graders import grade
+    from mbd_core.evaluation.tasks.problems import load_problems
+    from mbd_core.multitf.recipes.shipped import LEDGER_TASK
+    from mbd_core.serving.tokens.load import load_engine
+
+    task = find_task(LEDGER_TASK[0])
+    of_split = load_problems(task, split="valid", seed=seed, limit=problems).problems
+    measured = []
+    for size in buffer_sizes:
+        loaded = load_engine(model, EngineConfig(max_rows=ROWS, buffer_size=size))
+        try:
+            decoding = loaded.decoding({"buffer_size": size, "tau_m2t": tau})
+            requests = [
+                Request(
+                    request_id=problem.problem_id,
+                    prompt=tuple(question_prompt(loaded.tokenizer, problem.prompt)),
+                    max_tokens=task.max_tokens,
+                    decoding=decoding,
+                )
+                for problem in of_split
+            ]
+            outputs = loaded.engine.generate(requests)
+            texts = [decode_text(loaded.tokenizer, output.tokens) for output in outputs]
+        finally:
+            loaded.close()
+        right = [grade(task, problem, text).correct for problem, text in zip(of_split, texts, strict=True)]
+        counts = [output.counts for output in outputs]
+        measured.append(gate_numbers(right, counts, buffer_size=size, block_size=decoding.block_size))
+    return measured
+
+
+def gate_numbers(right: list[bool], counts: list[Counts], *, buffer_size: int, block_size: int) -> GateNumbers:
+    """The numbers of graded answers, one or more."""
+    blocks = [num_blocks(one, block_size) for one in counts]
+    decoding = [one.num_forwards - one.num_store_forwards for one in counts]
+    return GateNumbers(
+        n=len(right),
+        buffer_size=buffer_size,
+        accuracy=percent_right(right),
+        depth=sum(decoding) / sum(blocks),
+        at_floor=mean([float(forwards <= of) for forwards, of in zip(decoding, blocks, strict=True)]),
+        tpf=mean([one.tpf for one in counts]),
+    )
+
+
+def num_blocks(counts: Counts, block_size: int) -> int:
+    """The blocks that an answer with its EOS lies in."""
+    first = counts.num_prompt_tokens // block_size
+    return -(-(counts.num_prompt_tokens + counts.num_tokens + 1) // block_size) - first
 
 
 main = command(run, "python -m research gate")

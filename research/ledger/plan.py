@@ -21,7 +21,7 @@ BASE = "base"
 FITTED = "ledger-fitted"
 KIND = "study"
 RECORD, ROWS, REPORT, PLOT = "study.json", "rows.parquet", "study.md", "study.png"
-DISTANCES, NOISE, TRACES = "distances.parquet", "noise.json", "traces"
+INFERENCE, DISTANCES, NOISE, TRACES = "inference", "distances.parquet", "noise.json", "traces"
 ORDER: tuple[Experiment, ...] = ("ordering", "ablation", "alignment")
 """Each experiment is compared with all before it: no model is trained or evaluated twice."""
 TRAINED: dict[Experiment, tuple[TrainingRecipe, ...]] = {

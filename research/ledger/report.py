@@ -1,32 +1,27 @@
 """A study's report from its rows alone: the claims with their verdicts, the table of all cells, the AUPs, the plot."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mbd_core.checkpoint.folder import read_folder
-from mbd_core.evaluation.report.sections import table_line
-from mbd_core.evaluation.tasks.benchmarks import find_task
-from mbd_core.files import folder_beside, write_text
-from mbd_core.multitf.recipes.shipped import ABLATION_ROWS, LEDGER_TASK
-from mbd_core.multitf.states.noise import write_noise
-from research.alignment.states import Asked, record_models
-from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, Judged, judge
-from research.ledger.distances import correlations, distance_lines, measure_rows, read_distances, write_distances
-from research.ledger.plan import BASE, DISTANCES, FITTED, NOISE, PLOT, REPORT, Experiment, row_files
-from research.ledger.rows import Cell, PairedRows, read_rows
-from research.ledger.statistics import NUM_DRAWS, Bootstrap, Interval, Measure, curves, each_seed, over_seeds
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, student_interval
+from mbd_core.files import write_text
+from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
+from research.ledger.claims import CLAIM_TAU, CLAIMS, RULE, JudgedClaim, judge
+from research.ledger.distances import correlations, distance_lines, read_distances
+from research.ledger.plan import BASE, DISTANCES, FITTED, INFERENCE, PLOT, REPORT, Experiment, row_files
+from research.ledger.rows import Cell, DrawnMeans, Measure, bootstrapped, each_seed, read_rows
+from research.tables import table_lines
 
 # The plot of a study: accuracy over tokens per forward, a panel a buffer size, a curve a recipe, with intervals.
 
 
-def draw_study(rows: PairedRows, bootstrap: Bootstrap, file: BinaryIO, *, names: Mapping[str, str]) -> None:
+def draw_study(drawn: DrawnMeans, file: BinaryIO, *, names: Mapping[str, str]) -> None:
     """Write the plot as PNG; bars are 95 % intervals over problems and seeds."""
-    known = curves(rows)
+    known = drawn.rows.curves
     sizes = sorted({size for _, size in known})
     figure = Figure(figsize=(5.0 * len(sizes), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -36,7 +31,7 @@ def draw_study(rows: PairedRows, bootstrap: Bootstrap, file: BinaryIO, *, names:
         for number, recipe in enumerate(recipes):
             points = sorted(
                 (
-                    (Interval.of(bootstrap.mean(cell, "tpf")), Interval.of(bootstrap.mean(cell, "accuracy")))
+                    [Interval.of_weightings(drawn.mean(cell, name)) for name in ("tpf", "accuracy")]
                     for cell in known.get((recipe, size), [])
                 ),
                 key=lambda point: point[0].value,
@@ -65,7 +60,8 @@ def draw_study(rows: PairedRows, bootstrap: Bootstrap, file: BinaryIO, *, names:
 
 def _bars(values: Sequence[Interval]) -> list[list[float]]:
     """How far the intervals reach below and above the values, which few draws may leave outside them."""
-    return [[max(0.0, v.value - v.low) for v in values], [max(0.0, v.high - v.value) for v in values]]
+    bounds = [(v.value, *v.bounds) for v in values]
+    return [[max(0.0, value - low) for value, low, _ in bounds], [max(0.0, high - value) for value, _, high in bounds]]
 
 
 TITLES: dict[Experiment, str] = {
@@ -89,127 +85,87 @@ point crosses that line. Buffer size 1 is SingleBD. `p` is the exact McNemar tes
 alone has right."""
 
 
-def write_report(folder: Path, experiment: Experiment, rows: PairedRows, *, extra: Sequence[str] = ()) -> str:
-    """Write study.md and study.png; returns the Markdown. `extra` are lines after the claims."""
-    bootstrap = Bootstrap(rows)
+def report(out: Path, experiment: Experiment) -> str:
+    """Write study.md and study.png of an experiment, from its rows, those before it, and for alignment its distances.
+
+    Returns the Markdown. Raises `ValueError` if they are not there.
+    """
+    folder, drawn, extra = out / experiment, bootstrapped(read_rows(row_files(out, experiment))), []
+    if experiment == "alignment":
+        distances = read_distances(folder / INFERENCE / DISTANCES)
+        extra = distance_lines(distances, correlations(distances, drawn), names=NAMES)
     with (folder / PLOT).open("wb") as file:
-        draw_study(rows, bootstrap, file, names=NAMES)
-    text = render(experiment, rows, bootstrap, extra=extra)
+        draw_study(drawn, file, names=NAMES)
+    text = render(experiment, drawn, extra=extra)
     write_text(folder / REPORT, text)
     return text
 
 
-def render(experiment: Experiment, rows: PairedRows, bootstrap: Bootstrap, *, extra: Sequence[str] = ()) -> str:
-    seeds = ", ".join(map(str, rows.seeds))
+def render(experiment: Experiment, drawn: DrawnMeans, *, extra: Sequence[str] = ()) -> str:
+    """The Markdown; `extra` are lines after the claims."""
+    seeds = ", ".join(map(str, drawn.rows.seeds))
     lines = [f"# {TITLES[experiment]}", ""]
-    lines += [f"{rows.num_problems} unseen problems of ledger-mini over the training seeds {seeds}.", "", RULE, ""]
-    lines += ["## Claims", "", *_claim_lines(judge(CLAIMS[experiment], rows, bootstrap)), "", *extra]
-    lines += [f"## What several slots cost, at tau_m2t = {CLAIM_TAU}", "", *_cost_lines(rows, bootstrap), ""]
-    lines += ["## All cells", "", *_cell_lines(rows, bootstrap), ""]
-    lines += ["## AUP", "", *_aup_lines(rows, bootstrap), "", f"![accuracy over tokens per forward]({PLOT})", ""]
+    lines += [
+        f"{drawn.rows.num_problems} unseen problems of ledger-mini over the training seeds {seeds}.",
+        "",
+        RULE,
+        "",
+    ]
+    lines += ["## Claims", "", *_claim_lines(judge(CLAIMS[experiment], drawn)), "", *extra]
+    lines += [f"## What several slots cost, at tau_m2t = {CLAIM_TAU}", "", *_cost_lines(drawn), ""]
+    lines += ["## All cells", "", *_cell_lines(drawn), ""]
+    lines += ["## AUP", "", *_aup_lines(drawn), "", f"![accuracy over tokens per forward]({PLOT})", ""]
     return "\n".join([*lines, NOTES, ""])
 
 
-def _head(*names: str, text: int = 1) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "|" + "---|" * text + "---:|" * (len(names) - text)]
-
-
-def _claim_lines(judged: Sequence[Judged]) -> list[str]:
-    lines = _head(
-        "Claim", "Buffer", "Difference [95 %]", "Over seeds, t [95 %]", "Only first", "Only second", "p", "Verdict"
-    )
-    for one in judged:
-        counts = ("-", "-", "-")
-        if one.test is not None:
-            counts = (
-                str(one.test.first_only),
-                str(one.test.second_only),
-                f"{one.test.p_value:.2g}" if one.test.p_value else "< 1e-300",
-            )
-        differences = [_signed(one.difference), _signed(one.over_seeds)]
-        lines.append(table_line([one.claim.text, one.buffer_size, *differences, *counts, one.verdict]))
-    return lines
+def _name(recipe: str) -> str:
+    return NAMES.get(recipe, recipe)
 
 
 def _signed(interval: Interval | None) -> str:
     return "-" if interval is None else interval.text("+.2f")
 
 
-def _cost_lines(rows: PairedRows, bootstrap: Bootstrap) -> list[str]:
+def _claim_lines(judged: Sequence[JudgedClaim]) -> list[str]:
+    rows = []
+    for one in judged:
+        counts: tuple[object, ...] = ("-", "-", "-")
+        if one.test is not None:
+            p_value = f"{one.test.p_value:.2g}" if one.test.p_value else "< 1e-300"
+            counts = one.test.first_only, one.test.second_only, p_value
+        differences = _signed(one.difference), _signed(one.over_seeds)
+        rows.append([one.claim.text, one.buffer_size, *differences, *counts, one.verdict])
+    heads = ["Claim", "Buffer", "Difference [95 %]", "Over seeds, t [95 %]"]
+    return table_lines([*heads, "Only first", "Only second", "p", "Verdict"], rows, num_text=1)
+
+
+def _cost_lines(drawn: DrawnMeans) -> list[str]:
     """What each recipe's accuracy loses from SingleBD to MultiBD."""
-    lines = ["Accuracy under SingleBD minus accuracy under MultiBD; no claim was stated of most of these.", ""]
-    lines += _head("Recipe", "Buffer", "Lost [95 %]", "Over seeds, t [95 %]")
-    seeds = each_seed(rows)
-    for cell in rows.cells:
+    rows, seeds = [], each_seed(drawn.rows)
+    for cell in drawn.rows.cells:
         alone = Cell(cell.recipe, 1, CLAIM_TAU)
-        if cell.buffer_size == 1 or cell.tau_m2t != CLAIM_TAU or alone not in rows.correct:
+        if cell.buffer_size == 1 or cell.tau_m2t != CLAIM_TAU or alone not in drawn.rows.correct:
             continue
-        lost = Interval.of(bootstrap.difference(alone, cell, "accuracy"))
-        of_seeds = over_seeds(seeds.difference(alone, cell, "accuracy"))
-        name = NAMES.get(cell.recipe, cell.recipe)
-        lines.append(table_line([name, cell.buffer_size, _signed(lost), _signed(of_seeds)]))
-    return lines
+        lost = Interval.of_weightings(drawn.difference(alone, cell, "accuracy"))
+        over_seeds = student_interval(seeds.difference(alone, cell, "accuracy").tolist())
+        rows.append([_name(cell.recipe), cell.buffer_size, _signed(lost), _signed(over_seeds)])
+    table = table_lines(["Recipe", "Buffer", "Lost [95 %]", "Over seeds, t [95 %]"], rows, num_text=1)
+    return ["Accuracy under SingleBD minus accuracy under MultiBD; no claim was stated of most of these.", "", *table]
 
 
-def _cell_lines(rows: PairedRows, bootstrap: Bootstrap) -> list[str]:
-    lines = _head("Recipe", "Buffer", "tau_m2t", "n", "Accuracy [95 %]", "NFE [95 %]", "TPF [95 %]")
-    for cell in rows.cells:
-        names: tuple[Measure, ...] = ("accuracy", "nfe", "tpf")
-        means = [Interval.of(bootstrap.mean(cell, name)).text() for name in names]
-        recipe = NAMES.get(cell.recipe, cell.recipe)
-        lines.append(table_line([recipe, cell.buffer_size, cell.tau_m2t, rows.num_problems, *means]))
-    return lines
+def _cell_lines(drawn: DrawnMeans) -> list[str]:
+    measures: tuple[Measure, ...] = ("accuracy", "nfe", "tpf")
+    rows = []
+    for cell in drawn.rows.cells:
+        means = [Interval.of_weightings(drawn.mean(cell, measure)).text() for measure in measures]
+        rows.append([_name(cell.recipe), cell.buffer_size, cell.tau_m2t, drawn.rows.num_problems, *means])
+    heads = ["Recipe", "Buffer", "tau_m2t", "n", "Accuracy [95 %]", "NFE [95 %]", "TPF [95 %]"]
+    return table_lines(heads, rows, num_text=1)
 
 
-def _aup_lines(rows: PairedRows, bootstrap: Bootstrap) -> list[str]:
-    lines = _head("Recipe", "Buffer", "Thresholds", "AUP [95 %]")
-    for (recipe, buffer_size), curve in curves(rows).items():
+def _aup_lines(drawn: DrawnMeans) -> list[str]:
+    rows = []
+    for (recipe, buffer_size), curve in drawn.rows.curves.items():
         taus = ", ".join(str(cell.tau_m2t) for cell in curve)
-        area = Interval.of(bootstrap.aup(curve))
-        lines.append(table_line([NAMES.get(recipe, recipe), buffer_size, taus, area.text(".1f")]))
-    return lines
-
-
-# An experiment's results in the study's folder: what was measured of inference, the rows, and the report of both.
-
-INFERENCE = "inference"
-TRACED_SLOTS = 4
-DRAWS = 8
-
-
-def measure_inference(out: Path, base: Path, *, num_problems: int) -> Path:
-    """The file of noise fitted to the base's traces under MultiBD, with the distances of all rows beside it; measured
-    once, before anything is trained with it."""
-    folder = out / "alignment" / INFERENCE
-    if not folder.exists():
-        asked = Asked(
-            task=LEDGER_TASK[0],
-            num_problems=num_problems,
-            seed=0,
-            max_tokens=find_task(LEDGER_TASK[0]).max_tokens,
-            buffer_size=TRACED_SLOTS,
-            decoding={"tau_m2t": CLAIM_TAU},
-        )
-        with folder_beside(folder, "measured inference") as beside:
-            model = read_folder(base)
-            (traces,) = record_models({"base": model}, asked, beside / "traces")
-            size = model.config.block_size  # a study trains in its base's blocks
-            states = {recipe.name: replace(recipe.states, block_size=size) for recipe in ABLATION_ROWS.values()}
-            distances, noise = measure_rows(traces, states, draws=DRAWS, seed=0)
-            write_distances(beside / DISTANCES, distances)
-            write_noise(beside / NOISE, noise)
-    return folder / NOISE
-
-
-def report(out: Path, experiment: Experiment) -> str:
-    """Write the report of an experiment from its rows and those before it, and for alignment its distances.
-
-    Returns the Markdown. Raises `ValueError` if they are not there.
-    """
-    folder = out / experiment
-    rows = read_rows(row_files(out, experiment))
-    if experiment != "alignment":
-        return write_report(folder, experiment, rows)
-    distances, bootstrap = read_distances(folder / INFERENCE / DISTANCES), Bootstrap(rows)
-    extra = distance_lines(distances, correlations(distances, rows, bootstrap), names=NAMES)
-    return write_report(folder, experiment, rows, extra=extra)
+        rows.append([_name(recipe), buffer_size, taus, Interval.of_weightings(drawn.aup(curve)).text(".1f")])
+    return table_lines(["Recipe", "Buffer", "Thresholds", "AUP [95 %]"], rows, num_text=1)

@@ -1,16 +1,25 @@
-"""The rows of a study: one graded answer each, small enough to be published, and all that its report needs."""
+"""The rows of a study, one graded answer each, and what is measured on them: means, differences and AUPs in each draw.
+
+The rows are all that a study's report needs, and small enough to be published. Every cell is measured on the same
+draws of a bootstrap in two levels, seeds and their problems, so that a difference of two cells is paired by both.
+
+Shape legend: P problems; D draws, the first of which is the rows themselves; S seeds; K points of a curve.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from mbd_core.evaluation.measures.aup import aup_d3llm
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, sign_test, weightings
 from mbd_core.evaluation.sweep.folder import read_samples
 from mbd_core.files import file_beside
 
@@ -57,6 +66,19 @@ class PairedRows:
     @property
     def cells(self) -> list[Cell]:
         return sorted(self.correct)
+
+    @property
+    def curves(self) -> dict[tuple[str, int], list[Cell]]:
+        """The cells of each recipe and buffer size, over the thresholds."""
+        curves: dict[tuple[str, int], list[Cell]] = {}
+        for cell in self.cells:
+            curves.setdefault((cell.recipe, cell.buffer_size), []).append(cell)
+        return curves
+
+    @property
+    def buffer_sizes(self) -> list[int]:
+        """Those of MultiBD."""
+        return sorted({cell.buffer_size for cell in self.cells} - {1})
 
     @property
     def num_problems(self) -> int:
@@ -139,3 +161,74 @@ def _table(path: Path) -> pa.Table:
     if table.schema.names != COLUMNS.names:
         raise ValueError(f"{path} holds no rows of a study: its columns are {', '.join(table.schema.names)}")
     return table
+
+
+# What is measured on the rows.
+
+Measure = Literal["accuracy", "nfe", "tpf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class McNemar:
+    """Exact McNemar's test of two cells: the problems that one alone has right, under a fair coin."""
+
+    first_only: int
+    second_only: int
+
+    @property
+    def p_value(self) -> float:
+        return sign_test(self.first_only, self.second_only)
+
+
+def mcnemar(rows: PairedRows, first: Cell, second: Cell) -> McNemar:
+    one, other = rows.correct[first] > 0, rows.correct[second] > 0
+    return McNemar(first_only=int((one & ~other).sum()), second_only=int((other & ~one).sum()))
+
+
+class DrawnMeans:
+    """The means of every cell under the same draws: blocks (D, P) of how often each problem counts."""
+
+    def __init__(self, rows: PairedRows, blocks: Iterable[np.ndarray]) -> None:
+        self.rows = rows
+        columns_PC = np.stack(
+            [
+                column
+                for cell in rows.cells
+                for column in (100.0 * rows.correct[cell], rows.forwards[cell], rows.tpf(cell))
+            ],
+            axis=1,
+        )
+        means_DC = np.concatenate([draws_DP @ columns_PC / draws_DP.sum(1, keepdims=True) for draws_DP in blocks])
+        self._means_DCM = means_DC.reshape(len(means_DC), len(rows.cells), 3)
+
+    @cached_property
+    def _place(self) -> dict[Cell, int]:
+        return {cell: place for place, cell in enumerate(self.rows.cells)}
+
+    def mean(self, cell: Cell, measure: Measure) -> np.ndarray:
+        """The mean in each draw (D,): accuracy in percent, forwards, or useful tokens per forward of an answer."""
+        return self._means_DCM[:, self._place[cell], ("accuracy", "nfe", "tpf").index(measure)]
+
+    def difference(self, first: Cell, second: Cell, measure: Measure) -> np.ndarray:
+        """The first cell's mean minus the second's in each draw (D,)."""
+        return self.mean(first, measure) - self.mean(second, measure)
+
+    def aup(self, curve: Sequence[Cell]) -> np.ndarray:
+        """d3LLM's AUP of a curve in each draw (D,); its y_max is the best accuracy of all cells in that draw."""
+        points_K2D = np.stack([[self.mean(cell, "tpf"), self.mean(cell, "accuracy")] for cell in curve])
+        return aup_d3llm(points_K2D, y_max=self._means_DCM[:, :, 0].max(axis=1))
+
+
+def bootstrapped(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0) -> DrawnMeans:
+    """The means of the rows themselves and of draws of their seeds and, in each, of its problems.
+
+    A run of another seed is another model on other problems. A draw holds no better and no worse seed than the rows
+    have: where three seeds differ by more than the chance of their problems, the intervals are too narrow, where by
+    less, too wide; Student's over `each_seed` stands beside them. One seed has intervals over its problems alone.
+    """
+    return DrawnMeans(rows, weightings(rows.seed_P, seed=seed, num_draws=num_draws))
+
+
+def each_seed(rows: PairedRows) -> DrawnMeans:
+    """A draw for each training seed alone: the means are (S,), and an AUP's y_max is of that seed."""
+    return DrawnMeans(rows, [np.stack([rows.seed_P == number for number in range(len(rows.seeds))]).astype(float)])

@@ -83,8 +83,9 @@ def run(
     """
     from actors.training.run import named_base
     from mbd_core.checkpoint.folder import model_digest, read_folder
+    from research.ledger.distances import measure_inference
     from research.ledger.plan import StudyPlan, check_earlier, claim
-    from research.ledger.report import measure_inference, report
+    from research.ledger.report import report
 
     if report_only:
         print(report(Path(out), experiment))

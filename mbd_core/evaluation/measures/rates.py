@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mbd_core.evaluation.measures.statistics import mean_and_stderr, wilson_interval
+from mbd_core.evaluation.measures.statistics import Interval, mean_and_stderr, percent_right
 
 Rule = Literal["strict", "flexible", "base", "plus"]
 RULES: tuple[Rule, ...] = ("strict", "flexible", "base", "plus")
@@ -55,15 +55,6 @@ class GradedSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuleAccuracy:
-    """Percent right of all samples by one rule, with the bounds of its 95 % Wilson interval."""
-
-    accuracy: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Summary:
     """The results of a configuration on `n` samples.
 
@@ -87,7 +78,7 @@ class Summary:
     accuracy: float
     accuracy_low: float
     accuracy_high: float
-    by_rule: Mapping[Rule, RuleAccuracy]
+    by_rule: Mapping[Rule, Interval]
     tpf: float | None
     tpf_stderr: float | None
     tpf_ratio_of_sums: float | None
@@ -107,7 +98,8 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         raise ValueError("nothing to summarise: no samples")
     n = len(samples)
     counts = [s.counts for s in samples if s.counts is not None]
-    rated = _accuracy([s.correct for s in samples])
+    rated = percent_right([s.correct for s in samples])
+    accuracy_low, accuracy_high = rated.bounds
     judged = {rule: [getattr(s, f"{rule}_correct") for s in samples] for rule in RULES}
     bare = any(s.is_bare for s in samples)
     tokens, forwards, stores, prefills = (_total(counts, name, bare=bare) for name in TOTALS)
@@ -118,10 +110,10 @@ def summarize(samples: Sequence[GradedSample]) -> Summary:
         n=n,
         cut=sum(s.cut for s in samples),
         errors=n - len(counts),
-        accuracy=rated.accuracy,
-        accuracy_low=rated.low,
-        accuracy_high=rated.high,
-        by_rule={rule: _accuracy(flags) for rule, flags in judged.items() if any(f is not None for f in flags)},
+        accuracy=rated.value,
+        accuracy_low=accuracy_low,
+        accuracy_high=accuracy_high,
+        by_rule={rule: percent_right(flags) for rule, flags in judged.items() if any(f is not None for f in flags)},
         tpf=tpf,
         tpf_stderr=tpf_stderr,
         tpf_ratio_of_sums=None if tpf is None else (tokens or 0) / forwards if forwards else 0.0,
@@ -151,9 +143,3 @@ def _total(counts: Sequence[SampleCounts], name: str, *, bare: bool) -> int | No
     if None in values or (bare and not values):
         return None
     return sum(value for value in values if value is not None)
-
-
-def _accuracy(flags: Sequence[bool | None]) -> RuleAccuracy:
-    num_right = sum(bool(flag) for flag in flags)
-    low, high = wilson_interval(num_right, len(flags))
-    return RuleAccuracy(accuracy=100 * num_right / len(flags), low=100 * low, high=100 * high)

@@ -1,23 +1,106 @@
-"""The statistics of the reports: a mean with its error or interval, a share with its interval, and the sign test."""
+"""The statistics of the reports: a number with its 95 % interval, the bootstrap, and exact tests of paired answers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
 STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of 1 to 9 degrees of freedom, two-sided."""
+NUM_DRAWS = 2000
+ENTRIES = 4_000_000  # numbers of one block of draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A number with its 95 % interval, whose bounds are `None` where the data do not say them."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of_draws(cls, value: float, values_D: np.ndarray, *, digits: int | None = None) -> "Interval":
+        """The percentiles of a bootstrap's draws; a draw without the number, which is NaN, is left out."""
+        known = values_D[~np.isnan(values_D)]
+        if not len(known):
+            return cls(value=float(value))
+        bounds = np.percentile(known, [2.5, 97.5])
+        low, high = bounds if digits is None else bounds.round(digits)
+        return cls(value=float(value), low=float(low), high=float(high))
+
+    @classmethod
+    def of_weightings(cls, values_W: np.ndarray) -> "Interval":
+        """Of what is measured under `weightings`."""
+        return cls.of_draws(values_W[0], values_W[1:])
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of a number that has some."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high
+
+    def is_above(self, bound: float = 0.0) -> bool:
+        return self.low is not None and self.low > bound
+
+    def is_below(self, bound: float = 0.0) -> bool:
+        return self.high is not None and self.high < bound
+
+    def text(self, form: str = ".2f", bounds: str = "") -> str:
+        """The number and its bounds, which have the form of `bounds` if that is another."""
+        if self.low is None or self.high is None:
+            return f"{self.value:{form}}"
+        return f"{self.value:{form}} [{self.low:{bounds or form}}, {self.high:{bounds or form}}]"
+
+
+def bootstrap(groups_P: np.ndarray, *, seed: int | Sequence[int], num_draws: int = NUM_DRAWS) -> Iterator[np.ndarray]:
+    """How often each problem counts in each draw (D, P), in blocks of draws.
+
+    `groups_P` numbers the group of each problem, from 0. A draw takes as many groups as there are, with replacement,
+    and for each of them as many of its problems: of one group it is the plain bootstrap. Whatever is measured on the
+    same draws is paired by problem and by group.
+    """
+    generator = np.random.default_rng(seed)
+    places = [np.flatnonzero(groups_P == number) for number in range(groups_P.max() + 1)]
+    block = max(1, ENTRIES // len(groups_P))
+    for first in range(0, num_draws, block):
+        counts_DP = np.zeros((min(block, num_draws - first), len(groups_P)))
+        for counts_P in counts_DP:
+            for number in generator.integers(len(places), size=len(places)):
+                place = places[number]
+                drawn = generator.integers(len(place), size=len(place))
+                counts_P[place] += np.bincount(drawn, minlength=len(place))
+        yield counts_DP
+
+
+def weightings(groups_P: np.ndarray, *, seed: int, num_draws: int = NUM_DRAWS) -> Iterator[np.ndarray]:
+    """How often each problem counts (W, P), in blocks: every problem once, then as often as each draw has it."""
+    yield np.ones((1, len(groups_P)))
+    yield from bootstrap(groups_P, seed=seed, num_draws=num_draws)
+
+
+def mean_interval(
+    values_N: np.ndarray, problems: Sequence[str], *, num_draws: int = NUM_DRAWS, seed: int = 0
+) -> Interval:
+    """The mean of values, at least one, and its interval over resamples of their problems.
+
+    All values of a drawn problem count together: answers of one problem under several seeds are not independent. Of
+    paired differences this is the paired bootstrap. One problem has no interval.
+    """
+    _, problem_N = np.unique(np.asarray(problems), return_inverse=True)
+    sums_PC = np.stack([np.bincount(problem_N, weights=values_N), np.bincount(problem_N)], axis=1)
+    if len(sums_PC) < 2:
+        return Interval(value=float(values_N.mean()))
+    blocks = bootstrap(np.zeros(len(sums_PC), dtype=int), num_draws=num_draws, seed=seed)
+    sums_DC = np.concatenate([counts_DP @ sums_PC for counts_DP in blocks])
+    return Interval.of_draws(values_N.mean(), sums_DC[:, 0] / sums_DC[:, 1])
 
 
 def mean(values: Sequence[float]) -> float:
     """The mean, 0 without values."""
     return sum(values) / len(values) if values else 0.0
-
-
-def spread_of_mean(distances: Sequence[float]) -> float:
-    """How far the bound of a mean of independent numbers lies from it, given how far their bounds lie from them."""
-    return math.sqrt(sum(distance**2 for distance in distances)) / len(distances)
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
@@ -29,16 +112,19 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
     return center, math.sqrt(variance / len(values))
 
 
-def student_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of values by Student's t; of more than ten a little wide.
+def spread_of_mean(distances: Sequence[float]) -> float:
+    """How far the bound of a mean of independent numbers lies from it, given how far their bounds lie from them."""
+    return math.sqrt(sum(distance**2 for distance in distances)) / len(distances)
 
-    Raises `ValueError` for fewer than two: they say nothing of their spread.
-    """
+
+def student_interval(values: Sequence[float]) -> Interval | None:
+    """The mean of values with its interval by Student's t, of more than ten a little wide; `None` for fewer than two,
+    which say nothing of their spread."""
     if len(values) < 2:
-        raise ValueError(f"{len(values)} values have no interval of Student's; give at least two")
+        return None
     center, error = mean_and_stderr(values)
     half = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1] * error
-    return center - half, center + half
+    return Interval(value=center, low=center - half, high=center + half)
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -53,29 +139,18 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     return low, 1.0 if successes == n else center + half
 
 
+def percent_right(flags: Sequence[bool | None]) -> Interval:
+    """The percentage of answers, one or more, that are right, with its Wilson interval."""
+    num_right = sum(bool(flag) for flag in flags)
+    low, high = wilson_interval(num_right, len(flags))
+    return Interval(value=100 * num_right / len(flags), low=100 * low, high=100 * high)
+
+
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided p-value of `wins` against `losses` under a fair coin."""
     n = wins + losses
     tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
     return min(1.0, 2 * tail)
-
-
-def mean_and_interval(
-    values_N: np.ndarray, problems: Sequence[str], *, num_draws: int = 2000, seed: int = 0
-) -> tuple[float, tuple[float, float] | None]:
-    """The mean of values, at least one, and its 95 % percentile interval over `num_draws` resamples of their problems.
-
-    All values of a drawn problem count together: answers of one problem under several seeds are not independent. Of
-    paired differences this is the paired bootstrap. One problem has no interval.
-    """
-    _, problem_N = np.unique(np.asarray(problems), return_inverse=True)
-    sums_P, counts_P = np.bincount(problem_N, weights=values_N), np.bincount(problem_N)
-    if len(sums_P) < 2:
-        return float(values_N.mean()), None
-    rng = np.random.default_rng(seed)
-    draws = (rng.integers(len(sums_P), size=len(sums_P)) for _ in range(num_draws))
-    low, high = np.percentile([sums_P[drawn].sum() / counts_P[drawn].sum() for drawn in draws], [2.5, 97.5])
-    return float(values_N.mean()), (float(low), float(high))
 
 
 def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]:

@@ -1,12 +1,11 @@
 """The numbers of a sweep's report: a summary of every configuration, and both AUPs with their points and intervals.
 
-A draw takes as many problems as the task has, with replacement. All points of all curves are computed anew on it, and
-with them y_max, the order of the points and which of them d3LLM drops: an AUP is a function of the problems, and each
-of these is a part of that function. A y_max that stayed as it was would be a number from outside: no draw could pass
-it, though every one may fall behind it.
+The intervals are of a bootstrap over a task's problems, with the same draws for every configuration. On each draw all
+points of all curves are computed anew, and so are y_max, the order of the points and which of them d3LLM drops: an AUP
+is a function of the problems, and each of these is a part of that function.
 
-A mean over tasks has its own interval: of the means of the tasks' draws, which are independent of each other, but for
-tasks of the same problems: these share their draws, since an answer to one says much of the answer to the other.
+A mean over tasks has an interval of its own: of the means of the tasks' draws. Draws of different tasks are
+independent; tasks of the same problems share theirs, since an answer to one says much of the answer to the other.
 """
 
 import json
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from mbd_core.evaluation.measures.aup import AupPoint, aup_d3llm, aup_eq41
+from mbd_core.evaluation.measures.aup import ALPHA, AupPoint, are_kept, aup_d3llm, aup_eq41, sorted_points
 from mbd_core.evaluation.measures.rates import GradedSample, Summary, summarize
-from mbd_core.evaluation.measures.statistics import mean
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, Interval, bootstrap, mean
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,24 @@ class ReportRow:
     summary: Summary
 
 
-@dataclass(frozen=True)
+Samples = Mapping[ReportKey, Sequence[GradedSample]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AupRow:
     """Both AUPs of a model and method on a task, with what they depend on.
 
-    anchor      the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
-    y_max       the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
-    y_max_pool  the models and methods of the pool, with their numbers of configurations
-    *_interval  95 % intervals (`aup_interval`), `None` where none can be drawn
+    eq41, d3llm  without bounds where none can be drawn
+    anchor       the slowest point, up to which d3LLM's area is a rectangle without weight; no point is added at TPF 1
+    y_max        the best accuracy in the pool, which is every row on the task; `y_max_of` is the row that has it
+    y_max_pool   the models and methods of the pool, with their numbers of configurations
     """
 
     model: str
     method: str
     task: str
-    aup_eq41: float
-    aup_d3llm: float
+    eq41: Interval
+    d3llm: Interval
     points: tuple[AupPoint, ...]
     dropped: tuple[AupPoint, ...]
     anchor: AupPoint
@@ -65,21 +67,17 @@ class AupRow:
     y_max_of: str
     y_max_pool: tuple[str, ...]
     alpha: float
-    eq41_interval: tuple[float, float] | None = None
-    d3llm_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AupMean:
-    """Both AUPs of a model and method as means over these tasks, with 95 % intervals of the means (`aup_interval`)."""
+    """Both AUPs of a model and method as means over these tasks."""
 
     model: str
     method: str
     tasks: tuple[str, ...]
-    aup_eq41: float
-    aup_d3llm: float
-    eq41_interval: tuple[float, float] | None
-    d3llm_interval: tuple[float, float] | None
+    eq41: Interval
+    d3llm: Interval
 
 
 def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[ReportRow]:
@@ -96,31 +94,31 @@ def build_rows(samples: Mapping[ReportKey, Sequence[GradedSample]]) -> list[Repo
     ]
 
 
-def build_aup(rows: Sequence[ReportRow], *, alpha: float = 3.0) -> list[AupRow]:
-    """Both AUPs of every (model, method, task), over all its configurations; none of an endpoint whose TPF is not
-    known, which is in the pool of y_max all the same."""
+def build_aup(rows: Sequence[ReportRow], *, alpha: float = ALPHA) -> list[AupRow]:
+    """Both AUPs of every (model, method, task), over all its configurations, without bounds; none of an endpoint whose
+    TPF is not known, which is in the pool of y_max all the same."""
     by_task: dict[str, list[ReportRow]] = {}
-    curves: dict[tuple[str, str, str], list[AupPoint]] = {}
+    points: dict[tuple[str, str, str], list[AupPoint]] = {}
     for row in rows:
         key, s = row.key, row.summary
         by_task.setdefault(key.task, []).append(row)
         if s.tpf is not None:
-            curves.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
+            points.setdefault((key.model, key.method, key.task), []).append((s.tpf, s.accuracy))
     aups = []
-    for (model, method, task), curve in curves.items():
-        best = best_row(by_task[task])
-        weighted = aup_d3llm(curve, y_max=best.summary.accuracy, alpha=alpha)
+    for (model, method, task), of_curve in points.items():
+        best, curve = best_row(by_task[task]), sorted_points(of_curve)
+        y_max = best.summary.accuracy
         aups.append(
             AupRow(
                 model=model,
                 method=method,
                 task=task,
-                aup_eq41=aup_eq41(curve),
-                aup_d3llm=weighted.value,
-                points=tuple(sorted(curve)),
-                dropped=weighted.dropped,
-                anchor=weighted.points[0],
-                y_max=best.summary.accuracy,
+                eq41=Interval(value=float(aup_eq41(curve))),
+                d3llm=Interval(value=float(aup_d3llm(curve, y_max=y_max, alpha=alpha))),
+                points=tuple(sorted(of_curve)),
+                dropped=tuple((tpf, accuracy) for tpf, accuracy in curve[~are_kept(curve)].tolist()),
+                anchor=(float(curve[0, 0]), float(curve[0, 1])),
+                y_max=y_max,
                 y_max_of=", ".join(filter(None, (best.key.model, best.key.method, best.varied))),
                 y_max_pool=_pool(by_task[task]),
                 alpha=alpha,
@@ -168,17 +166,10 @@ def _varied_text(config: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={config[name]}" for name in names if name in config)
 
 
-# Intervals of both AUPs: a bootstrap over a task's problems, the same drawn problems for every configuration.
+# Intervals of both AUPs.
 
-NUM_DRAWS = 2000
 SEED = 0
-LEVEL = 95.0  # percent
-DIGITS = 6  # beyond them a sum may depend on how a machine adds
-ENTRIES = 4_000_000  # numbers of one block of draws
-
-Interval = tuple[float, float]
-Samples = Mapping[ReportKey, Sequence[GradedSample]]
-Areas = tuple[np.ndarray, np.ndarray]  # of every draw (D,): Eq. 4.1's AUP and d3LLM's
+DIGITS = 6  # of an interval's bounds: beyond them a sum may depend on how a machine adds
 
 
 def with_intervals(
@@ -186,67 +177,54 @@ def with_intervals(
 ) -> tuple[list[AupRow], list[AupMean]]:
     """The AUPs with their percentile intervals, and their means over tasks with theirs. What `samples` says of a task
     does not depend on other tasks."""
-    areas: dict[tuple[str, str, str], Areas | None] = {}
+    areas: dict[tuple[str, str, str], np.ndarray] = {}
     for task in dict.fromkeys(key.task for key in samples):
         of_task = {key: graded for key, graded in samples.items() if key.task == task}
         curves = [(aup.model, aup.method) for aup in aups if aup.task == task]
-        alpha = next((aup.alpha for aup in aups if aup.task == task), 0.0)
-        for curve, drawn in zip(curves, task_areas(of_task, curves, alpha, num_draws=num_draws), strict=True):
-            areas[(*curve, task)] = drawn
+        alpha = next((aup.alpha for aup in aups if aup.task == task), ALPHA)
+        for curve, areas_2D in zip(curves, task_areas(of_task, curves, alpha, num_draws=num_draws), strict=True):
+            areas[(*curve, task)] = areas_2D
+
+    def measured(of_curve: Sequence[AupRow]) -> tuple[Interval, Interval]:
+        """Both AUPs as means over tasks."""
+        eq41_D, d3llm_D = np.mean([areas[aup.model, aup.method, aup.task] for aup in of_curve], axis=0)
+        return (
+            Interval.of_draws(mean([aup.eq41.value for aup in of_curve]), eq41_D, digits=DIGITS),
+            Interval.of_draws(mean([aup.d3llm.value for aup in of_curve]), d3llm_D, digits=DIGITS),
+        )
+
     rows = []
     for aup in aups:
-        plain, weighted = mean_intervals([areas[aup.model, aup.method, aup.task]])
-        rows.append(replace(aup, eq41_interval=plain, d3llm_interval=weighted))
-    return rows, [
-        _mean([aup for aup in aups if (aup.model, aup.method) == curve], areas)
-        for curve in dict.fromkeys((aup.model, aup.method) for aup in aups)
-    ]
-
-
-def _mean(aups: Sequence[AupRow], areas: Mapping[tuple[str, str, str], Areas | None]) -> AupMean:
-    """The mean of one model's and method's AUPs."""
-    plain, weighted = mean_intervals([areas[aup.model, aup.method, aup.task] for aup in aups])
-    return AupMean(
-        model=aups[0].model,
-        method=aups[0].method,
-        tasks=tuple(aup.task for aup in aups),
-        aup_eq41=mean([aup.aup_eq41 for aup in aups]),
-        aup_d3llm=mean([aup.aup_d3llm for aup in aups]),
-        eq41_interval=plain,
-        d3llm_interval=weighted,
-    )
-
-
-def mean_intervals(areas: Sequence[Areas | None]) -> tuple[Interval | None, Interval | None]:
-    """The intervals of the means over tasks, of each task's areas; none if a task has none."""
-    drawn = [one for one in areas if one is not None]
-    if len(drawn) < len(areas):
-        return None, None
-    plain_D, weighted_D = np.mean(drawn, axis=0)
-    return interval(plain_D), interval(weighted_D)
+        eq41, d3llm = measured([aup])
+        rows.append(replace(aup, eq41=eq41, d3llm=d3llm))
+    means = []
+    for model, method in dict.fromkeys((aup.model, aup.method) for aup in aups):
+        of_curve = [aup for aup in aups if (aup.model, aup.method) == (model, method)]
+        eq41, d3llm = measured(of_curve)
+        tasks = tuple(aup.task for aup in of_curve)
+        means.append(AupMean(model=model, method=method, tasks=tasks, eq41=eq41, d3llm=d3llm))
+    return rows, means
 
 
 def task_areas(
     samples: Samples, curves: Sequence[tuple[str, str]], alpha: float, *, num_draws: int
-) -> Iterator[Areas | None]:
-    """Both AUPs of every draw for each (model, method) on the task of `samples`; none of a single problem."""
+) -> Iterator[np.ndarray]:
+    """Eq. 4.1's AUP and d3LLM's in every draw (2, D) for each (model, method) on the task of `samples`; of a single
+    problem NaN."""
     problems = {sample.problem for graded in samples.values() for sample in graded}
     if len(problems) < 2:
-        yield from (None for _ in curves)
+        yield from (np.full((2, num_draws), np.nan) for _ in curves)
         return
-    tpf_KD, accuracy_KD = drawn_points(
-        samples, seed=zlib.crc32("\n".join(sorted(problems)).encode()), num_draws=num_draws
-    )
-    y_max_D = np.nanmax(accuracy_KD, axis=0)
+    points_K2D = drawn_points(samples, seed=zlib.crc32("\n".join(sorted(problems)).encode()), num_draws=num_draws)
+    y_max_D = np.nanmax(points_K2D[:, 1], axis=0)
     keys = list(samples)
     for model, method in curves:
-        curve = [number for number, key in enumerate(keys) if (key.model, key.method) == (model, method)]
-        points = sorted_points(tpf_KD[curve], accuracy_KD[curve])
-        yield eq41(*points), d3llm(*points, y_max_D, alpha=alpha)
+        curve = points_K2D[[number for number, key in enumerate(keys) if (key.model, key.method) == (model, method)]]
+        yield np.stack([aup_eq41(curve), aup_d3llm(curve, y_max=y_max_D, alpha=alpha)])
 
 
-def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """TPF and accuracy of every configuration (K) in every draw (D); NaN where a draw holds none of its problems, as
+def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> np.ndarray:
+    """TPF and accuracy of every configuration in every draw (K, 2, D); NaN where a draw holds none of its problems, as
     in a sweep that is not finished."""
     problems = {name: n for n, name in enumerate(sorted({s.problem for graded in samples.values() for s in graded}))}
     sums_PC = np.zeros((len(problems), 4 * len(samples)))  # samples, right ones, decoded ones, TPF
@@ -254,56 +232,9 @@ def drawn_points(samples: Samples, *, seed: int, num_draws: int) -> tuple[np.nda
         for sample in graded:
             row = sums_PC[problems[sample.problem], 4 * number : 4 * number + 4]
             row += (1, sample.correct, *((0, 0.0) if sample.counts is None else (1, sample.counts.tpf or 0.0)))
-    generator = np.random.default_rng([SEED, seed])
-    drawn = np.concatenate([weights @ sums_PC for weights in draws(generator, len(problems), num_draws)])
-    n, right, decoded, tpf = drawn.reshape(num_draws, len(samples), 4).transpose(2, 1, 0)
-    there = np.where(n > 0, n, np.nan)
-    return np.where(n > 0, tpf / np.maximum(decoded, 1), np.nan), 100 * right / there
-
-
-def draws(generator: np.random.Generator, num_problems: int, num_draws: int) -> Iterator[np.ndarray]:
-    """How often each problem is drawn, in blocks of draws."""
-    block = max(1, ENTRIES // num_problems)
-    for first in range(0, num_draws, block):
-        counts = [
-            np.bincount(generator.integers(num_problems, size=num_problems), minlength=num_problems)
-            for _ in range(first, min(first + block, num_draws))
-        ]
-        yield np.array(counts, dtype=np.float64)
-
-
-def sorted_points(tpf_KD: np.ndarray, accuracy_KD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The points of each draw in the order of `aup`: by TPF, equal ones by falling accuracy."""
-    order = np.lexsort((-accuracy_KD, tpf_KD), axis=0)
-    return np.take_along_axis(tpf_KD, order, 0), np.take_along_axis(accuracy_KD, order, 0)
-
-
-def eq41(tpf_KD: np.ndarray, accuracy_KD: np.ndarray) -> np.ndarray:
-    """`aup_eq41` of every draw."""
-    return (np.diff(tpf_KD, axis=0) * (accuracy_KD[1:] + accuracy_KD[:-1]) / 2).sum(axis=0)
-
-
-def d3llm(
-    tpf_KD: np.ndarray, accuracy_KD: np.ndarray, y_max_D: np.ndarray, *, alpha: float, y_min_offset: float = 5.0
-) -> np.ndarray:
-    """`aup_d3llm` of every draw."""
-    share_KD = np.divide(accuracy_KD, y_max_D, out=np.zeros_like(accuracy_KD), where=y_max_D > 0)
-    weighted_KD = accuracy_KD * np.minimum(np.exp(-alpha * (1 - share_KD)), 1.0)
-    last_tpf_D, last_weighted_D = tpf_KD[0], weighted_KD[0]
-    area_D = tpf_KD[0] * accuracy_KD[0]
-    for tpf_D, accuracy_D, weighted_D in zip(tpf_KD[1:], accuracy_KD[1:], weighted_KD[1:], strict=True):
-        kept_D = ~(accuracy_D < accuracy_KD[0] - y_min_offset)
-        area_D = area_D + np.where(kept_D, (tpf_D - last_tpf_D) * (weighted_D + last_weighted_D) / 2, 0.0)
-        last_tpf_D = np.where(kept_D, tpf_D, last_tpf_D)
-        last_weighted_D = np.where(kept_D, weighted_D, last_weighted_D)
-    return area_D
-
-
-def interval(values_D: np.ndarray) -> Interval | None:
-    """The percentiles of the draws that hold samples of all points, `None` if no draw does."""
-    values = values_D[~np.isnan(values_D)]
-    if not len(values):
-        return None
-    tail = (100 - LEVEL) / 2
-    low, high = np.percentile(values, [tail, 100 - tail])
-    return round(float(low), DIGITS), round(float(high), DIGITS)
+    blocks = bootstrap(np.zeros(len(problems), dtype=int), num_draws=num_draws, seed=(SEED, seed))
+    drawn_DC = np.concatenate([counts_DP @ sums_PC for counts_DP in blocks])
+    n, right, decoded, tpf = drawn_DC.reshape(num_draws, len(samples), 4).transpose(2, 1, 0)
+    num_samples = np.where(n > 0, n, np.nan)
+    mean_tpf = np.where(n > 0, tpf / np.maximum(decoded, 1), np.nan)
+    return np.stack([mean_tpf, 100 * right / num_samples], axis=1)

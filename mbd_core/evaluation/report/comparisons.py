@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from mbd_core.evaluation.measures.rates import GradedSample
-from mbd_core.evaluation.measures.statistics import mean_and_interval, mean_and_stderr, sign_test, wins_and_losses
+from mbd_core.evaluation.measures.statistics import (
+    Interval,
+    mean_and_stderr,
+    mean_interval,
+    sign_test,
+    wins_and_losses,
+)
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.sections import one_line, table_line
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
@@ -94,16 +100,15 @@ def _gap(baseline: ReportKey, base: Answers, own: Answers) -> AccuracyGap | None
     problems = [problem for problem, _, _ in shared]
     differences = [100.0 * (own[key] - base[key]) for key in shared]
     only_it, only_base = wins_and_losses(zip(problems, differences, strict=True))
-    difference, interval = mean_and_interval(np.array(differences), problems)
-    low, high = interval or (None, None)
+    difference = mean_interval(np.array(differences), problems)
     return AccuracyGap(
         baseline=baseline,
         num_problems=len(set(problems)),
         only_it=only_it,
         only_base=only_base,
-        difference=difference,
-        low=low,
-        high=high,
+        difference=difference.value,
+        low=difference.low,
+        high=difference.high,
         p_value=sign_test(only_it, only_base),
     )
 
@@ -153,31 +158,22 @@ SharedProblems = Mapping[tuple[int, str], Answer]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The mean of a measure's differences, first model minus second, with its 95 % interval over the problems, `None`
-    of a single one."""
-
-    mean: float
-    interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PairedAnswers:
     """Two models on the same problems.
 
     first_only, second_only  problems on which only the first model, or only the second, is right, or under more seeds
-    num_decoded              answers that both could decode, over which the differences are taken
-    accuracy                 in percentage points, over all answers
-    tpf, nfe                 useful tokens per forward, and forwards, a sample; `None` without a decoded problem
+    num_decoded              answers that both could decode
+    accuracy                 mean difference, first model minus second, in percentage points, over all answers
+    tpf, nfe                 likewise useful tokens per forward, and forwards, over decoded answers; `None` without one
     """
 
     num_problems: int
     first_only: int
     second_only: int
     num_decoded: int
-    accuracy: Difference
-    tpf: Difference | None
-    nfe: Difference | None
+    accuracy: Interval
+    tpf: Interval | None
+    nfe: Interval | None
 
     @property
     def p_value(self) -> float:
@@ -237,11 +233,8 @@ def pair_answers(first: SharedProblems, second: SharedProblems) -> PairedAnswers
     )
 
 
-def _difference(differences: Sequence[tuple[str, float]]) -> Difference:
-    mean, interval = mean_and_interval(
-        np.array([value for _, value in differences]), [problem for problem, _ in differences]
-    )
-    return Difference(mean=mean, interval=interval)
+def _difference(differences: Sequence[tuple[str, float]]) -> Interval:
+    return mean_interval(np.array([value for _, value in differences]), [problem for problem, _ in differences])
 
 
 # gsm-mini test problems whose arithmetic chain occurs in training, and the accuracy with and without them.

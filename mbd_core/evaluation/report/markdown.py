@@ -7,12 +7,10 @@ from typing import Any
 
 from mbd_core.evaluation.measures.aup import AupPoint
 from mbd_core.evaluation.measures.rates import Summary
-from mbd_core.evaluation.measures.statistics import mean, spread_of_mean
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, mean, spread_of_mean
 from mbd_core.evaluation.measures.summary import (
-    NUM_DRAWS,
     AupMean,
     AupRow,
-    Interval,
     ReportKey,
     ReportRow,
     best_row,
@@ -90,7 +88,7 @@ def _best_lines(rows: Sequence[ReportRow], aup_means: Sequence[AupMean], labels:
             aup = next((one for one in aup_means if (one.model, one.method) == (model, method)), None)
             cells = [cell for task in labels for cell in _pair(best.get(task))]
             cells += [_mean_accuracy_text(summaries), _mean_text([s.tpf for s in summaries])]
-            cells += ["-", "-"] if aup is None else [_area_text(*area) for area in _areas(aup)]
+            cells += ["-", "-"] if aup is None else [aup.eq41.text(), aup.d3llm.text()]
             lines.append(table_line([method, *cells]))
             varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
             configurations.append(one_line(f"- {model}, {method}: {varied}"))
@@ -158,20 +156,10 @@ def _aup_lines(aups: Sequence[AupRow], labels: Mapping[str, str]) -> list[str]:
     lines += ["| Model | Method | Task | Eq. 4.1 [95 %] | d3LLM [95 %] | Points (TPF, Acc) | Dropped by d3LLM |"]
     lines += ["|---|---|---|---:|---:|---|---|"]
     for a in aups:
-        areas = [_area_text(*area) for area in _areas(a)]
         points = [_point_list(a.points), _point_list(a.dropped) or "none"]
-        lines.append(table_line([a.model, a.method, labels[a.task], *areas, *points]))
+        lines.append(table_line([a.model, a.method, labels[a.task], a.eq41.text(), a.d3llm.text(), *points]))
     lines += ["", *({one_line(f"- {labels[a.task]}: {_y_max_text(a)}"): None for a in aups}), ""]
     return [*lines, AUP_CAPTION, ""]
-
-
-def _areas(aup: AupRow | AupMean) -> tuple[tuple[float, Interval | None], ...]:
-    """Both AUPs with their intervals."""
-    return (aup.aup_eq41, aup.eq41_interval), (aup.aup_d3llm, aup.d3llm_interval)
-
-
-def _area_text(area: float, interval: Interval | None) -> str:
-    return f"{area:.2f}" if interval is None else f"{area:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def _y_max_text(aup: AupRow) -> str:

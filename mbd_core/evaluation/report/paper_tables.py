@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mbd_core.decoding.blocks.methods import Fields
-from mbd_core.evaluation.measures.statistics import Z_95, mean, spread_of_mean
-from mbd_core.evaluation.measures.summary import AupMean, AupRow, Interval, ReportKey, ReportRow
+from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread_of_mean
+from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
 from mbd_core.evaluation.report.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
 from mbd_core.evaluation.sweep.timed_runs import Speed
 
@@ -91,10 +91,10 @@ class Own:
         return cls(rows, aups, {ReportKey(s.model, s.method, s.task, s.config): s for s in times}, aup_means)
 
     def aup_interval(self, rows: Sequence[ReportRow]) -> Interval | None:
-        """The drawn interval of the AUP over the tasks of these rows; `None` if none was drawn over just these."""
+        """The AUP over the tasks of these rows; `None` if none was drawn over just these."""
         curves, tasks = {(row.key.model, row.key.method) for row in rows}, {row.key.task for row in rows}
-        drawn = [((one.model, one.method), {one.task}, one.d3llm_interval) for one in self.aups]
-        drawn += [((one.model, one.method), set(one.tasks), one.d3llm_interval) for one in self.aup_means]
+        drawn = [((one.model, one.method), {one.task}, one.d3llm) for one in self.aups]
+        drawn += [((one.model, one.method), set(one.tasks), one.d3llm) for one in self.aup_means]
         return next((found for curve, over, found in drawn if curves == {curve} and over == tasks), None)
 
     def row(self, figure: Figure, task: str, method: Fields) -> ReportRow | None:
@@ -157,17 +157,18 @@ def _beside(head: str, figure: Figure, own: Own) -> Beside | None:
         return None
     ours = mean([value for value, _, _ in values])
     distances = [(value - low, high - value) for value, low, high in values if low is not None and high is not None]
-    bounds = own.aup_interval(found) if figure.quantity == "aup" else None
+    drawn = own.aup_interval(found) if figure.quantity == "aup" else None
+    low, high = (None, None) if drawn is None else (drawn.low, drawn.high)
     if len(distances) == len(values):
         below, above = map(spread_of_mean, zip(*distances, strict=True))
-        bounds = ours - below, ours + above
+        low, high = ours - below, ours + above
     return Beside(
         head=head,
         quantity=figure.quantity,
         printed=float(figure.printed),
         ours=ours,
-        low=bounds and bounds[0],
-        high=bounds and bounds[1],
+        low=low,
+        high=high,
         n=sum(row.summary.n for row in found),
         configs={row.key.task: dict(row.config) for row in found},
     )
@@ -187,7 +188,7 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
         aup = next((one for one in own.aups if (one.model, one.method, one.task) == key), None)
-        return None if aup is None else (aup.aup_d3llm, None, None)  # its interval is no sum: `Own.aup_interval`
+        return None if aup is None else (aup.d3llm.value, None, None)  # its interval is no sum: `Own.aup_interval`
     speed = own.times.get(row.key)
     if speed is None:
         return None

@@ -67,12 +67,16 @@ def report_files(
                 "task": row.key.task,
                 "config": json.loads(row.key.config),
                 **asdict(row.summary),
+                "by_rule": {
+                    rule: {"accuracy": one.value, "low": one.low, "high": one.high}
+                    for rule, one in row.summary.by_rule.items()
+                },
                 "token_efficiency": token_efficiency(row),
             }
             for row in rows
         ],
-        "aup": [asdict(aup) for aup in aups],
-        "aup_means": [asdict(one) for one in aup_means],
+        "aup": [_aup_content(aup) for aup in aups],
+        "aup_means": [_aup_content(one) for one in aup_means],
         "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
         "settings": settings,
         "times": [
@@ -92,6 +96,18 @@ def report_files(
         "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
+
+
+def _aup_content(aup: AupRow | AupMean) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in asdict(aup).items():
+        if name in ("eq41", "d3llm"):
+            content[f"aup_{name}"] = value["value"]
+        else:
+            content[name] = value
+    for name, one in (("eq41", aup.eq41), ("d3llm", aup.d3llm)):
+        content[f"{name}_interval"] = None if one.low is None else one.bounds
+    return content
 
 
 def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:

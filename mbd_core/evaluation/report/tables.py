@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mbd_core.evaluation.measures.rates import RULES, RuleAccuracy
+from mbd_core.evaluation.measures.rates import RULES
 from mbd_core.evaluation.measures.statistics import percentile
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
 from mbd_core.evaluation.report.sections import one_line, table_line
@@ -39,13 +39,10 @@ def rule_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str
     lines = ["## Accuracy by rule", "", f"| {' | '.join(heads)} |", "|---|---|---|---|" + "---:|" * (1 + len(rules))]
     for row in judged:
         found = [row.summary.by_rule.get(rule) for rule in rules]
+        accuracies = ["-" if one is None else one.text(bounds=".1f") for one in found]
         subject = (row.key.model, row.key.method, labels[row.key.task], row.varied or "-", row.summary.n)
-        lines.append(table_line([*subject, *map(_accuracy_text, found)]))
+        lines.append(table_line([*subject, *accuracies]))
     return [*lines, "", RULE_DEFINITIONS, ""]
-
-
-def _accuracy_text(found: RuleAccuracy | None) -> str:
-    return "-" if found is None else f"{found.accuracy:.2f} [{found.low:.1f}, {found.high:.1f}]"
 
 
 # The table of speeds in a report, with what each column means.

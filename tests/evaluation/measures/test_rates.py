@@ -41,7 +41,7 @@ def test_both_extractions_have_an_accuracy() -> None:
         for flag in (1, 0)
     ]
     found = summarize(math_samples).by_rule
-    assert (list(found), found["strict"].accuracy, found["flexible"].accuracy) == (["strict", "flexible"], 100.0, 50.0)
+    assert (list(found), found["strict"].value, found["flexible"].value) == (["strict", "flexible"], 100.0, 50.0)
     assert summarize([graded_sample(tokens=1, forwards=1)]).by_rule == {}
 
 
@@ -52,9 +52,9 @@ def test_base_and_plus_have_accuracies_with_intervals_and_what_was_not_judged_is
     ]
     found = summarize(judged).by_rule
     assert list(found) == ["base", "plus"]
-    assert (found["base"].accuracy, found["base"].low, found["base"].high) == pytest.approx(
+    assert (found["base"].value, found["base"].low, found["base"].high) == pytest.approx(
         (75, 30.0642, 95.4413), abs=1e-3
     )
-    assert (found["plus"].accuracy, found["plus"].low, found["plus"].high) == pytest.approx(
+    assert (found["plus"].value, found["plus"].low, found["plus"].high) == pytest.approx(
         (25, 4.5587, 69.9358), abs=1e-3
     )

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from mbd_core.evaluation.measures.statistics import (
-    mean_and_interval,
+    Interval,
+    bootstrap,
     mean_and_stderr,
+    mean_interval,
     sign_test,
     student_interval,
     wilson_interval,
@@ -23,13 +25,13 @@ def test_sign_test_is_the_binomial_tail() -> None:
 
 
 def test_students_interval_of_few_values_and_of_many() -> None:
-    assert student_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706))  # one degree of freedom, error 1
+    pair = student_interval([1.0, 3.0])
+    assert pair == Interval(value=2.0, low=2 - 12.706, high=2 + 12.706), "one degree of freedom, an error of 1"
     many = [0.0, 1.0] * 50
-    low, high = student_interval(many)
+    low, high = student_interval(many).bounds
     error = mean_and_stderr(many)[1]
     assert high - 0.5 == pytest.approx(0.5 - low) and 1.98 * error < high - 0.5 < 2.27 * error
-    with pytest.raises(ValueError, match="at least two"):
-        student_interval([1.0])
+    assert student_interval([1.0]) is None
 
 
 def test_the_wilson_interval_has_its_known_values_and_solves_its_equation() -> None:
@@ -52,18 +54,43 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
 def test_a_bootstrapped_mean_has_the_normal_interval_of_many_values() -> None:
     values = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
     names = [f"p{number}" for number in range(1000)]
-    mean, interval = mean_and_interval(values, names)
-    assert interval is not None
-    low, high = interval
+    found = mean_interval(values, names)
+    mean, (low, high) = found.value, found.bounds
     assert mean == pytest.approx(values.mean())
     half = 1.96 * values.std() / 1000**0.5
     assert low == pytest.approx(mean - half, abs=half / 5) and high == pytest.approx(mean + half, abs=half / 5)
-    assert mean_and_interval(np.array([2.0, 4.0]), ["p", "p"]) == (3.0, None), "one problem tells nothing of others"
-    assert mean_and_interval(values, names) == (mean, interval), "the draws follow from the seed"
+    assert mean_interval(np.array([2.0, 4.0]), ["p", "p"]) == Interval(value=3.0), (
+        "one problem tells nothing of others"
+    )
+    assert mean_interval(values, names) == found, "the draws follow from the seed"
 
 
 def test_copies_of_answers_make_no_interval_narrower() -> None:
     values, names = np.array([1.0, 0.0, 0.0, -1.0, 1.0]), list("abcde")
-    assert mean_and_interval(np.tile(values, 5), names * 5) == mean_and_interval(values, names)
+    assert mean_interval(np.tile(values, 5), names * 5) == mean_interval(values, names)
     assert wins_and_losses(zip(names * 5, np.tile(values, 5), strict=True)) == (2, 1)
     assert wins_and_losses([("a", 1.0), ("a", -1.0), ("b", 1.0), ("b", 0.0)]) == (1, 0)
+
+
+def test_a_draw_takes_as_many_groups_and_as_many_problems_of_each() -> None:
+    groups = np.array([0] * 4 + [1] * 4 + [2] * 4)
+    (drawn_DP,) = bootstrap(groups, num_draws=50, seed=0)
+    by_group = drawn_DP.reshape(50, 3, 4).sum(2)
+    assert drawn_DP.shape == (50, 12) and (drawn_DP.sum(1) == 12).all() and (by_group % 4 == 0).all()
+    assert (by_group == 0).any() and (drawn_DP > 1).any()
+
+
+def test_of_one_group_the_draws_are_those_of_its_problems_alone() -> None:
+    generator = np.random.default_rng(7)
+    plain = [np.bincount(generator.integers(9, size=9), minlength=9) for _ in range(20)]
+    (drawn_DP,) = bootstrap(np.zeros(9, dtype=int), num_draws=20, seed=7)
+    assert (drawn_DP == plain).all()
+
+
+def test_an_interval_is_read_by_its_bounds_and_has_none_without_draws() -> None:
+    found = Interval.of_draws(2.0, np.array([1.0, np.nan, 3.0]))
+    assert found == Interval(value=2.0, low=1.05, high=2.95)
+    assert found.is_above(1) and not found.is_above(1.05) and found.is_below(3) and not found.is_below()
+    assert found.text("+.1f") == "+2.0 [+1.1, +3.0]" and found.text(".2f", ".1f") == "2.00 [1.1, 3.0]"
+    none = Interval.of_draws(2.0, np.array([np.nan]))
+    assert none == Interval(value=2.0) and not none.is_above(-1) and not none.is_below(9) and none.text() == "2.00"

@@ -24,7 +24,7 @@ def test_aup_takes_all_configurations_and_the_task_s_best_accuracy() -> None:
     )
     assert found["mbd", "a"].anchor == (4.0, 75.0)
     assert found["mbd", "a"].points == ((4.0, 75.0), (5.0, 75.0))
-    assert found["mbd", "a"].aup_eq41 == pytest.approx(75.0)
+    assert found["mbd", "a"].eq41.value == pytest.approx(75.0)
     assert found["mbd", "b"].dropped == ((5.0, 25.0),)
-    assert found["bd", "a"].aup_eq41 == 0.0
-    assert found["bd", "a"].aup_d3llm == pytest.approx(200.0)
+    assert found["bd", "a"].eq41.value == 0.0
+    assert found["bd", "a"].d3llm.value == pytest.approx(200.0)

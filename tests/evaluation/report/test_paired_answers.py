@@ -7,7 +7,8 @@ import pytest
 from written_sweeps import write_rows
 
 from jobs.paired_test import main
-from mbd_core.evaluation.report.comparisons import Difference, load_answers, pair_answers
+from mbd_core.evaluation.measures.statistics import Interval
+from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
 
 SETTING = {"task": "gsm-mini", "tau_m2t": 0.9, "buffer_size": 4}
 
@@ -52,9 +53,8 @@ def test_answers_are_paired_by_seed_and_problem(tmp_path: Path) -> None:
     pairs = pair_answers(first, second)
     assert (pairs.num_problems, pairs.first_only, pairs.second_only) == (3, 2, 1)
     assert pairs.p_value == 1.0
-    assert pairs.accuracy.interval is not None
-    low, high = pairs.accuracy.interval
-    assert pairs.accuracy.mean == 25.0 and low < 0 < high
+    low, high = pairs.accuracy.bounds
+    assert pairs.accuracy.value == 25.0 and low < 0 < high
 
 
 def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_forwards_are_compared_where_both_have_them(tmp_path: Path) -> None:
     first, second = (load_answers(folders, model=model, **SETTING) for model in ("x", "y"))
     pairs = pair_answers(first, second)
     assert (pairs.num_problems, pairs.num_decoded) == (3, 2)
-    assert pairs.nfe == Difference(mean=-2.0, interval=(-2.0, -2.0))
-    assert pairs.tpf == Difference(mean=1.0, interval=(1.0, 1.0))
+    assert pairs.nfe == Interval(value=-2.0, low=-2.0, high=-2.0)
+    assert pairs.tpf == Interval(value=1.0, low=1.0, high=1.0)
 
 
 def test_sides_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from written_sweeps import timed_table
 
 from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
 from mbd_core.decoding.blocks.methods import METHODS, TABLE_4
+from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.measures.summary import AupMean, ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.report.paper_figures import PAPER_TABLES
 from mbd_core.evaluation.report.paper_tables import Own, beside_tables, has_fields, paper_content, paper_lines
@@ -58,15 +59,14 @@ def test_a_row_stands_beside_the_paper_s_whatever_its_method_is_called() -> None
 
 def test_an_aup_has_its_interval_and_is_not_judged_by_it() -> None:
     rows = sweep("LLaDA2.0-mini", SINGLE, right=80)
-    drawn = [replace(aup, d3llm_interval=(aup.aup_d3llm - 20, aup.aup_d3llm + 10)) for aup in build_aup(rows)]
+    areas = [(aup, aup.d3llm.value) for aup in build_aup(rows)]
+    drawn = [replace(aup, d3llm=Interval(value=area, low=area - 20, high=area + 10)) for aup, area in areas]
     mean = AupMean(
         model="LLaDA2.0-mini",
         method="whatever",
         tasks=tuple(sorted(FOUR)),
-        aup_eq41=0.0,
-        aup_d3llm=drawn[0].aup_d3llm,
-        eq41_interval=None,
-        d3llm_interval=(drawn[0].aup_d3llm + 1, drawn[0].aup_d3llm + 5),
+        eq41=Interval(value=0.0),
+        d3llm=Interval(value=areas[0][1], low=areas[0][1] + 1, high=areas[0][1] + 5),
     )
     for others in ([], [replace(mean, tasks=FOUR[:3])], [replace(mean, method="another")]):
         (table, *_) = beside_tables(Own.of(rows, drawn, [], others))
@@ -74,7 +74,7 @@ def test_an_aup_has_its_interval_and_is_not_judged_by_it() -> None:
         assert aup.low is None and aup.high is None, "its own mean over just these tasks was not drawn"
     (table, *_) = beside_tables(Own.of(rows, drawn, [], [mean]))
     (aup,) = (one for one in table.rows[0].ours if one is not None and one.quantity == "aup")
-    assert (aup.low, aup.high) == mean.d3llm_interval, "the one of the first table, also above the value"
+    assert (aup.low, aup.high) == mean.d3llm.bounds, "the one of the first table, also above the value"
     assert aup.verdict == "not judged"
     text = "\n".join(paper_lines([table], recipe="mbd-lms"))
     assert f"{aup.ours:.2f} [{aup.low:.2f}, {aup.high:.2f}]" in text

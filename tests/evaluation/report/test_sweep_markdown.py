@@ -35,7 +35,7 @@ def test_an_aup_stands_with_its_interval_its_points_and_the_pool_of_y_max() -> N
     aups, means = with_intervals(build_aup(rows), samples)
     text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
     (line,) = (line for line in text.splitlines() if line.startswith("| mbd | MBD | A | 75.00"))
-    low, high = aups[2].eq41_interval or (0, 0)
+    low, high = aups[2].eq41.bounds
     assert line.split(" | ")[3] == f"75.00 [{low:.2f}, {high:.2f}]" and low < 75 < high
     assert line.endswith("| (4.00, 75.00) (5.00, 75.00) | none |")
     pool = "- A: y_max 100.00, of bd, SingleBD; its pool (number of configurations): bd, SingleBD (1); mbd, MBD (2)"
@@ -48,14 +48,14 @@ def test_an_average_of_aups_stands_with_its_own_interval() -> None:
     text = render_markdown(rows, aups, [], labels={"a": "A", "b": "B"}, settings={}, aup_means=means)
     (line,) = (line for line in text.splitlines() if line.startswith("| MBD |"))
     mean = means[1]
-    assert mean.aup_eq41 == (aups[2].aup_eq41 + aups[3].aup_eq41) / 2 and mean.eq41_interval and mean.d3llm_interval
+    assert mean.eq41.value == (aups[2].eq41.value + aups[3].eq41.value) / 2
     cells = [
         f"{value:.2f} [{low:.2f}, {high:.2f}]"
-        for value, (low, high) in ((mean.aup_eq41, mean.eq41_interval), (mean.aup_d3llm, mean.d3llm_interval))
+        for value, (low, high) in ((one.value, one.bounds) for one in (mean.eq41, mean.d3llm))
     ]
     assert line.removesuffix(" |").split(" | ")[-2:] == cells
-    low, high = mean.eq41_interval
-    assert aups[2].eq41_interval and high - low < aups[2].eq41_interval[1] - aups[2].eq41_interval[0]
+    low, high = mean.eq41.bounds
+    assert high - low < aups[2].eq41.bounds[1] - aups[2].eq41.bounds[0]
     assert "AUP Eq. 4.1 [95 %] ↑ | AUP d3LLM [95 %] ↑ |" in text
 
 

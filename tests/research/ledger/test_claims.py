@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 from drawn_study import study_cells
 
-from research.ledger.claims import CLAIMS, ORDERING, Judged, judge
-from research.ledger.rows import read_rows, write_rows
-from research.ledger.statistics import Bootstrap
+from research.ledger.claims import CLAIMS, ORDERING, JudgedClaim, judge
+from research.ledger.rows import bootstrapped, read_rows, write_rows
 
 
-def verdicts(tmp_path: Path, recipes: dict[str, tuple[float, int]]) -> dict[str, Judged]:
+def verdicts(tmp_path: Path, recipes: dict[str, tuple[float, int]]) -> dict[str, JudgedClaim]:
     write_rows(tmp_path / "rows.parquet", [study_cells(recipes)])
     rows = read_rows([tmp_path / "rows.parquet"])
-    return {one.claim.text: one for one in judge(ORDERING, rows, Bootstrap(rows, num_draws=200))}
+    return {one.claim.text: one for one in judge(ORDERING, bootstrapped(rows, num_draws=200))}
 
 
 def test_clear_rows_show_the_claims_and_the_reverse_contradicts_them(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mbd_core.decoding.blocks.request import Counts
 from research.ledger import gate as ledger_gate
-from research.ledger.depth_gate import gate_numbers, num_blocks
+from research.ledger.gate import gate_numbers, num_blocks
 
 PLAIN = Counts(
     num_prompt_tokens=134,
@@ -30,7 +30,7 @@ def test_the_numbers_leave_out_the_forwards_that_store() -> None:
     found = gate_numbers([True, True, True, False], [PLAIN] * 3 + [replace(PLAIN, num_forwards=18)], buffer_size=1,
                          block_size=16)  # fmt: skip
     assert found.depth == pytest.approx((3 * 45 + 9) / 36)
-    assert (found.accuracy, found.at_floor, found.n) == (75.0, 0.25, 4)
+    assert (found.accuracy.value, found.at_floor, found.n) == (75.0, 0.25, 4)
     assert found.failures == [
         "25.0 % of the answers are at the floor, not fewer than 20 %",
     ]

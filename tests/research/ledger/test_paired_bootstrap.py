@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mbd_core.evaluation.measures.aup import aup_d3llm
-from research.ledger.rows import Cell, PairedRows
-from research.ledger.statistics import ALPHA, Bootstrap, Interval, curves, each_seed, mcnemar, over_seeds, weights
+from mbd_core.evaluation.measures.statistics import Interval, student_interval
+from research.ledger.rows import Cell, PairedRows, bootstrapped, each_seed, mcnemar
 
 ONE, OTHER = Cell("one", 2, 0.9), Cell("other", 2, 0.9)
 
@@ -42,7 +42,7 @@ def test_mcnemar_is_the_exact_binomial_test(first_only: int, second_only: int, p
 
 def test_of_one_seed_the_interval_is_that_of_a_share() -> None:
     right = [1.0] * 700 + [0.0] * 300
-    found = Interval.of(Bootstrap(rows({ONE: right}), num_draws=4000).mean(ONE, "accuracy"))
+    found = Interval.of_weightings(bootstrapped(rows({ONE: right}), num_draws=4000).mean(ONE, "accuracy"))
     half = 1.96 * math.sqrt(0.7 * 0.3 / 1000) * 100
     assert found.value == pytest.approx(70.0)
     assert found.low == pytest.approx(70 - half, abs=0.25) and found.high == pytest.approx(70 + half, abs=0.25)
@@ -52,9 +52,9 @@ def test_differences_are_paired_by_problem() -> None:
     generator = np.random.default_rng(0)
     hard = generator.integers(10, 60, size=200).astype(float)
     forwards = {ONE: (hard - 3).tolist(), OTHER: hard.tolist()}
-    bootstrap = Bootstrap(rows({ONE: [1.0] * 200, OTHER: [1.0] * 200}, forwards=forwards), num_draws=300)
-    alone = Interval.of(bootstrap.mean(ONE, "nfe"))
-    paired = Interval.of(bootstrap.difference(ONE, OTHER, "nfe"))
+    bootstrap = bootstrapped(rows({ONE: [1.0] * 200, OTHER: [1.0] * 200}, forwards=forwards), num_draws=300)
+    alone = Interval.of_weightings(bootstrap.mean(ONE, "nfe"))
+    paired = Interval.of_weightings(bootstrap.difference(ONE, OTHER, "nfe"))
     assert alone.high - alone.low > 1.0
     assert (paired.value, paired.low, paired.high) == pytest.approx((-3.0, -3.0, -3.0))
 
@@ -65,8 +65,10 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     for share in (0.6, 0.8, 1.0):
         right += [1.0] * round(500 * share) + [0.0] * round(500 * (1 - share))
     seeds = [number for number in range(3) for _ in range(500)]
-    over_seeds = Interval.of(Bootstrap(rows({ONE: right}, seeds=seeds), num_draws=1000).mean(ONE, "accuracy"))
-    over_problems = Interval.of(Bootstrap(rows({ONE: right}), num_draws=1000).mean(ONE, "accuracy"))
+    over_seeds = Interval.of_weightings(
+        bootstrapped(rows({ONE: right}, seeds=seeds), num_draws=1000).mean(ONE, "accuracy")
+    )
+    over_problems = Interval.of_weightings(bootstrapped(rows({ONE: right}), num_draws=1000).mean(ONE, "accuracy"))
     assert over_problems.high - over_problems.low < 5 < 20 < over_seeds.high - over_seeds.low
     assert over_seeds.low == pytest.approx(60, abs=5) and over_seeds.high == pytest.approx(100, abs=5)
 
@@ -78,18 +80,16 @@ def test_over_three_seeds_students_interval_goes_beyond_the_worst_of_them() -> N
     data = rows({ONE: right}, seeds=[number for number in range(3) for _ in range(50)])
     means = each_seed(data).mean(ONE, "accuracy")
     assert means.tolist() == pytest.approx([60.0, 80.0, 100.0])
-    found = over_seeds(means)
+    found = student_interval(means.tolist())
     assert found is not None
     half = 4.3027 * 20 / math.sqrt(3)  # 20: the sample's standard deviation
     assert (found.value, found.low, found.high) == pytest.approx((80.0, 80 - half, 80 + half), rel=1e-3)
-    assert over_seeds(means[:1]) is None
 
 
-def test_a_draw_has_as_many_problems_and_the_first_draw_is_the_rows() -> None:
-    data = rows({ONE: [1.0] * 12}, seeds=[0] * 4 + [1] * 4 + [2] * 4)
-    drawn_DP = weights(data, num_draws=50, seed=0)
-    assert (drawn_DP[0] == 1).all() and (drawn_DP.sum(1) == 12).all()
-    assert any((draw_P.reshape(3, 4).sum(1) == 0).any() for draw_P in drawn_DP)
+def test_the_first_draw_is_the_rows_themselves() -> None:
+    data = rows({ONE: [1.0, 0.0] * 6}, seeds=[0] * 4 + [1] * 4 + [2] * 4)
+    means = bootstrapped(data, num_draws=50).mean(ONE, "accuracy")
+    assert means.shape == (51,) and means[0] == 50.0 and means.std() > 0
 
 
 def test_an_aup_of_the_rows_is_that_of_their_points() -> None:
@@ -97,7 +97,7 @@ def test_an_aup_of_the_rows_is_that_of_their_points() -> None:
     right = {cells[0]: [1.0] * 6 + [0.0] * 4, cells[1]: [1.0] * 8 + [0.0] * 2, cells[2]: [1.0] * 9 + [0.0]}
     forwards = {cell: [count] * 10 for cell, count in zip(cells, (10.0, 12.0, 20.0), strict=True)}
     data = rows(right, forwards=forwards)
-    (curve,) = curves(data).values()
+    (curve,) = data.curves.values()
     points = [(6.0, 60.0), (5.0, 80.0), (3.0, 90.0)]
-    expected = aup_d3llm(points, y_max=90.0, alpha=ALPHA).value
-    assert Bootstrap(data, num_draws=20).aup(curve)[0] == pytest.approx(expected)
+    expected = aup_d3llm(points, y_max=90.0)
+    assert bootstrapped(data, num_draws=20).aup(curve)[0] == pytest.approx(expected)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from research.ledger.statistics import rank_correlation, ranks, spearman
+from research.ledger.distances import rank_correlation, ranks, spearman
 
 
 def test_ranks_share_ties() -> None:

@@ -7,24 +7,27 @@ from pathlib import Path
 import pytest
 
 from mbd_core.checkpoint.folder import read_folder
+from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.recipes.shipped import LEDGER_MBD, LEDGER_TF
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.noise import FittedNoise
-from research.alignment.states import Asked, record_models
-from research.ledger import report as study_results
+from research.alignment.states import TracingPlan, record_models
+from research.ledger import distances as row_distances
 from research.ledger.distances import RowDistance, measure_rows, read_distances, write_distances
 from research.ledger.plan import FITTED
 
 
 def test_noise_that_is_fitted_is_nearer_than_the_rows(tiny_model_dir: Path, tmp_path: Path) -> None:
-    asked = Asked(task="ledger-mini", num_problems=32, seed=0, max_tokens=32, buffer_size=2, decoding={"tau_m2t": 0.3})
-    (traces,) = record_models({"base": read_folder(tiny_model_dir)}, asked, tmp_path / "traces")
+    plan = TracingPlan(
+        task="ledger-mini", num_problems=32, seed=0, max_tokens=32, buffer_size=2, decoding={"tau_m2t": 0.3}
+    )
+    (traces,) = record_models({"base": read_folder(tiny_model_dir)}, plan, tmp_path / "traces")
     states = {r.name: replace(r.states, block_size=4) for r in (LEDGER_MBD, LEDGER_TF)}
     distances, noise = measure_rows(traces, states, draws=8, seed=0)
     found = {one.recipe: one for one in distances}
     assert list(found) == ["ledger-mbd", "ledger-tf", FITTED]
     fitted, chain = found[FITTED].mean_w1, found["ledger-mbd"].mean_w1
-    assert fitted is not None and chain is not None and fitted[0] < chain[0]
+    assert fitted is not None and chain is not None and fitted.value < chain.value
     assert noise.source.startswith("base, ")
 
 
@@ -37,16 +40,20 @@ def test_the_distances_are_of_states_in_the_bases_blocks(
         seen.extend(states.values())
         return [], FittedNoise(states=(((0.25, 1.0), 3),), source="a trace")
 
-    monkeypatch.setattr(study_results, "measure_rows", measured)
-    study_results.measure_inference(tmp_path, tiny_model_dir, num_problems=2)
+    monkeypatch.setattr(row_distances, "measure_rows", measured)
+    row_distances.measure_inference(tmp_path, tiny_model_dir, num_problems=2)
     size = read_folder(tiny_model_dir).config.block_size
     assert len(seen) == 8 and {states.block_size for states in seen} == {size} != {LEDGER_MBD.states.block_size}
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     distances = [
-        RowDistance(recipe="a", delta_r=(0.5, 0.4, 0.6), mean_w1=None),
-        RowDistance(recipe="b", delta_r=(0.1, 0.0, 0.2), mean_w1=(0.3, 0.2, 0.4)),
+        RowDistance(recipe="a", delta_r=Interval(value=0.5, low=0.4, high=0.6), mean_w1=None),
+        RowDistance(
+            recipe="b",
+            delta_r=Interval(value=0.1, low=0.0, high=0.2),
+            mean_w1=Interval(value=0.3, low=0.2, high=0.4),
+        ),
     ]
     write_distances(tmp_path / "distances.parquet", distances)
     assert read_distances(tmp_path / "distances.parquet") == distances

@@ -7,11 +7,12 @@ import numpy as np
 import pyarrow.parquet as pq
 from drawn_study import study_cells
 
+from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import RULE
 from research.ledger.distances import RowDistance, write_distances
-from research.ledger.plan import DISTANCES, FITTED, PLOT, REPORT, ROWS, TRAINED
-from research.ledger.report import INFERENCE, report
+from research.ledger.plan import DISTANCES, FITTED, INFERENCE, PLOT, REPORT, ROWS, TRAINED
+from research.ledger.report import report
 from research.ledger.rows import write_rows
 
 RECIPES = {"base": (0.7, 60), "ledger-tf": (0.75, 50), "ledger-mbd": (0.8, 40)}
@@ -80,7 +81,9 @@ def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> Non
     write_rows(tmp_path / "alignment" / ROWS, [study_cells({FITTED: (0.99, 36)})])
     distances = [
         RowDistance(
-            recipe=name, delta_r=(0.1 * place, 0.0, 1.0), mean_w1=None if place == 4 else (place / 9, 0.0, 1.0)
+            recipe=name,
+            delta_r=Interval(value=0.1 * place, low=0.0, high=1.0),
+            mean_w1=None if place == 4 else Interval(value=place / 9, low=0.0, high=1.0),
         )
         for place, name in enumerate([FITTED, *recipes])
     ]
