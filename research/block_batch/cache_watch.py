@@ -18,17 +18,14 @@ from mbd_core.decoding.canvas.branch import BranchStats
 from mbd_core.decoding.canvas.branches import BranchedCanvas
 from mbd_core.decoding.canvas.plan import CanvasPlan, Query
 from mbd_core.models.decoder import Decoder
+from research.block_batch.bounds import Array, BlockMovement, projected_energy, projected_norm_bound
 from research.block_batch.caches import (
-    Array,
-    BlockMovement,
     BranchedRun,
     BranchSync,
     CacheEvent,
     CacheEventKind,
     CacheRun,
-    pair_dispersion,
-    projected_energy,
-    projected_norm_bound,
+    dispersion,
     sync_contraction,
 )
 
@@ -191,7 +188,7 @@ class BranchWatch:
             self._measure(cache)
         if len(self._running) > 1:
             squared = self._squared_BB[np.ix_(self._running, self._running)]
-            self.run.dispersions.append((self._step, pair_dispersion(squared)))
+            self.run.dispersions.append((self._step, dispersion(squared)))
         self._last_stats = now
         self._step += 1
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from mbd_core.decoding.blocks.request import FinishReason
 from mbd_core.decoding.canvas.branches import BranchStats
-from research.block_batch.caches import Array, Bound, CacheRecord, CacheRun, Drift, error_bounds, measured_drift
+from research.block_batch.bounds import Array, Bound, Drift, error_bounds, measured_drift
+from research.block_batch.caches import CacheRecord, CacheRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from research.block_batch.caches import Array, CacheRecord, TrajectoryPoint
+from research.block_batch.bounds import Array
+from research.block_batch.caches import CacheRecord, TrajectoryPoint
 from research.block_batch.outputs import MeanRun, bifurcation_lengths, consensus
 
 RUNS = {"single": "each block length alone", "block_batch": "BlockBatch's branches"}

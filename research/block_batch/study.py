@@ -29,7 +29,6 @@ from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task
 from mbd_core.evaluation.tasks.graders import grade
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
-from research.block_batch.canvases import compared_canvases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +107,7 @@ def run(
     and runs on the GPU if there is one. DIR gets report.md, report.json and PNG files.
     """
     from mbd_core.checkpoint.config import load_config
-    from research.block_batch.decoding import StudyDecoder, check_prompts
+    from research.block_batch.decoding import StudyDecoder, check_prompts, compared_canvases
     from research.block_batch.report import write_branch_report
 
     check_target_folder(out, KIND, overwrite=overwrite)

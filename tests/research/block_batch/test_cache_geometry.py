@@ -31,17 +31,23 @@ def test_a_frame_of_too_few_points_has_zero_directions() -> None:
         coordinates(np.zeros((2, 5)), [True, False])
 
 
+def squared_distances(caches: np.ndarray) -> np.ndarray:
+    return ((caches[:, None] - caches[None]) ** 2).sum(-1)
+
+
 def test_dispersion_is_the_mean_over_pairs() -> None:
     caches = np.random.default_rng(1).normal(size=(4, 6))
     pairs = [np.sum((a - b) ** 2) for i, a in enumerate(caches) for j, b in enumerate(caches) if i != j]
-    assert dispersion(caches) == pytest.approx(np.mean(pairs)) and dispersion(caches[:1]) == 0
+    assert dispersion(squared_distances(caches)) == pytest.approx(np.mean(pairs))
+    spread = caches - caches.mean(axis=0)  # as App. C.4 has it
+    assert dispersion(squared_distances(caches)) == pytest.approx(2 * 4 * (spread**2).sum() / (4 * 3))
+    assert dispersion(squared_distances(caches[:1])) == 0
 
 
 def test_a_sync_contracts_as_the_copied_caches_do() -> None:
     caches = np.random.default_rng(0).normal(size=(4, 6))
-    squared = ((caches[:, None] - caches[None]) ** 2).sum(-1)
-    found = sync_contraction(squared, [(2, 0), (2, 3)])
-    copied = caches[[2, 1, 2, 2]]
-    assert (found.pre, found.post) == (pytest.approx(dispersion(caches)), pytest.approx(dispersion(copied)))
-    assert found.gamma == pytest.approx(dispersion(copied) / dispersion(caches))
+    found = sync_contraction(squared_distances(caches), [(2, 0), (2, 3)])
+    before, after = (dispersion(squared_distances(some)) for some in (caches, caches[[2, 1, 2, 2]]))
+    assert (found.pre, found.post) == (pytest.approx(before), pytest.approx(after))
+    assert found.gamma == pytest.approx(after / before)
     assert sync_contraction(np.zeros((3, 3)), [(0, 1)]).gamma is None

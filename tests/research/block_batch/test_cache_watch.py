@@ -51,7 +51,8 @@ def test_a_branch_watch_sees_every_copy(folder: Path) -> None:
         running = [i for i, b in enumerate(decoder.stats()) if b.num_filled < MAX_TOKENS]
         if decoder.num_forwards and len(running) > 1:
             flat = np.stack([cache.positions(i).double().numpy().ravel() for i in running])
-            assert watch.run.dispersions[-1] == (decoder.num_forwards, pytest.approx(dispersion(flat), rel=1e-5))
+            squared = ((flat[:, None] - flat[None]) ** 2).sum(-1)
+            assert watch.run.dispersions[-1] == (decoder.num_forwards, pytest.approx(dispersion(squared), rel=1e-5))
 
     run_canvas(model, decoder, watch=check)
     assert copied > 0 and len(watch.run.syncs) > 0
