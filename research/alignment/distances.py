@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from mbd_core.evaluation.measures.statistics import Interval, weightings
+from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.states.layout import Layouts, StateConfig
 from mbd_core.multitf.states.noise import SCHEDULES, FittedNoise, NoiseBounds
 from research.alignment.states import ModelTraces, States, halves, training_states
@@ -74,16 +74,17 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
         slots_w1.append(Interval.of_weightings(wasserstein(ours, weights, theirs)))
     by_size, lower_W, covered = [], np.zeros(len(weights_WS)), np.zeros(len(weights_WS))
     for size in range(1, num_slots + 1):
-        here, there = inference.sizes_S == size, training.sizes_S == size
-        if min(here.sum(), there.sum()) < LEAST_STATES:
+        in_inference, in_training = inference.sizes_S == size, training.sizes_S == size
+        if min(in_inference.sum(), in_training.sum()) < LEAST_STATES:
             continue
-        ours, theirs, weights = inference.ratios_SN[here, :size], training.ratios_SN[there, :size], weights_WS[:, here]
+        ours, theirs = inference.ratios_SN[in_inference, :size], training.ratios_SN[in_training, :size]
+        weights = weights_WS[:, in_inference]
         bound_W = sum((wasserstein(ours[:, n], weights, theirs[:, n]) for n in range(size)), np.zeros(len(weights)))
         by_size.append(
             SizeDistance(
                 size=size,
-                num_inference=int(here.sum()),
-                num_training=int(there.sum()),
+                num_inference=int(in_inference.sum()),
+                num_training=int(in_training.sum()),
                 lower=Interval.of_weightings(bound_W),
                 upper=coupling_cost(ours, theirs),
             )
@@ -102,9 +103,13 @@ def compare(inference: States, training: States, *, num_bootstrap: int, seed: in
 
 
 def bootstrap_weights(states: States, *, num_bootstrap: int, seed: int) -> np.ndarray:
-    """How often each state counts (1 + `num_bootstrap`, S): once, then as often as its problem was drawn again."""
-    one_group = np.zeros(states.num_problems, dtype=int)
-    return np.concatenate(list(weightings(one_group, seed=seed, num_draws=num_bootstrap)))[:, states.problem_S]
+    """How often each state counts (1 + `num_bootstrap`, S): once, then as often as its problem was drawn again.
+
+    The counts of a draw come at once, which the published distances hold; `statistics.bootstrap` draws one by one.
+    """
+    share = np.full(states.num_problems, 1.0 / states.num_problems)
+    drawn = np.random.default_rng(seed).multinomial(states.num_problems, share, size=num_bootstrap)
+    return np.vstack([np.ones(states.num_problems, dtype=np.int64), drawn])[:, states.problem_S]
 
 
 def wasserstein(ours_S: np.ndarray, weights_WS: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -140,9 +145,9 @@ def _slots(
     """Of every slot that both sides have often enough: its mask ratios, their weights, and its ratios in training."""
     for slot in range(min(inference.ratios_SN.shape[1], training.ratios_SN.shape[1])):
         ours, theirs = inference.ratios_SN[:, slot], training.ratios_SN[:, slot]
-        here, there = ~np.isnan(ours), ~np.isnan(theirs)
-        if min(here.sum(), there.sum()) >= LEAST_STATES:
-            yield ours[here], weights_WS[:, here], theirs[there]
+        is_ours, is_theirs = ~np.isnan(ours), ~np.isnan(theirs)
+        if min(is_ours.sum(), is_theirs.sum()) >= LEAST_STATES:
+            yield ours[is_ours], weights_WS[:, is_ours], theirs[is_theirs]
 
 
 def _shares(values_S: np.ndarray, weights_WS: np.ndarray, num_values: int) -> np.ndarray:

@@ -240,7 +240,7 @@ def read_models(folder: Path) -> tuple[list[ModelTraces], dict[str, Any]]:
             )
             for model in record["models"]
         ]
-        asked = dict(record["asked"])
+        plan = dict(record["asked"])
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): give the traces folder of an earlier run"
@@ -253,4 +253,4 @@ def read_models(folder: Path) -> tuple[list[ModelTraces], dict[str, Any]]:
         unknown = {r.request_id for r in model.run.requests} - {str(n) for n in range(len(model.prompt_lengths))}
         if unknown:
             raise ValueError(f"{path} has no prompt length of request '{min(unknown)}' of {model.name}")
-    return models, asked
+    return models, plan

@@ -22,6 +22,7 @@ from research.block_batch.outputs import (
     oracle_of,
 )
 from research.block_batch.plots import draw_bifurcations, draw_consensus, draw_forwards, draw_shares, draw_trajectories
+from research.tables import table_lines
 
 RUN_LABELS = {"single": "one block length", "block_batch": "BlockBatch"}
 
@@ -118,26 +119,25 @@ full forward on the same tokens. Prop. 1's positions are the response's whole bl
 
 def _branch_table(study: BranchStudy) -> list[str]:
     """The counts of BlockBatch's branches, as means over the prompts."""
-    lines = ["## BlockBatch's branches", ""]
-    lines += ["| block length | won | block forwards | refreshes | own tokens | merged | copied |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    rows = []
     for number, n in enumerate(study.block_lengths):
         stats = [s.branches[number] for s in study.prompts]
-        won = sum(s.winner == n for s in study.prompts)
         means = [
             float(np.mean([getattr(b, name) for b in stats]))
             for name in ("num_block", "num_refresh", "num_decoded", "num_merged", "num_copied")
         ]
         means[2] -= means[4]
-        lines.append(f"| {n} | {won} | " + " | ".join(f"{m:.2f}" for m in means) + " |")
-    return lines
+        rows.append([n, sum(s.winner == n for s in study.prompts), *(f"{m:.2f}" for m in means)])
+    heads = ["block length", "won", "block forwards", "refreshes", "own tokens", "merged", "copied"]
+    return ["## BlockBatch's branches", "", *table_lines(heads, rows)]
 
 
 def _cache_tables(records: Sequence[CacheRecord]) -> list[str]:
-    lines = ["## Caches", "", "| events | moved a cache by (mean) |", "|---|---|"]
+    rows = []
     for key in sorted({key for r in records for key in r.moves}):
         mean = float(np.mean([r.moves[key] for r in records if key in r.moves]))
-        lines.append(f"| {RUN_LABELS[key[0]]}, {key[1]} | {mean:.4g} |")
+        rows.append([f"{RUN_LABELS[key[0]]}, {key[1]}", f"{mean:.4g}"])
+    lines = ["## Caches", "", *table_lines(["events", "moved a cache by (mean)"], rows)]
     syncs = [s for r in records for s in r.syncs]
     gammas = _gammas(syncs_of=records)
     lines += ["", f"Watched prompts: {len(records)}. Synchronisations: {len(syncs)}"]

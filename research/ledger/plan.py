@@ -97,9 +97,9 @@ def claim(folder: Path, plan: StudyPlan) -> None:
     """Record the plan in a new folder, or find it there; `ValueError` for a folder of another study or of others."""
     path = folder / RECORD
     if path.exists():
-        there = read_plan(folder)
-        if there != plan:
-            names = [name for name, value in asdict(plan).items() if getattr(there, name) != value]
+        recorded = read_plan(folder)
+        if recorded != plan:
+            names = [name for name, value in asdict(plan).items() if getattr(recorded, name) != value]
             raise ValueError(f"{folder} holds another study: its {', '.join(names)} differ; give another folder")
         return
     if folder.exists() and any(folder.iterdir()):

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mbd_core.evaluation.measures.aup import aup_d3llm
-from mbd_core.evaluation.measures.statistics import NUM_DRAWS, sign_test, weightings
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, bootstrap, sign_test
 from mbd_core.evaluation.sweep.folder import read_samples
 from mbd_core.files import file_beside
 
@@ -226,7 +227,8 @@ def bootstrapped(rows: PairedRows, *, num_draws: int = NUM_DRAWS, seed: int = 0)
     have: where three seeds differ by more than the chance of their problems, the intervals are too narrow, where by
     less, too wide; Student's over `each_seed` stands beside them. One seed has intervals over its problems alone.
     """
-    return DrawnMeans(rows, weightings(rows.seed_P, seed=seed, num_draws=num_draws))
+    once = np.ones((1, rows.num_problems))
+    return DrawnMeans(rows, chain([once], bootstrap(rows.seed_P, seed=seed, num_draws=num_draws)))
 
 
 def each_seed(rows: PairedRows) -> DrawnMeans:

@@ -33,7 +33,7 @@ class Interval:
 
     @classmethod
     def of_weightings(cls, values_W: np.ndarray) -> "Interval":
-        """Of what is measured under `weightings`."""
+        """Of what is measured on the data themselves, the first value, and on draws of them."""
         return cls.of_draws(values_W[0], values_W[1:])
 
     @property
@@ -73,12 +73,6 @@ def bootstrap(groups_P: np.ndarray, *, seed: int | Sequence[int], num_draws: int
                 drawn = generator.integers(len(place), size=len(place))
                 counts_P[place] += np.bincount(drawn, minlength=len(place))
         yield counts_DP
-
-
-def weightings(groups_P: np.ndarray, *, seed: int, num_draws: int = NUM_DRAWS) -> Iterator[np.ndarray]:
-    """How often each problem counts (W, P), in blocks: every problem once, then as often as each draw has it."""
-    yield np.ones((1, len(groups_P)))
-    yield from bootstrap(groups_P, seed=seed, num_draws=num_draws)
 
 
 def mean_interval(
