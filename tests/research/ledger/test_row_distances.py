@@ -1,9 +1,10 @@
-"""Distances of training states from traces: the fitted noise is the nearest, and what is written is read again."""
+"""Distances of training states from traces, and Spearman's correlation of them, its exact test and its interval."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mbd_core.checkpoint.folder import read_folder
@@ -13,7 +14,15 @@ from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.noise import FittedNoise
 from research.alignment.states import TracingPlan, record_models
 from research.ledger import distances as row_distances
-from research.ledger.distances import RowDistance, measure_rows, read_distances, write_distances
+from research.ledger.distances import (
+    RowDistance,
+    measure_rows,
+    rank_correlation,
+    ranks,
+    read_distances,
+    spearman,
+    write_distances,
+)
 from research.ledger.plan import FITTED
 
 
@@ -60,3 +69,38 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "distances.parquet").write_text("no table")
     with pytest.raises(ValueError, match="cannot be read as distances"):
         read_distances(tmp_path / "distances.parquet")
+
+
+def test_ranks_share_ties() -> None:
+    assert ranks([3.0, 1.0, 3.0, 2.0]).tolist() == [3.5, 1.0, 3.5, 2.0]
+
+
+def test_known_correlations_of_each_column() -> None:
+    columns = np.array([[10, 20, 30, 40], [9, 7, 5, 1], [2, 2, 2, 2]], dtype=float).T
+    assert spearman([1, 2, 3, 4], columns) == pytest.approx([1.0, -1.0, np.nan], nan_ok=True)
+    scores = np.array([[7, 27, 2, 50, 28, 29, 20, 12, 6, 17]], dtype=float).T
+    assert spearman([106, 100, 86, 101, 99, 103, 97, 113, 112, 110], scores) == pytest.approx([-29 / 165])
+
+
+@pytest.mark.parametrize(("outcomes", "p"), [([4, 3, 2, 1], 2 / 24), ([4, 3, 2, 1, 0], 2 / 120)])
+def test_the_p_of_a_perfect_order_is_two_of_all_orders(outcomes: list[float], p: float) -> None:
+    drawn = np.repeat(np.array(outcomes, dtype=float)[:, None], 30, axis=1)
+    found = rank_correlation(range(len(outcomes)), drawn)
+    assert found.n == len(outcomes) and found.p_value == pytest.approx(p)
+    assert (found.rho.value, found.rho.low, found.rho.high) == pytest.approx((-1.0, -1.0, -1.0))
+
+
+def test_outcomes_that_are_not_told_apart_have_a_wide_interval() -> None:
+    generator = np.random.default_rng(0)
+    outcomes_RD = np.array([0.01, 0.02, 0.03, 0.04])[:, None] + generator.normal(0, 1, size=(4, 400))
+    outcomes_RD[:, 0] = (0.01, 0.02, 0.03, 0.04)
+    found = rank_correlation([1, 2, 3, 4], outcomes_RD)
+    assert found.rho.value == pytest.approx(1.0)
+    assert found.rho.low < -0.5
+
+
+def test_too_few_rows_and_equal_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="give 3 to 9"):
+        rank_correlation([1, 2], np.ones((2, 5)))
+    with pytest.raises(ValueError, match="the same distance, or the same outcome"):
+        rank_correlation([1, 2, 3], np.ones((3, 5)))

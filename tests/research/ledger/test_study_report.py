@@ -1,17 +1,19 @@
-"""The report is a function of the rows: the same rows give the same text, and its numbers are theirs."""
+"""A report is a function of its rows: its numbers are theirs, and the published reports are computed again."""
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from drawn_study import study_cells
 
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.multitf.recipes.shipped import ABLATION_ROWS
 from research.ledger.claims import RULE
 from research.ledger.distances import RowDistance, write_distances
-from research.ledger.plan import DISTANCES, FITTED, INFERENCE, PLOT, REPORT, ROWS, TRAINED
+from research.ledger.plan import DISTANCES, FITTED, INFERENCE, PLOT, REPORT, ROWS, TRAINED, Experiment, row_files
 from research.ledger.report import report
 from research.ledger.rows import write_rows
 
@@ -97,3 +99,29 @@ def test_alignment_sets_the_distances_beside_the_outcomes(tmp_path: Path) -> Non
     assert "| mean_w1, accuracy, 2 slots | 8 |" in text, "a row without the distance is left out"
     assert "| mean_w1 where delta_r < 0.5, accuracy, 2 slots | 4 |" in text
     assert "noise fitted to traces is above chain-uniform" in text
+
+
+DOCUMENTS = Path(__file__).resolve().parents[3] / "research" / "published"
+PUBLISHED: list[tuple[str, Experiment]] = [
+    ("ledger", "ordering"),
+    ("ledger", "ablation"),
+    ("ledger", "alignment"),
+    ("ledger-b32", "ordering"),
+    ("ledger-without-pages", "ordering"),
+]
+
+
+@pytest.mark.parametrize(("study", "experiment"), PUBLISHED)
+def test_a_published_report_is_computed_again_from_its_rows(
+    study: str, experiment: Experiment, tmp_path: Path
+) -> None:
+    published = DOCUMENTS / study / experiment
+    for path in row_files(DOCUMENTS / study, experiment):
+        shutil.copytree(path.parent, tmp_path / path.parent.name, ignore=shutil.ignore_patterns("study.*"))
+    assert report(tmp_path, experiment) == (published / "study.md").read_text()
+    assert (tmp_path / experiment / "study.png").stat().st_size > 10_000
+
+
+def test_every_published_folder_is_computed_again_here() -> None:
+    found = [(folder.parent.name, folder.name) for folder in DOCUMENTS.glob("*/*") if folder.is_dir()]
+    assert sorted(found) == sorted(PUBLISHED)
