@@ -19,16 +19,8 @@ from research.block_batch.caches import CacheRecord, CacheRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradedRun:
-    """One sample decoded with one block length: its score (1 correct, 0 wrong, or a share) and its forwards."""
-
-    accuracy: float
-    num_forwards: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class MeanRun:
-    """Mean accuracy and mean number of forwards over the samples."""
+    """Accuracy (1 correct, 0 wrong, or a share) and number of forwards of a sample, or their means over samples."""
 
     accuracy: float
     num_forwards: float
@@ -51,7 +43,7 @@ class Oracle:
     chosen: Mapping[int, int]
 
 
-def per_sample_oracle(samples: Sequence[Mapping[int, GradedRun]]) -> Oracle:
+def per_sample_oracle(samples: Sequence[Mapping[int, MeanRun]]) -> Oracle:
     """The oracle over block lengths (Fig. 2); `ValueError` unless all samples have the same block lengths."""
     lengths = _same_lengths(samples)
     best = [min(lengths, key=lambda n: (-s[n].accuracy, s[n].num_forwards, n)) for s in samples]
@@ -60,7 +52,7 @@ def per_sample_oracle(samples: Sequence[Mapping[int, GradedRun]]) -> Oracle:
         oracle=_mean([s[n] for s, n in zip(samples, best, strict=True)]),
         mixed=_mean(
             [
-                GradedRun(
+                MeanRun(
                     accuracy=max(run.accuracy for run in s.values()),
                     num_forwards=min(run.num_forwards for run in s.values()),
                 )
@@ -71,7 +63,7 @@ def per_sample_oracle(samples: Sequence[Mapping[int, GradedRun]]) -> Oracle:
     )
 
 
-def _mean(runs: Sequence[GradedRun]) -> MeanRun:
+def _mean(runs: Sequence[MeanRun]) -> MeanRun:
     return MeanRun(
         accuracy=float(np.mean([r.accuracy for r in runs])),
         num_forwards=float(np.mean([r.num_forwards for r in runs])),
@@ -192,7 +184,7 @@ def oracle_of(prompts: Sequence[StudiedPrompt]) -> Oracle:
     return per_sample_oracle(
         [
             {
-                n: GradedRun(accuracy=run.accuracy or 0.0, num_forwards=run.num_forwards)
+                n: MeanRun(accuracy=run.accuracy or 0.0, num_forwards=run.num_forwards)
                 for n, run in prompt.single.items()
             }
             for prompt in prompts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from research.block_batch.outputs import (
-    GradedRun,
+    MeanRun,
     bifurcation_lengths,
     bifurcation_matrix,
     consensus,
@@ -17,8 +17,8 @@ from research.block_batch.outputs import (
 from research.block_batch.plots import draw_consensus
 
 
-def run(accuracy: float, num_forwards: int) -> GradedRun:
-    return GradedRun(accuracy=accuracy, num_forwards=num_forwards)
+def run(accuracy: float, num_forwards: int) -> MeanRun:
+    return MeanRun(accuracy=accuracy, num_forwards=num_forwards)
 
 
 def test_the_oracle_keeps_accuracy_and_forwards_of_one_block_length() -> None:
