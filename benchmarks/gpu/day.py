@@ -3,7 +3,7 @@
 Each call takes less than nine minutes. Every section runs in a process of its own with a time limit, so that one that
 hangs or fails costs only what it has not measured yet; only if the first one of part 1 fails does the part end. DIR
 gets one JSON file and one Markdown file a part, written anew after each section. No network is needed, and of this
-package's dependencies few (docs/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
+package's dependencies few (docs/reference/gpu.md). `--toy` runs all of it on a CPU at toy sizes.
 """
 
 import argparse

@@ -19,8 +19,8 @@ from research.__main__ import COMMANDS as STUDIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "benchmarks/README.md", "research/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / f"{room}README.md" for room in ("", "benchmarks/", "k8s/", "research/", "research/block_batch/")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMED = re.compile(r"(?<![\w/.-])((?:mbd_core|actors|cluster|jobs|benchmarks|research|tests|docs|k8s)/[\w/.-]*\w)")
 MODULE = re.compile(r"(?:from|-m) (mbd_core(?:\.\w+)+)")
@@ -43,9 +43,9 @@ ASKED = re.compile(r'"((?:Tom|Mia) has [^"{]*\?)".*?ends in: (#### \d+)', re.DOT
 
 
 def test_the_questions_of_the_examples_are_answered_as_they_say() -> None:
-    """By the shipped model: README.md's two and serving.md's first."""
+    """By the shipped model: README.md's two and the serving guide's first."""
     examples = [
-        found for name in ("README.md", "docs/serving.md") for found in ASKED.findall((ROOT / name).read_text())
+        found for name in ("README.md", "docs/guide/serving.md") for found in ASKED.findall((ROOT / name).read_text())
     ]
     assert len(examples) == 3
     loaded = load_engine(model_folder("tiny-mbd"), EngineConfig())
@@ -65,7 +65,7 @@ def test_commands_are_for_a_shell_in_which_the_environment_is_active(document: P
     """One form: `python jobs/x.py`, `python -m ...`, `ray ...`; README.md and the tutorial say how to activate it."""
     text = document.read_text()
     assert not re.findall(r"\S*(?:\.venv/bin|\bbin/python|\bpython3\b).*", text.replace(ACTIVATE, ""))
-    if document in (ROOT / "README.md", ROOT / "docs" / "tutorial.md"):
+    if document in (ROOT / "README.md", ROOT / "docs" / "guide" / "tutorial.md"):
         first = re.search(r"^(?:ray|python|serve) .*", text, re.MULTILINE)
         assert first is not None and ACTIVATE in text[: first.start()], document.name
 

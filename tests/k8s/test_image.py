@@ -221,7 +221,7 @@ def test_the_targets_differ_in_the_device_alone() -> None:
 
 def test_the_image_begins_with_the_python_of_the_lock_and_ends_as_a_user() -> None:
     python = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
-    for text in (DOCKERFILE.read_text(), (ROOT / "docs" / "deployment.md").read_text()):
+    for text in (DOCKERFILE.read_text(), (ROOT / "k8s" / "README.md").read_text()):
         assert f"docker pull python:{python}-slim" in text, "what a build is told to take the digest of"
     assert steps_of("cpu")[-1] == steps_of("gpu")[-1] == ("USER", "1000:1000")
 

@@ -33,7 +33,7 @@ from actors.serving.gateway import STOP_SECONDS
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from actors.serving.serve import PROXY_CHECKS
 
-DOCUMENT = ROOT / "docs" / "deployment.md"
+DOCUMENT = ROOT / "k8s" / "README.md"
 CORE = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")
 PLACES = ("cpu-kind", "gpu")
 SERVING = ("cpu-kind", "gpu", "gpu-incremental")
@@ -319,8 +319,8 @@ def test_the_disruption_budget_is_about_pods_that_serve(overlay: str) -> None:
     assert wanted <= workers.labels.items() | given
 
 
-def test_alerts_and_dashboard_are_taken_as_deployment_says(tmp_path: Path) -> None:
-    """The line of docs/deployment.md in the platform of a copy: the rules and the dashboard come with it."""
+def test_alerts_and_dashboard_are_taken_as_the_page_says(tmp_path: Path) -> None:
+    """The line of k8s/README.md in the platform of a copy: the rules and the dashboard come with it."""
     assert "- ../../../observability" in DOCUMENT.read_text()
     shutil.copytree(OVERLAYS.parent, tmp_path / "k8s")
     file = tmp_path / "k8s" / "overlays" / "gpu" / "platform" / "kustomization.yaml"

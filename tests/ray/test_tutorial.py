@@ -1,4 +1,4 @@
-"""docs/tutorial.md as a reader types it: every block in its order, in one shell, in a fresh copy of the project.
+"""docs/guide/tutorial.md as a reader types it: every block in its order, in one shell, in a fresh copy of the project.
 
 And the same commands with a model of every family, as the page's last section says, on a cluster.
 """
@@ -25,7 +25,7 @@ from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.tasks import ledger_mini
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [text for language, text in BLOCKS if language == "bash"]
 PRINTED = [text for language, text in BLOCKS if language == "text"]

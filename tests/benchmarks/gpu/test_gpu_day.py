@@ -41,7 +41,7 @@ def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -
 PACKAGES = {"torch", "triton", "transformers", "psutil", "pyarrow", "pytest"} | {
     "filelock", "fsspec", "jinja2", "numpy", "safetensors", "setuptools", "tokenizers", "tqdm", "typer"
 }  # fmt: skip
-"""What a machine for these checks has (docs/gpu.md), and what comes with torch and transformers."""
+"""What a machine for these checks has (docs/reference/gpu.md), and what comes with torch and transformers."""
 
 BARE = """
 import importlib, sys

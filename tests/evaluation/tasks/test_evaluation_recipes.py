@@ -85,7 +85,7 @@ def test_the_parts_of_mbd_lms_code_prompts_that_are_known_are_named(task: str, k
 
 def test_the_documents_table_is_the_recipes_own() -> None:
     """Its rows, from the constants: `pytest -rP` prints them where they differ."""
-    text = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "evaluation.md").read_text()
     for recipe in RECIPES.values():
         tasks: dict[str, list[str]] = {}
         for task, setting in recipe.settings.items():
@@ -98,7 +98,7 @@ def test_the_documents_table_is_the_recipes_own() -> None:
 
 
 def test_the_documents_methods_and_grids_can_be_decoded_with() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "evaluation.md").read_text()
     rows = [line for line in text.splitlines() if any(line.startswith(f"| `{name}` |") for name in RECIPES)]
     found = [re.findall(r'`--methods (\S+?)(?: --grid "(.+?)")?`', row.split(" | ")[3]) for row in rows]
     assert len(rows) == len(RECIPES) and sum(map(bool, found)) == len(RECIPES) - len(OURS)
