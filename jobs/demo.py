@@ -1,20 +1,22 @@
-"""All of it on this machine (`make demo`): a short training job, a sweep, the endpoint, and a question to it."""
+"""All of it on this machine (`make demo`): a short training job, a sweep, the endpoint, and questions to it."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import shlex
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from tqdm import tqdm
 
 from jobs.command_line import DATA, MODEL, OUTPUT, command
 from mbd_core.files import check_target_folder
@@ -25,121 +27,246 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE_SECONDS = 180.0
+SHOWN_SECONDS = 0.5  # between two looks at how far a job is
+BASE, TRAINED = "ledger-bd", "ledger-mbd"
+THRESHOLDS, SHOWN_THRESHOLD, SLOTS = (0.8, 0.9, 0.95), 0.9, 4
+NUM_QUESTIONS = 8
 
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for all results.", rich_help_panel=OUTPUT)]
 Steps = Annotated[int, typer.Option(min=1, help="Updates of the short training job.", rich_help_panel=MODEL)]
 Limit = Annotated[int, typer.Option(min=1, help="Problems of the sweep.", rich_help_panel=DATA)]
 
 
-def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 200) -> None:
-    """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it a question.
+def run(*, out: Out = ROOT / "out" / "demo", steps: Steps = 30, limit: Limit = 100) -> None:
+    """All of it on this machine: train a little, sweep a base and its MBD, serve a model and ask it questions.
 
     It starts a local Ray cluster, submits a short MultiTF job and a sweep to it (ray job submit), starts the endpoint
-    on it, asks one question over HTTP, and stops everything that it started. The sweep's log has its report: on
-    ledger-mini MultiBD costs the base (ledger-bd) more accuracy than the model after MultiTF (ledger-mbd). A model and
-    a sweep that an earlier demo left in --out are replaced.
+    on it, asks eight questions over HTTP, and stops everything that it started. A table and three sentences show what
+    came out. What the jobs print goes to demo.log in --out. A model and a sweep that an earlier demo left in --out are
+    replaced.
     """
     from cluster.local import local_cluster
     from mbd_core.checkpoint.saving import MODEL_KIND
     from mbd_core.evaluation.sweep.folder import check_sweep_folder
 
-    out, started = out.resolve(), time.perf_counter()
+    out, began = out.resolve(), time.perf_counter()
     check_target_folder(out / "trained", MODEL_KIND, overwrite=True)
     check_sweep_folder(out / "sweep", overwrite=True)
-    print_step("1/4  a local Ray cluster")
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "demo.log"
+    log.write_text("")
+    print("Four parts, about three minutes on two cores. All of it runs on this machine.", flush=True)
     with local_cluster() as cluster:
-        print(f"dashboard at {cluster.dashboard_url} while this runs")
-        print_step("2/4  a short MultiTF post-training job")
-        train(cluster, out, steps=steps)
-        print_step("3/4  a base and its MBD on ledger-mini: accuracy and tokens per forward")
-        sweep(cluster, out, limit=limit)
-        print_step("4/4  the endpoint, asked one question")
-        question = next(gsm_mini.generate(split="test", seed=0))["question"]
-        with endpoint(cluster, "tiny-mbd") as url:
-            ask(url, "tiny-mbd", question)
-    print_step(f"done in {(time.perf_counter() - started) / 60:.1f} minutes; the cluster is stopped")
-    print(f"trained model: {out / 'trained'}")
-    print(f"report: {out / 'sweep' / 'report.md'}, with report.html, report.json, plot.png and samples/ beside it")
+        jobs = Jobs(cluster, log)
+        curve = train(jobs, out, steps=steps)
+        rows = sweep(jobs, out, limit=limit)
+        with endpoint(jobs, "tiny-mbd") as url:
+            answers = ask(url, "tiny-mbd")
+    minutes = (time.perf_counter() - began) / 60
+    print(summary(rows, answers, out=out, curve=curve, minutes=minutes), flush=True)
 
 
-def train(cluster: LocalCluster, out: Path, *, steps: int) -> None:
-    """A run of its own in `runs`, whose model replaces the earlier one in `trained`."""
-    submit(
-        cluster,
-        *("python", "jobs/train_multitf.py", "--recipe", "ledger-mbd", "--steps", str(steps)),
-        *("--storage", str(out / "runs"), "--run-name", f"demo-{time.strftime('%Y%m%d-%H%M%S')}"),
-        *("--out", str(out / "trained"), "--overwrite"),
-    )
+@dataclass(frozen=True)
+class Jobs:
+    """What runs jobs: the cluster, and the file that takes what they print."""
+
+    cluster: LocalCluster
+    log: Path
+
+    def submit(self, bar: tqdm[Any], count_done: Callable[[], int], *arguments: str) -> None:
+        """Run a job on the cluster while the bar shows how far it is; raises `RuntimeError` if it fails."""
+        submission = ("-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--")
+        with self.started(*submission, *arguments) as job:
+            while job.poll() is None:
+                show(bar, count_done())
+                time.sleep(SHOWN_SECONDS)
+        if job.returncode:
+            raise RuntimeError(f"{arguments[1]} ended with exit code {job.returncode}; its output is in {self.log}")
+        show(bar, sys.maxsize)
+
+    @contextmanager
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A child of this Python on the cluster, whose output goes to the log; it ends with the block."""
+        with self.log.open("ab") as log:
+            command = [sys.executable, *arguments]
+            child = subprocess.Popen(
+                command, cwd=ROOT, env=self.cluster.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                yield child
+            finally:
+                child.terminate()
+                try:
+                    child.wait(timeout=60)
+                except subprocess.TimeoutExpired:
+                    child.kill()
 
 
-def sweep(cluster: LocalCluster, out: Path, *, limit: int) -> None:
-    submit(
-        cluster,
-        *("python", "jobs/eval_sweep.py", "--models", "ledger-bd,ledger-mbd", "--tasks", "ledger-mini"),
-        *("--grid", "tau_m2t=0.8,0.9,0.95;buffer_size=2,4", "--limit", str(limit), "--timed", "4"),
-        *("--out", str(out / "sweep"), "--overwrite"),
-    )
+def bar(part: str, total: int, unit: str) -> tqdm[Any]:
+    """The progress bar of a part; `part` says which, and what happens in it. In a log it is drawn now and then."""
+    shape = "{desc} |{bar:24}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}]"
+    return tqdm(total=total, desc=f"{part:<44}", bar_format=shape, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
-def print_step(text: str) -> None:
-    print(f"\n=== {text}", flush=True)
+def show(bar: tqdm[Any], done: int) -> None:
+    """Set the bar there, and on a terminal let its clock go on."""
+    assert bar.total is not None
+    bar.update(min(done, bar.total) - bar.n)
+    if sys.stderr.isatty():
+        bar.refresh()
 
 
-def submit(cluster: LocalCluster, *arguments: str) -> None:
-    """Run a job on the cluster and show its log as it comes; raises `RuntimeError` if it fails."""
-    at = f"--address {cluster.dashboard_url}"
-    print(f"$ ray job submit {at} --working-dir . -- {shlex.join(arguments)}", flush=True)
-    job = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--", *arguments]
-    code = subprocess.run(job, cwd=ROOT, env=cluster.environment, check=False).returncode
-    if code:
-        raise RuntimeError(f"{arguments[1]} ended with exit code {code}; its log is above")
+def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
+    """A run of its own in `runs`, whose model replaces the earlier one in `trained`; the picture of its losses."""
+    from mbd_core.multitf.run.log import LOSSES, PLOT
+
+    name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = out / "runs" / name
+
+    def num_updates() -> int:
+        losses = folder / LOSSES
+        return losses.read_text().count("\n") if losses.exists() else 0
+
+    with bar("1/4 train: a base with MultiTF, for a while", steps, "updates") as shown:
+        jobs.submit(
+            shown,
+            num_updates,
+            *("python", "jobs/train_multitf.py", "--recipe", TRAINED, "--steps", str(steps)),
+            *("--storage", str(out / "runs"), "--run-name", name, "--out", str(out / "trained"), "--overwrite"),
+        )
+    return folder / PLOT
+
+
+def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
+    """A base and its MBD on ledger-mini, one block at a time and several; the report's rows."""
+    from mbd_core.evaluation.sweep.folder import REPORT
+
+    samples, began = out / "sweep" / "samples", time.time()
+
+    def num_answers() -> int:
+        from pyarrow.parquet import read_metadata
+
+        new = [part for part in samples.glob("part-*.parquet") if part.stat().st_mtime >= began]
+        return sum(read_metadata(part).num_rows for part in new)
+
+    grid = f"tau_m2t={','.join(map(str, THRESHOLDS))};buffer_size={SLOTS}"
+    with bar("2/4 sweep: that base, and the finished model", limit * 4 * len(THRESHOLDS), "answers") as shown:
+        jobs.submit(
+            shown,
+            num_answers,
+            *("python", "jobs/eval_sweep.py", "--models", f"{BASE},{TRAINED}", "--tasks", "ledger-mini"),
+            *("--grid", grid, "--limit", str(limit), "--timed", "0", "--out", str(out / "sweep"), "--overwrite"),
+        )
+    rows: list[dict[str, Any]] = json.loads((out / "sweep" / REPORT).read_text())["rows"]
+    return rows
 
 
 @contextmanager
-def endpoint(cluster: LocalCluster, model: str) -> Iterator[str]:
+def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
     """The endpoint as a child process for as long as the block lasts; its base URL once it answers."""
     from cluster.local import free_ports
 
     (port,) = free_ports(1)
-    command = [sys.executable, str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)]
-    child = subprocess.Popen(command, env=cluster.environment)
     url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(child, url, deadline=time.monotonic() + SERVE_SECONDS)
+    with jobs.started(str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)) as child:
+        with bar(f"3/4 serve: an endpoint with {model}", 2, "processes") as shown:
+            wait_until_ready(child, url, shown, log=jobs.log, deadline=time.monotonic() + SERVE_SECONDS)
         yield url
-    finally:
-        child.terminate()
-        try:
-            child.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            child.kill()
 
 
-def wait_until_healthy(child: subprocess.Popen[bytes], url: str, *, deadline: float) -> None:
-    """Return once `/health` answers; `RuntimeError` if the endpoint ends or the deadline passes before."""
+def wait_until_ready(child: subprocess.Popen[bytes], url: str, bar: tqdm[Any], *, log: Path, deadline: float) -> None:
+    """Return once the endpoint is ready; the proxy answers first, and then a replica stands behind it.
+
+    Raises `RuntimeError` if the endpoint ends or the deadline passes before.
+    """
     while time.monotonic() < deadline:
         if child.poll() is not None:
-            raise RuntimeError(f"the endpoint ended with exit code {child.returncode}; its message is above")
+            raise RuntimeError(f"the endpoint ended with exit code {child.returncode}; its output is in {log}")
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+                show(bar, 2)
                 return
+        except urllib.error.HTTPError:
+            show(bar, 1)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    raise RuntimeError(f"the endpoint did not answer {url}/health within {SERVE_SECONDS:.0f} seconds")
+            show(bar, 0)
+        time.sleep(SHOWN_SECONDS)
+    raise RuntimeError(f"the endpoint was not ready within {SERVE_SECONDS:.0f} seconds; its output is in {log}")
 
 
-def ask(url: str, model: str, question: str) -> None:
-    """One chat completion over HTTP, question and answer printed."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
+@dataclass(frozen=True)
+class Answer:
+    """What the endpoint answered to a problem, and whether its result is right."""
+
+    question: str
+    text: str
+    is_right: bool
+    tpf: float
+
+
+def ask(url: str, model: str) -> list[Answer]:
+    """Problems of the test split, a chat completion each."""
+    answers = []
+    problems = list(itertools.islice(gsm_mini.generate(split="test", seed=0), NUM_QUESTIONS))
+    with bar(f"4/4 ask: {NUM_QUESTIONS} questions over HTTP", len(problems), "answers") as shown:
+        for problem in problems:
+            messages = [{"role": "user", "content": problem["question"]}]
+            request = urllib.request.Request(
+                f"{url}/v1/chat/completions",
+                data=json.dumps({"model": model, "messages": messages}).encode(),
+                headers={"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                reply = json.load(response)
+            text = reply["choices"][0]["message"]["content"]
+            is_right = text.splitlines()[-1:] == problem["answer"].splitlines()[-1:]
+            answers.append(Answer(problem["question"], text, is_right, reply["mbd"]["tpf"]))
+            show(shown, len(answers))
+    return answers
+
+
+def summary(rows: list[dict[str, Any]], answers: list[Answer], *, out: Path, curve: Path, minutes: float) -> str:
+    """A table of four rows, three sentences, the pictures, and what to type next."""
+    cells = {
+        (row["model"], row["config"]["buffer_size"]): row
+        for row in rows
+        if row["config"]["tau_m2t"] == SHOWN_THRESHOLD
+    }
+    table = [f"{'model':<34}{'blocks at once':>16}{'right answers':>16}{'tokens a forward':>19}"]
+    for model, what in ((BASE, "the base"), (TRAINED, "after MultiTF")):
+        for slots in (1, SLOTS):
+            row = cells[model, slots]
+            name = f"{model}, {what}" if slots == 1 else ""
+            table.append(f"{name:<34}{slots:>16}{row['accuracy']:>14.0f} %{row['tpf']:>19.1f}")
+    alone, base, trained = cells[BASE, 1], cells[BASE, SLOTS], cells[TRAINED, SLOTS]
+    right, mean = sum(answer.is_right for answer in answers), sum(answer.tpf for answer in answers) / len(answers)
+    first = answers[0]
+    return "\n".join(
+        [
+            "",
+            *table,
+            "",
+            f"With {SLOTS} blocks at once the base writes {base['tpf'] / alone['tpf']:.1f} times as many tokens in a "
+            f"forward, and {base['accuracy']:.0f} % of its answers are right instead of {alone['accuracy']:.0f} %.",
+            f"After MultiTF, which trains for this way of decoding, {trained['accuracy']:.0f} % are right, with "
+            f"{trained['tpf']:.1f} tokens in a forward.",
+            f"The endpoint answered {right} of {len(answers)} questions correctly, {mean:.1f} tokens in a forward.",
+            "",
+            f"A question    {first.question}",
+            *(f"{'' if at else 'its answer':<13} {line}" for at, line in enumerate(first.text.splitlines())),
+            "",
+            "Pictures",
+            f"  {out / 'sweep' / 'plot.png'}: right answers over tokens in a forward",
+            f"  {out / 'sweep' / 'report.html'}: all tables, and samples decoded forward by forward",
+            f"  {curve}: the loss of the short training, whose model is {out / 'trained'}",
+            "",
+            "Next",
+            "  make serve                  an endpoint with a playground at http://127.0.0.1:8000",
+            "  source .venv/bin/activate   then the commands of docs/guide/tutorial.md, with data of your own",
+            "",
+            f"Done in {minutes:.1f} minutes. All that was started has ended; {out / 'demo.log'} has its output.",
+        ]
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        answer = json.load(response)
-    print(
-        f"question: {question}\nanswer:   " + answer["choices"][0]["message"]["content"].replace("\n", "\n          ")
-    )
-    print(f"usage: {answer['usage']}\nmbd:   {answer['mbd']}")
 
 
 main = command(run)
