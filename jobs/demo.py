@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -104,8 +105,13 @@ class Jobs:
 
 def bar(part: str, total: int, unit: str) -> tqdm[Any]:
     """The progress bar of a part; `part` says which, and what happens in it. In a log it is drawn now and then."""
-    shape = "{desc} |{bar:24}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}]"
-    return tqdm(total=total, desc=f"{part:<44}", bar_format=shape, mininterval=1.0 if sys.stderr.isatty() else 30.0)
+    return tqdm(
+        total=total,
+        desc=f"{part:<30}",
+        bar_format="{desc} |{bar:18}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}]",
+        ncols=shutil.get_terminal_size().columns,
+        mininterval=1.0 if sys.stderr.isatty() else 30.0,
+    )
 
 
 def show(bar: tqdm[Any], done: int) -> None:
@@ -127,7 +133,7 @@ def train(jobs: Jobs, out: Path, *, steps: int) -> Path:
         losses = folder / LOSSES
         return losses.read_text().count("\n") if losses.exists() else 0
 
-    with bar("1/4 train: a base with MultiTF, for a while", steps, "updates") as shown:
+    with bar("1/4 train: a short MultiTF run", steps, "updates") as shown:
         jobs.submit(
             shown,
             num_updates,
@@ -150,7 +156,7 @@ def sweep(jobs: Jobs, out: Path, *, limit: int) -> list[dict[str, Any]]:
         return sum(read_metadata(part).num_rows for part in new)
 
     grid = f"tau_m2t={','.join(map(str, THRESHOLDS))};buffer_size={SLOTS}"
-    with bar("2/4 sweep: that base, and the finished model", limit * 4 * len(THRESHOLDS), "answers") as shown:
+    with bar("2/4 sweep: base against MBD", limit * 4 * len(THRESHOLDS), "answers") as shown:
         jobs.submit(
             shown,
             num_answers,
@@ -169,7 +175,7 @@ def endpoint(jobs: Jobs, model: str) -> Iterator[str]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with jobs.started(str(ROOT / "jobs" / "serve.py"), "--model", model, "--port", str(port)) as child:
-        with bar(f"3/4 serve: an endpoint with {model}", 2, "processes") as shown:
+        with bar(f"3/4 serve: {model} over HTTP", 2, "processes") as shown:
             wait_until_ready(child, url, shown, log=jobs.log, deadline=time.monotonic() + SERVE_SECONDS)
         yield url
 
@@ -208,7 +214,7 @@ def ask(url: str, model: str) -> list[Answer]:
     """Problems of the test split, a chat completion each."""
     answers = []
     problems = list(itertools.islice(gsm_mini.generate(split="test", seed=0), NUM_QUESTIONS))
-    with bar(f"4/4 ask: {NUM_QUESTIONS} questions over HTTP", len(problems), "answers") as shown:
+    with bar(f"4/4 ask: {NUM_QUESTIONS} questions", len(problems), "answers") as shown:
         for problem in problems:
             messages = [{"role": "user", "content": problem["question"]}]
             request = urllib.request.Request(

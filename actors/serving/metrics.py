@@ -1,7 +1,7 @@
 """Measures of engines and gateways as Ray metrics, and `/metrics`, what Ray's agents export of them as one page.
 
-The names are the field's (vLLM's, under our own prefix); docs/reference/observability.md lists them. In a Serve replica each
-carries the tags `application`, `deployment` and `replica` too.
+The names are the field's (vLLM's, under our own prefix); docs/reference/observability.md lists them. In a Serve
+replica each carries the tags `application`, `deployment` and `replica` too.
 
 A counter is exported from its first moment on, at 0: `rate()` does not see a rise from nothing to 1.
 """

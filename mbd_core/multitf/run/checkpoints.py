@@ -10,8 +10,8 @@ Where an adapter (LoRA) is trained, it alone is stored: the base is the recipe's
 Data order, noise, schedule and dropout depend on (seed, step) alone: the step is all that is stored of them.
 
 Several workers write beside the next steps, from a copy in the host's memory; where one fails, all fail in the same
-call. One worker writes at once: that takes little beside the steps (docs/reference/training.md). `jobs/convert_checkpoint.py`
-makes a model folder of a checkpoint.
+call. One worker writes at once: that takes little beside the steps (docs/reference/training.md).
+`jobs/convert_checkpoint.py` makes a model folder of a checkpoint.
 """
 
 import json
