@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 Z_95 = 1.959963984540054  # of the normal distribution, two-sided
-STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t of 1 to 9 degrees of freedom, two-sided."""
 NUM_DRAWS = 2000
 ENTRIES = 4_000_000  # numbers of one block of draws
 
@@ -112,25 +110,26 @@ def spread_of_mean(distances: Sequence[float]) -> float:
 
 
 def student_interval(values: Sequence[float]) -> Interval | None:
-    """The mean of values with its interval by Student's t, of more than ten a little wide; `None` for fewer than two,
-    which say nothing of their spread."""
+    """The mean of values with its interval by Student's t; `None` for fewer than two, which say nothing of their
+    spread."""
+    from scipy.stats import t  # commands load this module for their --help
+
     if len(values) < 2:
         return None
     center, error = mean_and_stderr(values)
-    half = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1] * error
+    half = float(t.ppf(0.975, len(values) - 1)) * error
     return Interval(value=center, low=center - half, high=center + half)
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """The 95 % score interval of a share (Wilson 1927), from 0 to 1. Unlike share ± error it never leaves that range,
     and it has a width also where all of few trials, or none, succeed."""
+    from scipy.stats import binomtest
+
     if n == 0:
         return 0.0, 1.0
-    share, spread = successes / n, Z_95**2 / n
-    center = (share + spread / 2) / (1 + spread)
-    half = Z_95 / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
-    low = 0.0 if successes == 0 else center - half
-    return low, 1.0 if successes == n else center + half
+    low, high = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def percent_right(flags: Sequence[bool | None]) -> Interval:
@@ -141,10 +140,10 @@ def percent_right(flags: Sequence[bool | None]) -> Interval:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p-value of `wins` against `losses` under a fair coin."""
-    n = wins + losses
-    tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1)) / 2**n
-    return min(1.0, 2 * tail)
+    """Two-sided p-value of `wins` against `losses` under a fair coin; 1 without either."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
 def wins_and_losses(differences: Iterable[tuple[str, float]]) -> tuple[int, int]:

@@ -26,11 +26,13 @@ def test_sign_test_is_the_binomial_tail() -> None:
 
 def test_students_interval_of_few_values_and_of_many() -> None:
     pair = student_interval([1.0, 3.0])
-    assert pair == Interval(value=2.0, low=2 - 12.706, high=2 + 12.706), "one degree of freedom, an error of 1"
+    assert pair is not None and pair.bounds == pytest.approx((2 - 12.7062, 2 + 12.7062), abs=1e-4), (
+        "one degree of freedom"
+    )
     many = [0.0, 1.0] * 50
     low, high = student_interval(many).bounds
     error = mean_and_stderr(many)[1]
-    assert high - 0.5 == pytest.approx(0.5 - low) and 1.98 * error < high - 0.5 < 2.27 * error
+    assert high - 0.5 == pytest.approx(0.5 - low) and 1.98 * error < high - 0.5 < 1.99 * error
     assert student_interval([1.0]) is None
 
 
