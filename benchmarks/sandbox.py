@@ -11,6 +11,7 @@ import typer
 from jobs.command_line import DATA, command
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
+from mbd_core.tables import Table, markdown
 
 Repeats = Annotated[int, typer.Option(help="Runs of each kind.", min=1, rich_help_panel=DATA)]
 
@@ -34,10 +35,11 @@ def run(repeats: Repeats = 20) -> None:
 
     print(f"Programs run under {describe_isolation()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {repeats} repeats")
-    print("| kind | median (ms) | slowest (ms) |\n|---|---:|---:|")
+    rows = []
     for name, once in (("inputs", by_inputs), ("tests, two processes", by_tests)):
         taken = sorted(_seconds(once) for _ in range(repeats))
-        print(f"| {name} | {1000 * statistics.median(taken):.0f} | {1000 * taken[-1]:.0f} |")
+        rows.append((name, f"{1000 * statistics.median(taken):.0f}", f"{1000 * taken[-1]:.0f}"))
+    print(markdown([Table(columns=("kind", "median (ms)", "slowest (ms)"), numeric=(1, 2), rows=rows)]), end="")
 
 
 def _seconds(once: Callable[[], Verdict]) -> float:

@@ -4,6 +4,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mbd_core.tables import Cell, Table
+from mbd_core.tables import markdown as table_markdown
+
 # Table 3 of the MBD-LMs paper: LLaDA2-Mini at batch 1 on two H100 (TP=2), by N_buf. Step latency in seconds.
 PAPER_TABLE_3: dict[int, dict[str, Any]] = {
     1: {"model": "LLaDA2-Mini", "step_seconds": 7.07e-3, "tpf": 3.47, "tps": 517.16},
@@ -87,19 +90,14 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> s
     Under a heading that ends in "(ms)", seconds are shown as milliseconds. A missing value, or `None`, is a dash.
     """
     split = {key: (*text.split("|"), "")[:2] for key, text in columns.items()}
-    lines = ["| " + " | ".join(title for title, _ in split.values()) + " |", "|" + "---|" * len(split)]
-    for row in rows:
-        cells = []
-        for key, (title, form) in split.items():
-            value = row.get(key)
-            if value is not None and title.endswith("(ms)"):
-                value = value * 1e3
-            cells.append(
-                "-" if value is None else _yes_or_no(value) if isinstance(value, bool) else format(value, form)
-            )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    table = Table(
+        columns=[title for title, _ in split.values()],
+        rows=[[_cell(row.get(key), title, form) for key, (title, form) in split.items()] for row in rows],
+    )
+    return table_markdown([table]).rstrip("\n")
 
 
-def _yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"
+def _cell(value: Any, title: str, form: str) -> Cell:
+    if value is None or isinstance(value, bool):
+        return value
+    return format(value * 1e3 if title.endswith("(ms)") else value, form)

@@ -26,11 +26,12 @@ from jobs.command_line import (
     command,
     names,
 )
+from jobs.report_sweep import BEST
 from jobs.sweep_subjects import EndpointKeys, Endpoints, Models, Subjects
 from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
-from jobs.write_best import WriteBest, written_best
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.best import By
 from mbd_core.evaluation.sweep.parts import Part, Shard, cut, part_size
 from mbd_core.evaluation.sweep.timing import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.tasks.benchmarks import TASKS, runs_programs
@@ -39,7 +40,6 @@ from mbd_core.tasks.split import Split
 
 if TYPE_CHECKING:
     from actors.evaluation.sweep import EnginePool
-    from mbd_core.evaluation.sweep.best import By
     from mbd_core.evaluation.sweep.decoding import ModelRefused
     from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
     from mbd_core.evaluation.sweep.folder import SweepFolder
@@ -148,7 +148,13 @@ def run(
     actors: Actors = 1,
     tensor_parallel: TensorParallel = 1,
     isolation: IsolationText = "any",
-    write_best: WriteBest = None,
+    write_best: Annotated[
+        By | None,
+        typer.Option(
+            help=f"Write each model's best configuration into its generation_config.json: {BEST}",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Sweep models x methods x thresholds over tasks on Ray Data, and report accuracy, TPF, AUP and speed.
@@ -203,7 +209,7 @@ def run_work(
     out: Folder, work: Work, subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
 ) -> None:
     """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
-    from mbd_core.evaluation.report.choice import best_points, check_choice
+    from mbd_core.evaluation.report.choice import best_points, check_choice, written_best
     from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder, is_computed
 

@@ -1,46 +1,41 @@
-"""Report sweeps from their rows alone: no model and no cluster."""
+"""Reports of sweeps from their rows alone: no model and no cluster. Beside the report, tables of several sweeps."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jobs.command_line import DATA, OUTPUT, Overwrite, command
-from jobs.write_best import WriteBest, written_best
+from jobs.command_line import DATA, DECODING, MODEL, OUTPUT, JsonFile, Main, Overwrite, command, names
 from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.evaluation.sweep.best import By
+from mbd_core.files import check_target_folder, folder_beside, write_json
 
 if TYPE_CHECKING:
-    from mbd_core.evaluation.sweep.best import By
+    from mbd_core.tables import Table
 
 KIND = "sweep report"
+BEST = (
+    "the most accurate one, the one of the highest TPS at most 5 points below, or the knee of the front of accuracy "
+    "against TPF. It is chosen on half of the problems, and its accuracy on the others is printed."
+)
+Folders = Annotated[
+    list[Path],
+    typer.Argument(metavar="DIR...", help="--out folders of sweeps or of their shards.", rich_help_panel=DATA),
+]
 
 
-def run(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="--out folders of sweeps or of their shards.", rich_help_panel=DATA),
-    ],
+def report(
+    folders: Folders,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Folder to write; several sweeps need one.",
             show_default="the sweep's own",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    write_best: WriteBest = None,
-    folder: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--folder",
-            metavar="DIR",
-            help="For --write-best: the folder of a model of the sweep, known by its files; repeatable.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -53,12 +48,9 @@ def run(
     Shards of one sweep give the report of the sweep. Sweeps of different models, methods or problems are joined if no
     two of them hold the same sample. A sweep that is not finished is reported as far as it is.
     """
-    from mbd_core.evaluation.report.choice import best_points
     from mbd_core.evaluation.report.summary import rewrite_summary, summarize_sweeps
     from mbd_core.evaluation.sweep.folder import REPORT
 
-    targets = best_targets(folders, write_best, folder or [])
-    best = [] if write_best is None else best_points(folders, list(targets), write_best)
     if out is None:
         if len(folders) > 1:
             raise ValueError("several sweeps are joined in a folder of their own: give --out")
@@ -73,22 +65,177 @@ def run(
     print(f"The report is in {out or folders[0]}: report.md, report.html, {REPORT}, plot.png")
     if summary.num_samples < summary.num_planned:
         print(f"report_sweep: note: {summary.num_samples} of {summary.num_planned} samples are there", file=sys.stderr)
-    for point in best:
+
+
+def best(
+    folders: Folders,
+    folder: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="DIR",
+            help="The folder of a model of the sweep, known by its files; repeatable.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    by: Annotated[By, typer.Option(help=f"Which is the best: {BEST}", rich_help_panel=DATA)] = "accuracy",
+) -> None:
+    """Write the best configuration of each model into its generation_config.json, where engine and endpoint find it.
+
+    python jobs/report_sweep.py best out/sweep --by knee --folder out/model
+    """
+    from mbd_core.evaluation.report.choice import best_points, models_of, written_best
+
+    targets = models_of(folders, [model_folder(str(one)) for one in folder])
+    for point in best_points(folders, list(targets), by):
         print(written_best(targets[point.model], point))
 
 
-def best_targets(folders: Sequence[Path], by: By | None, model_folders: Sequence[Path]) -> dict[str, Path]:
-    """The model folders by the models that they hold; `ValueError` if the options do not go together."""
-    from mbd_core.evaluation.report.choice import models_of
+def front(
+    sweep: Annotated[Path, typer.Argument(metavar="DIR", help="--out folder of a sweep.", rich_help_panel=DATA)],
+    folder: Annotated[
+        str, typer.Option(metavar="DIR", help="The model folder that gets the front.", rich_help_panel=OUTPUT)
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model's name in the sweep.", show_default="its only one", rich_help_panel=MODEL),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Tasks to take the means of.", show_default="all", rich_help_panel=DATA),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a front that the folder has.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Write the Pareto front of a sweep (accuracy against tokens per forward) into a model's generation_config.json.
 
-    if by is None and model_folders:
-        raise ValueError("--folder says where --write-best writes; give it too")
-    if by is not None and not model_folders:
-        raise ValueError(f"--write-best {by} needs the folder of a model of the sweep: --folder DIR")
-    return models_of(folders, [model_folder(str(one)) for one in model_folders])
+    python jobs/eval_sweep.py --models out/model --tasks gsm-mini --grid "tau_m2t=0.5,0.7,0.9;buffer_size=1,2,4"
+    --out out/sweep; python jobs/report_sweep.py front out/sweep --folder out/model
+
+    A server that loads the folder then takes "speed" in requests: 0 is the front's most accurate point, 1 its fastest.
+    """
+    from mbd_core.evaluation.report.choice import front_of, front_table, write_front
+    from mbd_core.evaluation.sweep.folder import read_report
+
+    chosen = () if tasks is None else names(tasks, "--tasks")
+    points = front_of(read_report(sweep), model=model, tasks=chosen)
+    write_front(model_folder(folder), points, overwrite=overwrite)
+    print(front_table(points))
 
 
-main = command(run)
+def seeds(folders: Folders, json_file: JsonFile = None) -> None:
+    """Several sweeps that differ in their seed alone, as one table: mean and standard error over the seeds.
+
+    for s in 0 1 2; do python jobs/eval_sweep.py --models ... --tasks ... --seed $s --out out/seed-$s; done;
+    python jobs/report_sweep.py seeds out/seed-0 out/seed-1 out/seed-2
+    """
+    from mbd_core.evaluation.report.across_sweeps import seed_table
+
+    show(seed_table(folders), json_file)
+
+
+def transfer(
+    chosen_on: Annotated[
+        list[Path],
+        typer.Option(metavar="DIR", help="A sweep that settings are chosen on; repeatable.", rich_help_panel=DATA),
+    ],
+    reported_on: Annotated[
+        list[Path],
+        typer.Option(metavar="DIR", help="A sweep of the same on other problems.", rich_help_panel=DATA),
+    ],
+    by: Annotated[
+        Literal["accuracy", "knee"],
+        typer.Option(help="The most accurate setting, or the knee of accuracy against TPF."),
+    ] = "accuracy",
+    json_file: JsonFile = None,
+) -> None:
+    """Decoding settings chosen on one task and used on the others, as a table.
+
+    A sweep has all its models on all its tasks, so models with tasks of their own are sweeps of their own.
+    """
+    from mbd_core.evaluation.report.across_sweeps import transfer_table
+
+    show(transfer_table(chosen_on, reported_on, by=by), json_file)
+
+
+def overlap(folders: Folders, json_file: JsonFile = None) -> None:
+    """How many gsm-mini test problems have an arithmetic chain that occurs in training, and the accuracy without them.
+
+    A chain is all of an answer's equations in order, whatever the words around them. The sweeps' problems and the
+    training problems of every recipe that has them are drawn again.
+    """
+    from mbd_core.evaluation.report.across_sweeps import overlap_table, training_chains
+    from mbd_core.multitf.data.prepared import TinyData
+    from mbd_core.multitf.recipes.by_name import RECIPES
+
+    generated = [recipe.data for recipe in RECIPES.values() if isinstance(recipe.data, TinyData)]
+    streams = {(data.seed, data.per_task) for data in generated}
+    show(overlap_table(folders, training_chains(streams)), json_file)
+
+
+def pairs(
+    folders: Folders,
+    first: Annotated[str, typer.Option(help="A model's name in the sweeps.", rich_help_panel=MODEL)],
+    second: Annotated[str, typer.Option(help="The other model's name.", rich_help_panel=MODEL)],
+    task: Annotated[str, typer.Option(help="The task.", rich_help_panel=DATA)],
+    tau_m2t: Annotated[float, typer.Option(help="The configuration's threshold.", rich_help_panel=DECODING)],
+    buffer_size: Annotated[int, typer.Option(help="The configuration's slots.", rich_help_panel=DECODING)],
+) -> None:
+    """Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
+
+    python jobs/report_sweep.py pairs --first tiny-mbd --second tiny-tf --task gsm-mini --tau-m2t 0.9 --buffer-size 4
+    out/seed-0 out/seed-1 out/tf-0 out/tf-1
+
+    The answers are matched by seed and problem, so both models are swept with the same seeds. A difference is the
+    first model's mean minus the second's, with the 95 % interval of a bootstrap over the problems. Answers to one
+    problem under several seeds count together.
+    """
+    from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
+
+    sides = (
+        load_answers(folders, model=model, task=task, tau_m2t=tau_m2t, buffer_size=buffer_size)
+        for model in (first, second)
+    )
+    paired = pair_answers(*sides)
+    print(
+        f"{paired.num_problems} problems; only {first} right: {paired.first_only}, only {second}: {paired.second_only}"
+    )
+    print(f"sign test, two-sided: p = {paired.p_value:.3f}")
+    print(f"accuracy: {paired.accuracy.text('+.2f')} points")
+    for name, difference in (("TPF", paired.tpf), ("NFE", paired.nfe)):
+        if difference is not None:
+            print(f"{name}: {difference.text('+.3f')}, over the {paired.num_decoded} answers that both decoded")
+
+
+def show(table: Table, json_file: Path | None) -> None:
+    """Print a table, and write its rows if a file is named."""
+    from mbd_core.tables import markdown
+
+    print(markdown([table]), end="")
+    if json_file is not None:
+        write_json(json_file, {"rows": table.records})
+
+
+SHOWN = "python jobs/report_sweep.py"
+COMMANDS: Mapping[str, Main] = {
+    "report": command(
+        report,
+        epilog="Before DIR may stand report (this), best, front, seeds, transfer, overlap or pairs, each with a "
+        "--help. A folder of such a name is given as ./best.",
+    ),
+    **{
+        run.__name__: command(run, f"{SHOWN} {run.__name__}") for run in (best, front, seeds, transfer, overlap, pairs)
+    },
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The sub-command that comes first, or else the report."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:])
+    return COMMANDS["report"](arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

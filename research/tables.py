@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from mbd_core.evaluation.report.sections import table_line
+from mbd_core.tables import Cell, Table, markdown
 
 
-def table_lines(heads: Sequence[str], rows: Iterable[Sequence[object]], *, num_text: int | None = None) -> list[str]:
+def table_lines(heads: Sequence[str], rows: Iterable[Sequence[Cell]], *, num_text: int | None = None) -> list[str]:
     """The lines of a table whose first `num_text` columns hold text and the others numbers; without it, all text."""
-    num_text = len(heads) if num_text is None else num_text
-    rule = "|" + "---|" * num_text + "---:|" * (len(heads) - num_text)
-    return [table_line(heads), rule, *map(table_line, rows)]
+    numeric = range(len(heads) if num_text is None else num_text, len(heads))
+    return markdown([Table(columns=heads, numeric=numeric, rows=[*rows])]).splitlines()

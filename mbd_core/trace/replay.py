@@ -4,15 +4,15 @@ The page is `replay.html` with data inserted; it needs no network and works from
 are computed here, so that the page's script only draws.
 """
 
-import html
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from jinja2 import Template
 
 from mbd_core.files import write_text
+from mbd_core.tables import script_json
 from mbd_core.trace.recorder import STATES
 from mbd_core.trace.traced_run import ACTIVE, DUMMY, TO_CACHE, RequestTrace, TracedRun, block_lives
 
@@ -74,10 +74,8 @@ def write_replay(
         "texts": None if texts is None else {str(k): v for k, v in texts.items()},
         "sides": [asdict(s) for s in sides],
     }
-    # Inside <script> only "<" can end the data or begin a comment; JSON escapes everything else.
-    body = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title)).replace("__DATA__", body)
-    write_text(path, page)
+    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
+    write_text(path, page.render(title=title, data=script_json(data)))
 
 
 def shared_request(runs: Sequence[TracedRun]) -> str | None:

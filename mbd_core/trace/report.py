@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mbd_core.files import write_json, write_text
+from mbd_core.tables import Table, markdown
 from mbd_core.trace.traced_run import (
     DUMMY,
     TO_CACHE,
@@ -190,28 +191,38 @@ def write_trace_report(runs: Sequence[TracedRun], folder: Path, *, settings: dic
 
 def render_markdown(measures: Sequence[RunMeasures], *, plots: Sequence[str], settings: dict[str, Any]) -> str:
     """A table with one column for each run, the mask ratios by slot, the plots, and the definitions."""
-    header = ["| | " + " | ".join(_escape(m.name) for m in measures) + " |", "|---|" + "---|" * len(measures)]
-    lines = ["# Step traces", "", *header]
-    for label, cells in _rows(measures):
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    lines += ["", "## Mask ratio a forward sees, by rank among the active slots (Fig. 2 C)", "", *header]
-    for rank in range(max(len(m.mask_ratios) for m in measures)):
-        cells = [_mean(m.mask_ratios[rank]) if rank < len(m.mask_ratios) else "-" for m in measures]
-        lines.append(f"| active slot {rank + 1} | " + " | ".join(cells) + " |")
-    for rank in range(max(len(m.mask_ratio_gaps) for m in measures)):
-        cells = [_mean(m.mask_ratio_gaps[rank]) if rank < len(m.mask_ratio_gaps) else "-" for m in measures]
-        lines.append(f"| gap from slot {rank + 1} to {rank + 2} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"![{Path(p).stem.replace('_', ' ')}]({p})" for p in plots), "", NOTES]
-    lines += [f"- {name}: {value}" for name, value in settings.items()]
-    return "\n".join(lines) + "\n"
+    columns = ["", *(m.name for m in measures)]
+    ratios = [
+        (label.format(rank + 1, rank + 2), *(_mean(of[rank]) if rank < len(of) else None for of in by_run))
+        for label, by_run in (
+            ("active slot {}", [m.mask_ratios for m in measures]),
+            ("gap from slot {} to {}", [m.mask_ratio_gaps for m in measures]),
+        )
+        for rank in range(max(map(len, by_run)))
+    ]
+    tables = [
+        Table(
+            title="Step traces", level=1, columns=columns, rows=[(label, *cells) for label, cells in _rows(measures)]
+        ),
+        Table(
+            title="Mask ratio a forward sees, by rank among the active slots (Fig. 2 C)",
+            columns=columns,
+            rows=ratios,
+            notes=(
+                "\n".join(f"![{Path(p).stem.replace('_', ' ')}]({p})" for p in plots),
+                NOTES,
+                [f"{name}: {value}" for name, value in settings.items()],
+            ),
+        ),
+    ]
+    return markdown(tables)
 
 
 NOTES = """Values are mean ± standard deviation over forwards or blocks. Accepted tokens count every position that
 became a token, also after an EOS. η = TPF / Q with Q = N_buf · B tokens a forward (paper Section 4.5); for "resident
 only", Q counts the resident blocks alone. A store-only forward decodes nothing: the bubble. A lifetime counts a
 block's forwards from its activation to the one that stored it; blocks that were never stored (dropped after an EOS, or
-still in the buffer when the trace ended) have none.
-"""
+still in the buffer when the trace ended) have none."""
 
 
 def _rows(measures: Sequence[RunMeasures]) -> list[tuple[str, list[str]]]:
@@ -243,7 +254,3 @@ def _share(value: float | None) -> str:
 
 def _mean(spread: Spread | None) -> str:
     return "-" if spread is None else f"{spread.mean:.2f} ± {spread.std:.2f}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

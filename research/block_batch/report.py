@@ -78,20 +78,21 @@ def render_markdown(
 ) -> str:
     """The tables of the analyses, the plots, and the definitions."""
     lines = ["# Block lengths side by side", "", "## Forwards", ""]
-    lines += ["| method | accuracy | NFE | chosen by the oracle |", "|---|---|---|---|"]
+    methods: list[list[str]] = []
     for name, point in method_means(study, oracle).items():
         n = int(name.removeprefix("B = ")) if name.startswith("B = ") else None
         accuracy = f"{100 * point.accuracy:.1f} %" if study.graded else "not graded"
         chosen = f"{oracle.chosen[n]}" if n is not None else ""
-        lines.append(f"| {name} | {accuracy} | {point.num_forwards:.2f} | {chosen} |")
+        methods.append([name, accuracy, f"{point.num_forwards:.2f}", chosen])
     if study.graded:
-        mixed = f"{100 * oracle.mixed.accuracy:.1f} % | {oracle.mixed.num_forwards:.2f}"
-        lines.append(f"| oracle, as released (best accuracy and least NFE apart) | {mixed} | |")
+        mixed = [f"{100 * oracle.mixed.accuracy:.1f} %", f"{oracle.mixed.num_forwards:.2f}", ""]
+        methods.append(["oracle, as released (best accuracy and least NFE apart)", *mixed])
+    lines += table_lines(["method", "accuracy", "NFE", "chosen by the oracle"], methods)
     lines += ["", ORACLE_GRADED if study.graded else ORACLE_UNGRADED]
     lines += ["", "## Bifurcation lengths (model tokens)", ""]
-    lines += ["| | " + " | ".join(map(str, study.block_lengths)) + " |", "|---|" + "---|" * len(study.block_lengths)]
-    for n, row in zip(study.block_lengths, bifurcation_matrix([s.outputs for s in study.prompts]), strict=True):
-        lines.append(f"| {n} | " + " | ".join(f"{value:.1f}" for value in row) + " |")
+    matrix = zip(study.block_lengths, bifurcation_matrix([s.outputs for s in study.prompts]), strict=True)
+    lengths = [[n, *(f"{value:.1f}" for value in row)] for n, row in matrix]
+    lines += table_lines(["", *map(str, study.block_lengths)], lengths)
     lines += ["", *_branch_table(study)]
     records = [s.caches for s in study.prompts if s.caches is not None]
     if records:
@@ -150,16 +151,16 @@ def _cache_tables(records: Sequence[CacheRecord]) -> list[str]:
 
 
 def _check_table(checks: Sequence[BoundCheck]) -> list[str]:
-    lines = ["## Bounds of Props. 1 to 3", "", "Value and bound are those of the tightest check.", ""]
-    lines += ["| Prop. | statement | B | value | | bound | held | holds |", "|---|---|---|---|---|---|---|---|"]
-    for c in checks:
-        statement, n = c.statement.replace("|", "\\|"), "all" if c.block_length is None else str(c.block_length)
-        held = f"{c.held} of {c.count}"
-        lines.append(
-            f"| {c.proposition} | {statement} | {n} | {c.value:.4g} | {c.relation} | {c.bound:.4g} | {held} | "
-            f"{'yes' if c.holds else 'no'} |"
-        )
-    return lines
+    rows = [
+        [
+            *(c.proposition, c.statement, "all" if c.block_length is None else c.block_length),
+            *(f"{c.value:.4g}", c.relation, f"{c.bound:.4g}", f"{c.held} of {c.count}", c.holds),
+        ]
+        for c in checks
+    ]
+    heads = ["Prop.", "statement", "B", "value", "", "bound", "held", "holds"]
+    lead = "Value and bound are those of the tightest check."
+    return ["## Bounds of Props. 1 to 3", "", lead, "", *table_lines(heads, rows)]
 
 
 def _gammas(*, syncs_of: Sequence[CacheRecord]) -> list[float]:

@@ -264,5 +264,18 @@ def test_everything_is_reached_and_named_without_a_mouse(page: Page) -> None:
     assert {"configuration", "outcome", "replay", "pieces", "main"} <= seen
 
 
+def test_the_first_table_and_the_curves_are_as_wide_as_a_screen_of_1280_points(browser: Browser, sweep: Path) -> None:
+    with watched_pages(browser) as pages:
+        page = pages.open((sweep / "report.html").as_uri(), viewport={"width": 1280, "height": 900})
+        assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.querySelector('#results .wide'))")
+        widths = page.evaluate(
+            "[document.querySelector('#figures').clientWidth, "
+            "...[...document.querySelectorAll('.chart')].map((c) => c.querySelector('svg').clientWidth)]"
+        )
+        assert sum(widths[1:]) > 0.97 * widths[0]
+        page.click("#results a")
+        assert page.evaluate("location.hash") == "#what-the-numbers-are"
+
+
 def test_it_is_readable_in_the_dark_and_on_a_small_screen(browser: Browser, sweep: Path) -> None:
     check_small_and_dark(browser, (sweep / "report.html").as_uri())

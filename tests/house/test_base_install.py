@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
     "benchmarks.decoders", "benchmarks.engine", "benchmarks.fp8", "benchmarks.train", "jobs.grade",
-    "jobs.report_sweep", "jobs.trace_report", "jobs.transfer_table", "research.alignment.study",
+    "jobs.report_sweep", "jobs.trace_report", "research.alignment.study",
     "research.block_batch.study", "research.ledger.gate",
 )  # fmt: skip
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from jobs.report_sweep import COMMANDS as REPORT_COMMANDS
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
@@ -77,7 +78,8 @@ def commands() -> dict[str, set[str]]:
         text = document.read_text().replace("\\\n", " ")
         for job, rest in re.findall(r"python (?:jobs/)?(\w+)\.py((?: [^\n`#|]*)?)", text):
             if (ROOT / "jobs" / f"{job}.py").exists():
-                options.setdefault(f"jobs/{job}.py", set()).update(OPTION.findall(rest))
+                name = rest.split()[0] if job == "report_sweep" and rest.split()[:1] in REPORTS else ""
+                options.setdefault(f"jobs/{job}.py {name}".strip(), set()).update(OPTION.findall(rest))
         for command, rest in re.findall(r"python -m ((?:benchmarks|research) [a-z]\w*)((?: [^\n`#|]*)?)", text):
             options.setdefault(command, set()).update(OPTION.findall(rest))
     return options
@@ -89,7 +91,7 @@ import contextlib, io, json, os, runpy, sys
 shown = {}
 for job in sys.argv[1:]:
     sys.argv, texts = [*job.split(), "--help"], {}
-    run = runpy.run_path if job.endswith(".py") else runpy.run_module
+    run = runpy.run_path if job.split()[0].endswith(".py") else runpy.run_module
     for columns in ("200", "80"):
         os.environ["COLUMNS"] = columns
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
@@ -101,8 +103,10 @@ print(json.dumps(shown))
 HEAVY = ("torch", "transformers", "ray", "matplotlib", "pandas", "scipy")
 """Packages that take long to import."""
 RUN = 'if __name__ == "__main__":\n    sys.exit(main())'
+REPORTS = [[name] for name in REPORT_COMMANDS]
 JOBS = [
     *sorted(f"jobs/{path.name}" for path in (ROOT / "jobs").glob("*.py") if RUN in path.read_text()),
+    *(f"jobs/report_sweep.py {name}" for name in REPORT_COMMANDS),
     *(f"benchmarks {name}" for name in BENCHMARKS),
     *(f"research {name}" for name in STUDIES),
 ]

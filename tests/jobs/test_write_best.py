@@ -67,7 +67,7 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
 ) -> None:
     sweep, before = write_sweep(tmp_path / "sweep", folder, [BEST, WORSE]), json.loads((folder / FILE).read_text())
     planned = plan_sweep(SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1)).variants
-    assert report_sweep.main([sweep, "--write-best", "accuracy", "--folder", str(folder)]) == 0
+    assert report_sweep.main(["best", sweep, "--by", "accuracy", "--folder", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "The best by accuracy of m's 2 configurations: MBD" in printed and f"default of {folder / FILE}" in printed
     after = json.loads((folder / FILE).read_text())
@@ -82,7 +82,7 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
     assert not [path.name for path in folder.iterdir() if "partial" in path.name]
 
     other = write_sweep(tmp_path / "other", folder, [WORSE, BEST])
-    assert report_sweep.main([other, "--write-best", "accuracy", "--folder", str(folder)]) == 0
+    assert report_sweep.main(["best", other, "--by", "accuracy", "--folder", str(folder)]) == 0
     last = json.loads((folder / FILE).read_text())
     assert decoding_config(last, {}, block_size=4) == WORSE, "what the first choice set is gone"
     assert "t2t" not in last and author_defaults(last) == before
@@ -91,7 +91,7 @@ def test_the_best_configuration_is_the_folder_s_default_and_all_else_stays(
 def test_decoding_that_was_edited_after_a_choice_is_what_is_swept_and_kept(folder: Path, tmp_path: Path) -> None:
     options = SweepOptions(models=[str(folder)], tasks=["gsm-mini"], limit=1, methods=["multi"])
     sweep = write_sweep(tmp_path / "sweep", folder, [BEST, WORSE])
-    arguments = [sweep, "--write-best", "accuracy", "--folder", str(folder)]
+    arguments = ["best", sweep, "--by", "accuracy", "--folder", str(folder)]
     assert report_sweep.main(arguments) == 0
     chosen = json.loads((folder / FILE).read_text())
     assert edit_notes({"m": folder}) == []
@@ -118,17 +118,21 @@ def test_a_canvas_model_decodes_as_chosen_and_is_swept_as_before(
     canvas = DecodingConfig(block_size=size, canvas=Canvas())
     for number, best in enumerate((blocks, canvas)):
         sweep = write_sweep(tmp_path / str(number), folder, [best])
-        assert report_sweep.main([sweep, "--write-best", "knee", "--folder", str(folder)]) == 0
+        assert report_sweep.main(["best", sweep, "--by", "knee", "--folder", str(folder)]) == 0
         assert decoding_config(read_folder(folder).defaults, {}, block_size=size) == best
         assert plan_sweep(options).variants == planned
 
 
 def test_tps_is_of_timed_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--write-best", "tps", "--folder", str(folder)]
-    assert report_sweep.main([write_sweep(tmp_path / "sweep", folder, [BEST, WORSE], timed=(0, 1)), *arguments]) == 0
+    arguments = ["--by", "tps", "--folder", str(folder)]
+    timed, untimed = (
+        write_sweep(tmp_path / name, folder, [BEST, WORSE], timed=cases)
+        for name, cases in (("timed", (0, 1)), ("untimed", ()))
+    )
+    assert report_sweep.main(["best", timed, *arguments]) == 0
     assert "2 configurations, 2 of them timed" in capsys.readouterr().out
-    assert report_sweep.main([write_sweep(tmp_path / "untimed", folder, [BEST, WORSE]), *arguments]) == 2
-    assert "--write-best tps needs timed runs" in capsys.readouterr().err
+    assert report_sweep.main(["best", untimed, *arguments]) == 2
+    assert "tps needs timed runs" in capsys.readouterr().err
 
 
 def test_what_cannot_be_chosen_or_written_is_one_sentence_and_changes_nothing(
@@ -144,13 +148,12 @@ def test_what_cannot_be_chosen_or_written_is_one_sentence_and_changes_nothing(
     (foreign / "more.json").write_text("{}")
 
     def refused(*arguments: Any, sentence: str) -> None:
-        assert report_sweep.main([str(one) for one in arguments]) == 2
+        assert report_sweep.main(["best", *map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert sentence in error and len(error.splitlines()) == 1
 
-    by = ("--write-best", "accuracy")
-    refused(sweep, *by, sentence="needs the folder of a model of the sweep: --folder DIR")
-    refused(sweep, "--folder", folder, sentence="--folder says where --write-best writes")
+    by = ("--by", "accuracy")
+    refused(sweep, *by, sentence="Missing option '--folder'")
     refused(sweep, *by, "--folder", foreign, sentence="holds none of the sweep's models, m: its files differ")
     refused(
         sweep, *by, "--folder", "tiny-mbd", sentence="a shipped model that belongs to the package; copy its folder"

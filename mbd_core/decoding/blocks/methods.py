@@ -181,7 +181,7 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
     if stored is None:
         return None
     if not isinstance(stored, Mapping) or not isinstance(stored.get("points"), list):
-        raise ValueError(f"{KEY} must be an object with a list of points; write it with jobs/speed_front.py")
+        raise ValueError(f"{KEY} must be an object with a list of points; write it with jobs/report_sweep.py front")
     points = []
     for number, point in enumerate(stored["points"]):
         numbers = [point.get(name) for name in ("accuracy", "tpf")] if isinstance(point, Mapping) else []

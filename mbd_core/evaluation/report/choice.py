@@ -11,7 +11,7 @@ from mbd_core.decoding.blocks.methods import KEY, SpeedFront, SpeedPoint, pareto
 from mbd_core.evaluation.measures.summary import build_rows
 from mbd_core.evaluation.report.summary import joinable_records, planned_samples, times_of
 from mbd_core.evaluation.sweep.best import BestPoint, By, check_halves, choose_best
-from mbd_core.evaluation.sweep.best_folder import check_best_folder
+from mbd_core.evaluation.sweep.best_folder import FILE, check_best_folder, write_best
 from mbd_core.evaluation.sweep.folder import read_record
 from mbd_core.evaluation.sweep.parts import Shard
 from mbd_core.evaluation.sweep.plan import Sweep
@@ -36,7 +36,7 @@ def check_choice(sweep: Sweep, by: By, *, folders: Mapping[str, Path | None], sh
     if shard.count > 1:
         raise ValueError(
             f"--write-best needs all of a sweep, and --shard {shard} computes a part; join the shards with "
-            "jobs/report_sweep.py --write-best"
+            "jobs/report_sweep.py best"
         )
     if by == "tps" and not timing.problems:
         raise ValueError("--write-best tps needs timed runs, and --timed 0 leaves them out; leave out --timed")
@@ -71,9 +71,15 @@ def best_points(folders: Sequence[Path], models: Sequence[str], by: By) -> list[
     planned, samples = planned_samples(joinable_records(folders)), load_samples(folders)
     there = sum(map(len, samples.values()))
     if there < planned:
-        raise ValueError(f"--write-best needs a finished sweep, and {there} of {planned} samples are there")
+        raise ValueError(f"a best configuration needs a finished sweep, and {there} of {planned} samples are there")
     times = times_of(folders, build_rows(samples))
     return [choose_best(samples, times, model=model, by=by) for model in models]
+
+
+def written_best(folder: Path, point: BestPoint) -> str:
+    """Write a chosen configuration into its model's folder; what was chosen, and where it is."""
+    write_best(folder, point)
+    return f"\n{point.text}\nIt is the default of {folder / FILE}"
 
 
 # From a sweep's report to a model's front of accuracy against speed, in its `generation_config.json`.

@@ -1,36 +1,27 @@
-"""Configurations and models compared on the same problems: paired gaps, answers only one has right, seeds.
+"""Configurations and models compared on the same problems: paired differences, and answers that only one has right.
 
 Two accuracies on the same problems are not independent, so their own intervals say too little of their difference:
 both are right on the easy problems and wrong on the hard ones. Drawing problems, with both answers, keeps that.
 """
 
-import itertools
 import json
-import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mbd_core.evaluation.measures.rates import GradedSample
-from mbd_core.evaluation.measures.statistics import (
-    Interval,
-    mean_and_stderr,
-    mean_interval,
-    sign_test,
-    wins_and_losses,
-)
+from mbd_core.evaluation.measures.statistics import Interval, mean_interval, sign_test, wins_and_losses
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
-from mbd_core.evaluation.report.sections import one_line, table_line
-from mbd_core.evaluation.sweep.folder import read_report, read_samples
-from mbd_core.tasks import gsm_mini
+from mbd_core.evaluation.report.metrics import SUBJECT
+from mbd_core.evaluation.sweep.folder import read_samples
+from mbd_core.tables import Table
 
 # How far a configuration's accuracy lies from its task's baseline, problem by problem: the paired bootstrap.
 
-HEADS = ("Model", "Method", "Task", "Config", "Problems", "Only it", "Only the baseline", "Difference [95 %]", "p")
+HEADS = (*SUBJECT, "Problems", "Only it", "Only the baseline", "Difference [95 %]", "p")
 DEFINITIONS = (
     "Difference: accuracy minus that of the task's baseline on the same problems, in percentage points, with "
     "percentiles of 2,000 draws of problems (paired bootstrap), all seeds of a problem together. A single problem "
@@ -113,28 +104,32 @@ def _gap(baseline: ReportKey, base: Answers, own: Answers) -> AccuracyGap | None
     )
 
 
-def gap_lines(
+def gap_table(
     gaps: Mapping[ReportKey, AccuracyGap], labels: Mapping[str, str], varied: Mapping[ReportKey, str]
-) -> list[str]:
-    """The section of the report, empty without gaps; `varied` has the settings in which configurations differ."""
-    if not gaps:
-        return []
-    lines = ["## Differences in accuracy", "", DEFINITIONS, ""]
+) -> Table:
+    """The differences; `varied` has the settings in which configurations differ."""
     baselines = {labels[gap.baseline.task]: gap.baseline for gap in gaps.values()}
-    lines += [
-        one_line(f"- {label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}")
-        for label, key in baselines.items()
-    ]
-    lines += ["", "| " + " | ".join(HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(HEADS) - 4)]
-    for key, gap in gaps.items():
-        cells = [
-            *(key.model, key.method, labels[key.task], varied[key] or "-"),
-            *(str(count) for count in (gap.num_problems, gap.only_it, gap.only_base)),
-            f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
-            f"{gap.p_value:.3f}",
-        ]
-        lines.append(table_line(cells))
-    return [*lines, ""]
+    return Table(
+        title="Differences in accuracy",
+        lead=(
+            DEFINITIONS,
+            [
+                f"{label}: {', '.join(filter(None, (key.model, key.method, varied[key])))}"
+                for label, key in baselines.items()
+            ],
+        ),
+        columns=HEADS,
+        numeric=range(4, len(HEADS)),
+        rows=[
+            [
+                *(key.model, key.method, labels[key.task], varied[key] or None),
+                *(gap.num_problems, gap.only_it, gap.only_base),
+                f"{gap.difference:+.2f}" + ("" if gap.low is None else f" [{gap.low:+.2f}, {gap.high:+.2f}]"),
+                f"{gap.p_value:.3f}",
+            ]
+            for key, gap in gaps.items()
+        ],
+    )
 
 
 # Two models on the same problems: how often only one of them is right, and how their tokens per forward differ.
@@ -235,98 +230,3 @@ def pair_answers(first: SharedProblems, second: SharedProblems) -> PairedAnswers
 
 def _difference(differences: Sequence[tuple[str, float]]) -> Interval:
     return mean_interval(np.array([value for _, value in differences]), [problem for problem, _ in differences])
-
-
-# gsm-mini test problems whose arithmetic chain occurs in training, and the accuracy with and without them.
-#
-# A chain is the sequence of an answer's equations, without the words around them.
-
-Chain = tuple[str, ...]
-
-EQUATION = re.compile(r"\d+ [-+*] \d+ = \d+")
-
-
-def chain(answer: str) -> Chain:
-    """The equations of a worked answer."""
-    return tuple(EQUATION.findall(answer))
-
-
-def training_chains(streams: Collection[tuple[int, int]]) -> set[Chain]:
-    """The chains of all training problems, which are generated again: `streams` are (seed, number of problems)."""
-    return {
-        chain(row["answer"])
-        for seed, num_problems in streams
-        for row in itertools.islice(gsm_mini.generate(split="train", seed=seed), num_problems)
-    }
-
-
-def overlap_table(folders: Sequence[Path], training: Collection[Chain]) -> str:
-    """Accuracy by model, method, threshold and whether the chain is in `training`, as Markdown.
-
-    `folders` are sweeps on gsm-mini's test split, whose problems are generated again.
-    """
-    correct: dict[tuple[str, str, float, bool], list[bool]] = defaultdict(list)
-    for folder in folders:
-        settings = read_report(folder)["settings"]
-        problems = itertools.islice(
-            gsm_mini.generate(split="test", seed=settings["seed"]), settings["tasks"]["gsm-mini"]["n"]
-        )
-        is_known = {row["question"]: chain(row["answer"]) in training for row in problems}
-        for row in read_samples(folder):
-            if row["task"] == "gsm-mini":
-                tau_m2t = json.loads(row["config"])["tau_m2t"]
-                correct[row["model"], row["method"], tau_m2t, is_known[row["prompt"]]].append(row["correct"])
-    lines = ["| model | method | tau_m2t | chain | n | Acc (%) |", "|---|---|---|---|---|---|"]
-    for (model, method, tau_m2t, known), values in sorted(correct.items()):
-        name = "in training" if known else "unseen"
-        accuracy = 100 * sum(values) / len(values)
-        lines.append(table_line([model, method, tau_m2t, name, len(values), f"{accuracy:.2f}"]))
-    return "\n".join(lines)
-
-
-# One table of several sweeps that differ only in their seed: mean and standard error over the seeds.
-
-RowKey = tuple[str, str, str, str]
-
-
-def seed_table(folders: Sequence[Path]) -> str:
-    """The table as Markdown. `ValueError` if there are fewer than two sweeps, or a row is not in all of them."""
-    if len(folders) < 2:
-        raise ValueError("a standard error over seeds needs at least two sweeps")
-    by_key: dict[RowKey, list[dict[str, Any]]] = defaultdict(list)
-    for folder in folders:
-        for key, row in load_rows(folder).items():
-            by_key[key].append(row)
-    lines = ["| model | method | task | config | n | Acc (%) | TPF | NFE |", "|---|---|---|---|---|---|---|---|"]
-    for (model, method, task, config), rows in by_key.items():
-        if len(rows) != len(folders):
-            raise ValueError(f"{model} {method} {task} {config} is in {len(rows)} of {len(folders)} sweeps")
-        num_problems = sum(row["n"] for row in rows)
-        means = [_mean_text([row[name] for row in rows]) for name in ("accuracy", "tpf", "nfe")]
-        lines.append(table_line([model, method, task, config, num_problems, *means]))
-    return "\n".join(lines)
-
-
-def load_rows(folder: Path) -> dict[RowKey, dict[str, Any]]:
-    """A report's rows by model, method, task and the settings in which its configurations differ."""
-    rows = read_report(folder)["rows"]
-    fields = dict.fromkeys(name for row in rows for name in row["config"])
-    varied = [name for name in fields if len({str(row["config"].get(name)) for row in rows}) > 1]
-    return {
-        (
-            row["model"],
-            row["method"],
-            row["task"],
-            ", ".join(f"{name}={row['config'].get(name)}" for name in varied),
-        ): row
-        for row in rows
-    }
-
-
-def _mean_text(values: Sequence[float | None]) -> str:
-    """A dash for what an endpoint did not say."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return "-"
-    mean, stderr = mean_and_stderr(known)
-    return f"{mean:.2f} ± {stderr:.2f}"

@@ -4,24 +4,25 @@ Which samples are wrong is read of all rows; prompts, texts and decodings only o
 neither the page nor the memory that it takes grows with the sweep.
 """
 
-import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow.parquet as pq
+from jinja2 import Environment
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mbd_core.decoding.blocks.methods import SpeedPoint, pareto_points
 from mbd_core.evaluation.measures.summary import ReportKey, ReportRow
-from mbd_core.evaluation.report.paper_tables import NOT_PRINTED
-from mbd_core.evaluation.report.sections import markdown_sections
+from mbd_core.evaluation.report.metrics import ACCURACY, NFE, TPF
+from mbd_core.evaluation.report.tables import SETTINGS
 from mbd_core.evaluation.sweep.folder import part_files, read_record
 from mbd_core.evaluation.sweep.parts import COUNTS, REPLAY
+from mbd_core.tables import Table, anchor, cell_text, script_json
 
 # The samples that a report's page shows: a bounded choice, the same for the same rows, made without reading the rest.
 
@@ -35,11 +36,6 @@ GRADE = ("finish_reason", "error", "correct", "reason", "detail", "strict", "fle
 FLAGS = ("strict_correct", "flexible_correct", "base_correct", "plus_correct")
 ANSWER = ("text", *GRADE, *FLAGS, *COUNTS, "seconds", *(f.name for f in REPLAY))
 SHOWN = ("sample", "problem_id", "seed", "reference", *ANSWER)
-
-
-def page_json(value: Any) -> str:
-    """The value as JSON that can neither end a script element nor begin a comment in it: only `<` can."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ def _texts(places: Sequence[Place]) -> dict[tuple[Path, int], tuple[str, str]]:
     for place in places:
         by_path.setdefault(place.path, []).append(place.index)
     return {
-        (path, index): (page_json(_prompt(row)), page_json(_shown(row)))
+        (path, index): (script_json(_prompt(row)), script_json(_shown(row)))
         for path, indices in by_path.items()
         for index, row in zip(indices, _rows(path, indices), strict=True)
     }
@@ -172,41 +168,71 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-# A report as one HTML page that needs nothing but itself: the tables of `report.md`, accuracy over TPF, and samples.
-#
-# The page is `page.html` with data inserted; it opens from file:// and loads nothing. All texts reach it as
+# The page is `page.html`, a Jinja template. It opens from file:// and loads nothing. Texts are escaped, or reach it as
 # JSON and become text nodes, so that nothing of a prompt or an answer is markup.
 
 TEMPLATE = Path(__file__).with_name("page.html")
-SETTINGS = "What was run"  # the section whose content is `settings`, which are no Markdown on the page
+LONG = 48  # characters of a cell for which its column is wide
 
 
 def render_page(
-    markdown: str,
+    tables: Sequence[Table],
     rows: Sequence[ReportRow],
     shown: ShownSamples,
     *,
     labels: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> bytes:
-    """The page. `markdown` is the report as Markdown, `labels` maps task names to their heads."""
+    """The page. `labels` maps task names to their heads."""
     models = list(dict.fromkeys(row.key.model for row in rows))
-    title = f"Evaluation sweep: {', '.join(models)} on {', '.join(labels.values())}"
     front = {key for task in labels for key in front_of([row for row in rows if row.key.task == task])}
     data = {
-        "title": title,
-        "sections": [asdict(section) for section in markdown_sections(markdown) if section.heading != SETTINGS],
         "configurations": [_configuration(row, labels[row.key.task], on_front=row.key in front) for row in rows],
         "tasks": list(labels.values()),
-        "settings": settings,
-        "note": shown.note,
-        "folded": NOT_PRINTED,
+        "axes": {metric.field: metric.axis for metric in (ACCURACY, TPF, NFE)},
     }
     samples = ",".join(f"[{','.join(shown.samples.get(row.key, ()))}]" for row in rows)
-    body = page_json(data).removesuffix("}") + f',"prompts":[{",".join(shown.prompts)}],"samples":[{samples}]}}'
-    values = {"__TITLE__": html.escape(title), "__DATA__": body}
-    parts = re.split("(__TITLE__|__DATA__)", TEMPLATE.read_text(encoding="utf-8"))
-    return "".join(values.get(part, part) for part in parts).encode()
+    body = script_json(data).removesuffix("}") + f',"prompts":[{",".join(shown.prompts)}],"samples":[{samples}]}}'
+    first, *others = _sections([table for table in tables if table.title != SETTINGS])
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "anchor": anchor,
+        "cell_text": cell_text,
+        "cell_parts": lambda cell: re.split(r" (?=\[)", cell_text(cell)),
+        "column_class": _column_class,
+    }
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"Evaluation sweep: {', '.join(models)} on {', '.join(labels.values())}",
+        sections=[first, *others],
+        contents=[
+            ("results", "Results"),
+            ("curves", "Accuracy over tokens per forward"),
+            *((section[0].anchor, section[0].title) for section in others),
+            ("samples", "Samples"),
+            ("settings", SETTINGS),
+        ],
+        settings=settings,
+        note=shown.note,
+        data=body,
+    )
+    return page.encode()
+
+
+def _sections(tables: Sequence[Table]) -> list[list[Table]]:
+    """The tables by the headings of the first two levels."""
+    sections: list[list[Table]] = []
+    for table in tables:
+        if table.title and table.level <= 2:
+            sections.append([])
+        sections[-1].append(table)
+    return sections
+
+
+def _column_class(table: Table, column: int) -> str:
+    if column in table.numeric:
+        return "number"
+    is_long = any(len(cell_text(row[column])) > LONG for row in table.rows if not table.is_group(row))
+    return "long" if is_long else ""
 
 
 def front_of(rows: Sequence[ReportRow]) -> list[ReportKey]:
@@ -268,8 +294,8 @@ def draw_plot(rows: Sequence[ReportRow], path: Path | BinaryIO, *, labels: Mappi
                 label=f"{model}, {method}",
             )
         panel.set_title(f"{label} (n={next(r.summary.n for r in rows if r.key.task == task)})")
-        panel.set_xlabel("tokens per forward (TPF)")
-        panel.set_ylabel("accuracy (%)")
+        panel.set_xlabel(TPF.axis)
+        panel.set_ylabel(ACCURACY.axis)
         low, high = panel.get_ylim()
         panel.set_ylim(max(low, -2.0), min(max(high, 5.0), 102.0))
         panel.grid(alpha=0.3)

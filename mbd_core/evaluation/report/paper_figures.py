@@ -15,11 +15,10 @@ mean of its four is 2.02.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, Family, Fields
-
-Quantity = Literal["accuracy", "tpf", "nfe", "tokens", "aup", "tps", "decode_tps", "forward_ms", "latency"]
+from mbd_core.evaluation.report.metrics import Quantity
 
 # A paper's name for a model -> the names of folders that hold it: as the paper prints it, and as it was released. Of
 # the MBD-* models, LLaDA2-Mini-DMax and the ablations of Tables 2b and 4 no release is known to be the paper's.

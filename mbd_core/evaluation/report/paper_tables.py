@@ -11,8 +11,10 @@ from typing import Any, Literal
 from mbd_core.decoding.blocks.methods import Fields
 from mbd_core.evaluation.measures.statistics import Z_95, Interval, mean, spread_of_mean
 from mbd_core.evaluation.measures.summary import AupMean, AupRow, ReportKey, ReportRow
+from mbd_core.evaluation.report.metrics import METRICS
 from mbd_core.evaluation.report.paper_figures import MODELS, PAPER_TABLES, Figure, PaperRow, PaperTable
 from mbd_core.evaluation.sweep.timed_runs import Speed
+from mbd_core.tables import Cell, Table
 
 Verdict = Literal["inside", "outside", "not judged"]
 
@@ -180,60 +182,57 @@ def _value(figure: Figure, row: ReportRow, own: Own) -> tuple[float, float | Non
     if quantity == "accuracy":
         return s.accuracy, s.accuracy_low, s.accuracy_high
     if quantity in ("tpf", "nfe", "tokens"):
-        value, stderr = getattr(s, quantity), getattr(s, f"{quantity}_stderr")
+        value = METRICS[quantity].of(s)
         if value is None:
             return None
-        error = Z_95 * stderr
+        error = Z_95 * getattr(s, f"{quantity}_stderr")
         return value, value - error, value + error
     if quantity == "aup":
         key = (row.key.model, row.key.method, row.key.task)
         aup = next((one for one in own.aups if (one.model, one.method, one.task) == key), None)
         return None if aup is None else (aup.d3llm.value, None, None)  # its interval is no sum: `Own.aup_interval`
     speed = own.times.get(row.key)
-    if speed is None:
-        return None
-    measured = {
-        "tps": speed.tps_batch_1,
-        "decode_tps": speed.decode_tps_batch_1,
-        "forward_ms": speed.forward_ms_batch_1,
-        "latency": speed.latency_alone_p50,
-    }[quantity]
+    measured = None if speed is None else METRICS[quantity].of(speed)
     return None if measured is None else (measured, None, None)
 
 
-# -- as Markdown and JSON -------------------------------------------------------------------------------------------
+# -- as tables and JSON ---------------------------------------------------------------------------------------------
 
 
-def paper_lines(tables: Sequence[BesideTable], *, recipe: str) -> list[str]:
-    """The section of the report: the tables, and what those that are missing would have needed."""
-    lines = ["", "## Beside the papers", ""]
-    if tables:
-        lines += [f"Asked here: {recipe}. {NOTE}", ""]
-    for found in tables:
-        judged = [one.verdict for row in found.rows for one in row.ours if one and one.verdict != "not judged"]
+def paper_section(besides: Sequence[BesideTable], *, recipe: str) -> list[Table]:
+    """The section of the report: the tables, and what those that are missing need."""
+    tables = [Table(title="Beside the papers", lead=[f"Asked here: {recipe}. {NOTE}"] if besides else [])]
+    for beside in besides:
+        judged = [one.verdict for row in beside.rows for one in row.ours if one and one.verdict != "not judged"]
         inside = f"{judged.count('inside')} of {len(judged)} printed figures are inside our 95 % intervals"
         inside = inside if judged else "no figure here is judged"
-        asked = " or ".join(found.table.recipes)
-        lines += [f"### {found.table.title}", "", f"Asked there as by --recipe {asked}; {inside}.", ""]
-        lines += ["| Row | Of | " + " | ".join(found.table.heads) + " |"]
-        lines += ["|---|---|" + "---:|" * len(found.table.heads)]
-        for group in dict.fromkeys(row.group for row in found.rows):
-            lines.append(f"| *{group}* |" + " |" * (1 + len(found.table.heads)))
-            lines += [line for row in found.rows if row.group == group for line in _row_lines(row)]
-        lines.append("")
-    missing = [table for table in PAPER_TABLES if all(found.table is not table for found in tables)]
+        asked = " or ".join(beside.table.recipes)
+        heads = beside.table.heads
+        rows: list[Sequence[Cell]] = []
+        for group in dict.fromkeys(row.group for row in beside.rows):
+            rows.append([group])
+            rows += [cells for row in beside.rows if row.group == group for cells in _row_cells(row)]
+        tables.append(
+            Table(
+                title=beside.table.title,
+                level=3,
+                lead=(f"Asked there as by --recipe {asked}; {inside}.",),
+                columns=("Row", "Of", *heads),
+                numeric=range(2, 2 + len(heads)),
+                rows=rows,
+            )
+        )
+    missing = [table for table in PAPER_TABLES if all(beside.table is not table for beside in besides)]
     if missing:
-        lines += [NOT_PRINTED, ""]
-        lines += [f"- {needed(table)}" for table in missing]
-    return lines
+        tables.append(Table(lead=(NOT_PRINTED, [needed(table) for table in missing]), folded=True))
+    return tables
 
 
-def _row_lines(row: BesideRow) -> list[str]:
+def _row_cells(row: BesideRow) -> list[list[str | None]]:
     """The printed figures, ours below them, and the differences."""
-    ours = ["-" if one is None else _number_text(one) for one in row.ours]
-    differences = ["-" if one is None else f"{one.ours - one.printed:+.2f}, {one.verdict}" for one in row.ours]
-    sides = (("the paper", row.printed), ("ours", ours), ("difference", differences))
-    return [f"| {row.name} | {side} | " + " | ".join(cells) + " |" for side, cells in sides]
+    ours = [None if one is None else _number_text(one) for one in row.ours]
+    differences = [None if one is None else f"{one.ours - one.printed:+.2f}, {one.verdict}" for one in row.ours]
+    return [[row.name, "the paper", *row.printed], [row.name, "ours", *ours], [row.name, "difference", *differences]]
 
 
 def _number_text(one: Beside) -> str:

@@ -23,11 +23,20 @@ from mbd_core.evaluation.measures.summary import (
     token_efficiency,
     with_intervals,
 )
-from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps
-from mbd_core.evaluation.report.markdown import render_markdown
+from mbd_core.evaluation.report.comparisons import AccuracyGap, accuracy_gaps, gap_table
+from mbd_core.evaluation.report.metrics import metric_table
 from mbd_core.evaluation.report.page import ShownSamples, choose_samples, draw_plot, render_page
-from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_lines
-from mbd_core.evaluation.report.tables import EndpointSeconds, SpeedGain, endpoint_seconds, seconds_lines, speed_gains
+from mbd_core.evaluation.report.paper_tables import Own, beside_tables, paper_content, paper_section
+from mbd_core.evaluation.report.speeds import (
+    EndpointSeconds,
+    endpoint_seconds,
+    gain_table,
+    key_of,
+    seconds_table,
+    speed_gains,
+    speed_table,
+)
+from mbd_core.evaluation.report.tables import aup_table, best_table, configuration_table, rule_table, settings_table
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
 from mbd_core.evaluation.sweep.folder import SweepFolder, isolations, read_record, read_times
@@ -36,6 +45,7 @@ from mbd_core.evaluation.sweep.record import SweepRecord
 from mbd_core.evaluation.sweep.samples import load_samples
 from mbd_core.evaluation.sweep.timed_runs import Speed, speeds
 from mbd_core.evaluation.sweep.timing import config_of
+from mbd_core.tables import Table, markdown
 
 # The files of a report: Markdown, JSON, a page and the plot, as bytes that depend on the rows and settings alone.
 
@@ -80,20 +90,25 @@ def report_files(
         "differences": [_gap_content(key, gap) for key, gap in gaps.items()],
         "settings": settings,
         "times": [
-            {**asdict(speed), "config": json.loads(speed.config), "gain": _gain(speed, gains)} for speed in times
+            {
+                **asdict(speed),
+                "config": json.loads(speed.config),
+                "gain": asdict(gains[key_of(speed)]) if key_of(speed) in gains else None,
+            }
+            for speed in times
         ],
         "papers": paper_content(papers),
         **({"endpoint_seconds": [asdict(one) for one in seconds]} if seconds else {}),
     }
     plot = io.BytesIO()
     draw_plot(rows, plot, labels=labels)
-    text = render_markdown(rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps)
-    text += "".join(f"{line}\n" for line in seconds_lines(seconds, labels))
-    text += "\n".join([*paper_lines(papers, recipe=_recipes(settings)), ""])
+    tables = report_tables(
+        rows, aups, times, labels=labels, settings=settings, aup_means=aup_means, gaps=gaps, seconds=seconds
+    )
     return {
         "plot.png": plot.getvalue(),
-        "report.md": text.encode(),
-        "report.html": render_page(text, rows, shown, labels=labels, settings=settings),
+        "report.md": markdown(tables).encode(),
+        "report.html": render_page(tables, rows, shown, labels=labels, settings=settings),
         "report.json": (json.dumps(content, indent=2, allow_nan=False) + "\n").encode(),
     }
 
@@ -110,14 +125,40 @@ def _aup_content(aup: AupRow | AupMean) -> dict[str, Any]:
     return content
 
 
+def report_tables(
+    rows: Sequence[ReportRow],
+    aups: Sequence[AupRow],
+    times: Sequence[Speed],
+    *,
+    labels: Mapping[str, str],
+    settings: Mapping[str, Any],
+    aup_means: Sequence[AupMean] = (),
+    gaps: Mapping[ReportKey, AccuracyGap] | None = None,
+    seconds: Sequence[EndpointSeconds] = (),
+) -> list[Table]:
+    """The report as tables, in their order."""
+    varied = {row.key: row.varied for row in rows}
+    gains = speed_gains(times, rows)
+    papers = beside_tables(Own.of(rows, aups, times, aup_means))
+    tables = [
+        best_table(rows, aup_means, labels, title="Evaluation sweep"),
+        configuration_table(rows, labels),
+        rule_table(rows, labels),
+        aup_table(aups, labels),
+        gap_table(gaps, labels, varied) if gaps else None,
+        metric_table(),
+        settings_table(settings),
+        speed_table(times, labels, varied) if times else None,
+        gain_table(gains, labels, varied) if gains else None,
+        seconds_table(seconds, labels) if seconds else None,
+        *paper_section(papers, recipe=_recipes(settings)),
+    ]
+    return [table for table in tables if table is not None]
+
+
 def _gap_content(key: ReportKey, gap: AccuracyGap) -> dict[str, Any]:
     subject, base = ({**asdict(one), "config": json.loads(one.config)} for one in (key, gap.baseline))
     return {**subject, **asdict(gap), "baseline": base}
-
-
-def _gain(speed: Speed, gains: Mapping[ReportKey, SpeedGain]) -> dict[str, Any] | None:
-    gain = gains.get(ReportKey(speed.model, speed.method, speed.task, speed.config))
-    return None if gain is None else asdict(gain)
 
 
 def _recipes(settings: Mapping[str, Any]) -> str:
@@ -193,16 +234,15 @@ def times_of(folders: Sequence[Path], rows: Sequence[ReportRow]) -> list[Speed]:
         for row in read_times(folder)
         if known.setdefault(config_of(row), number) == number
     ]
-    order = {(row.key.model, row.key.method, row.key.task, row.key.config): n for n, row in enumerate(rows)}
-    found = {(speed.model, speed.method, speed.task, speed.config): speed for speed in speeds(timed)}
-    return [found[key] for key in sorted(found.keys() & order.keys(), key=lambda key: order[key])]
+    by_key = {key_of(speed): speed for speed in speeds(timed)}
+    return [by_key[row.key] for row in rows if row.key in by_key]
 
 
 def _untimed(rows: Sequence[ReportRow], times: Sequence[Speed], records: Sequence[SweepRecord]) -> list[str]:
     """The configurations without a time: it failed, has not come yet, or the model can serve none of the requests.
     Those of endpoints are never timed."""
     asked = {name for record in records for name, digest in record.plan["models"].items() if is_endpoint(digest)}
-    timed = {ReportKey(speed.model, speed.method, speed.task, speed.config) for speed in times}
+    timed = {key_of(speed) for speed in times}
     return [
         f"{row.key.model}, {row.key.method} on {row.key.task}: {row.varied or 'the only one'}"
         for row in rows

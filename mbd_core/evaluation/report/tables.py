@@ -1,24 +1,122 @@
-"""The smaller tables of a report: accuracies by rule, speeds, the gain that TPF predicts, an endpoint's seconds.
+"""The tables of a sweep's numbers: the layout of the paper's Table 1, every configuration, rules, and both AUPs."""
 
-TPS = TPF / T_step, so a configuration with `tpf_gain` times the tokens a forward and `latency_cost` times the seconds
-a forward is to have `tpf_gain / latency_cost` times the TPS. That holds for the decode TPS by definition; what is
-measured here is a whole request's, with its prompt and what the engine does between forwards, which can miss it.
-"""
-
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mbd_core.evaluation.measures.rates import RULES
-from mbd_core.evaluation.measures.statistics import percentile
-from mbd_core.evaluation.measures.summary import ReportKey, ReportRow, best_row
-from mbd_core.evaluation.report.sections import one_line, table_line
-from mbd_core.evaluation.sweep.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.folder import read_record, read_samples
-from mbd_core.evaluation.sweep.timed_runs import Speed
+from mbd_core.evaluation.measures.aup import AupPoint
+from mbd_core.evaluation.measures.rates import RULES, Summary
+from mbd_core.evaluation.measures.statistics import NUM_DRAWS, mean, spread_of_mean
+from mbd_core.evaluation.measures.summary import (
+    AupMean,
+    AupRow,
+    ReportRow,
+    best_row,
+    token_efficiency,
+)
+from mbd_core.evaluation.report.metrics import ACCURACY, METRICS, NFE, SUBJECT, TPF
+from mbd_core.tables import Cell, Table
 
-# The table of accuracies by each rule that judged the samples: strict and flexible, base and plus.
+SETTINGS = "What was run"
+
+# The table of each method's best configuration.
+
+BEST_NOTE = (
+    "Each row is a model and method, with its most accurate configuration on each task (on ties that of the higher "
+    "TPF). The choice was made on these samples, so with many configurations the accuracies are biased upwards."
+)
+
+
+def best_table(
+    rows: Sequence[ReportRow], aup_means: Sequence[AupMean], labels: Mapping[str, str], *, title: str
+) -> Table:
+    """The layout of the paper's Table 1, with averages where there are several tasks; the configurations below it."""
+    areas = (METRICS["aup_eq41"], METRICS["aup"])
+    of_tasks = [*labels.values(), *(["Average"] if len(labels) > 1 else [])]
+    heads = [f"{label} {metric.arrow}" for label in of_tasks for metric in (ACCURACY, TPF)]
+    heads += [f"{metric.name} [95 %] {metric.better}" for metric in areas]
+    table_rows: list[Sequence[Cell]] = []
+    configurations: list[str] = []
+    for model, block_size in dict.fromkeys((row.key.model, row.config.get("block_size")) for row in rows):
+        blocks = "an endpoint" if block_size is None else f"blksz={block_size}"
+        table_rows.append([f"{model} ({blocks})"])
+        for method in dict.fromkeys(row.key.method for row in rows if row.key.model == model):
+            best = {
+                task: best_row(of_task)
+                for task in labels
+                if (of_task := [row for row in rows if _subject(row) == (model, method, task)])
+            }
+            cells = [cell for task in labels for cell in _pair(best.get(task))]
+            if len(labels) > 1:
+                summaries = [row.summary for row in best.values()]
+                cells += [_mean_accuracy_text(summaries), _mean_tpf_text(summaries)]
+            aup = next((one for one in aup_means if (one.model, one.method) == (model, method)), None)
+            cells += [None, None] if aup is None else [aup.eq41.text(), aup.d3llm.text()]
+            table_rows.append([method, *cells])
+            varied = "; ".join(f"{labels[task]}: {row.varied or 'the only one'}" for task, row in best.items())
+            configurations.append(f"{model}, {method}: {varied}")
+    return Table(
+        title=title,
+        level=1,
+        lead=(BEST_NOTE,),
+        see="What the numbers are",
+        columns=("Model", *heads),
+        numeric=range(1, 1 + len(heads)),
+        rows=table_rows,
+        notes=("Configuration of each table row:", configurations),
+    )
+
+
+def _subject(row: ReportRow) -> tuple[str, str, str]:
+    return (row.key.model, row.key.method, row.key.task)
+
+
+def _pair(row: ReportRow | None) -> tuple[str | None, str | None]:
+    """Accuracy and TPF; `None` where the method has no sample of the task, as in a shard."""
+    return (None, None) if row is None else (accuracy_text(row.summary), TPF.text(row.summary.tpf))
+
+
+def _mean_tpf_text(summaries: Sequence[Summary]) -> str:
+    """The mean; a dash where there is nothing, or something is not known."""
+    known = [s.tpf for s in summaries if s.tpf is not None]
+    return TPF.text(mean(known) if known and len(known) == len(summaries) else None)
+
+
+def _mean_accuracy_text(summaries: Sequence[Summary]) -> str:
+    """The mean accuracy; its interval combines those of the tasks, as of independent numbers."""
+    center = mean([s.accuracy for s in summaries])
+    below = spread_of_mean([s.accuracy - s.accuracy_low for s in summaries])
+    above = spread_of_mean([s.accuracy_high - s.accuracy for s in summaries])
+    return f"{center:.2f} [{center - below:.1f}, {center + above:.1f}]"
+
+
+def accuracy_text(summary: Summary) -> str:
+    """The accuracy with its interval."""
+    return f"{summary.accuracy:.2f} [{summary.accuracy_low:.1f}, {summary.accuracy_high:.1f}]"
+
+
+# Every configuration, and its accuracy by each rule that judged its samples.
+
+
+def configuration_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table:
+    sums, efficiency, cut, errors = (METRICS[name] for name in ("tpf_sums", "token_efficiency", "cut", "errors"))
+    heads = ("n", f"{ACCURACY.name} [95 %]", f"{TPF.name} ± se")
+    return Table(
+        title="Every configuration",
+        columns=(*SUBJECT, *heads, *(metric.name for metric in (sums, efficiency, NFE, cut, errors))),
+        numeric=range(4, 12),
+        rows=[
+            (
+                *(row.key.model, row.key.method, labels[row.key.task], row.varied or None, s.n, accuracy_text(s)),
+                *(f"{TPF.text(s.tpf)} ± {TPF.text(s.tpf_stderr)}", sums.text(s.tpf_ratio_of_sums)),
+                *(efficiency.text(token_efficiency(row)), NFE.text(s.nfe), s.cut, s.errors),
+            )
+            for row in rows
+            for s in [row.summary]
+        ],
+    )
+
 
 RULE_DEFINITIONS = (
     "Percent right with the 95 % Wilson interval; a dash where the rule is none of the task's, or judged nothing. "
@@ -29,212 +127,87 @@ RULE_DEFINITIONS = (
 )
 
 
-def rule_lines(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> list[str]:
-    """The section; nothing where no rule but the task's own judged a sample."""
+def rule_table(rows: Sequence[ReportRow], labels: Mapping[str, str]) -> Table | None:
+    """Accuracies by rule; `None` where no rule but the task's own judged a sample."""
     judged = [row for row in rows if row.summary.by_rule]
     rules = [rule for rule in RULES if any(rule in row.summary.by_rule for row in judged)]
     if not rules:
-        return []
-    heads = ["Model", "Method", "Task", "Config", "n", *(f"{rule.capitalize()} [95 %]" for rule in rules)]
-    lines = ["## Accuracy by rule", "", f"| {' | '.join(heads)} |", "|---|---|---|---|" + "---:|" * (1 + len(rules))]
-    for row in judged:
-        found = [row.summary.by_rule.get(rule) for rule in rules]
-        accuracies = ["-" if one is None else one.text(bounds=".1f") for one in found]
-        subject = (row.key.model, row.key.method, labels[row.key.task], row.varied or "-", row.summary.n)
-        lines.append(table_line([*subject, *accuracies]))
-    return [*lines, "", RULE_DEFINITIONS, ""]
-
-
-# The table of speeds in a report, with what each column means.
-
-SPEED_HEADS = (
-    "Model",
-    "Method",
-    "Task",
-    "Config",
-    "n alone",
-    "Batch-1 TPS (per request, end to end, tok/s)",
-    "Batch-1 decode TPS (its forwards alone, tok/s)",
-    "Batch-1 forward (ms)",
-    "Latency alone p50 / p90 (s)",
-    "n together",
-    "Throughput (aggregate of all requests, tok/s)",
-    "Latency together p50 / p90 / p99 (s)",
-)
-SPEED_DEFINITIONS = (
-    "Measured on the machine named above, each configuration by itself in an engine of its own buffer size that runs "
-    "nothing else, warmed up with the same requests, without a prefix cache. No number above this section differs "
-    "from run to run. A request's seconds run from the moment when the engine is given its tokens to the moment when "
-    "it gives the whole answer back, prompt included, tokenizer and network not. Batch-1 TPS: useful tokens / these "
-    "seconds, one request at a time. Batch-1 decode TPS: useful tokens / seconds of the forwards that NFE counts (TPF "
-    "/ step time). Throughput: useful tokens of all requests / seconds from the first's beginning to the last's end, "
-    "with {together} requests under way as long as there are as many. Latency: nearest-rank percentiles of these "
-    "seconds; a dash where too few requests were timed."
-)
-
-
-def speed_lines(times: Sequence[Speed], labels: Mapping[str, str], varied: Mapping[ReportKey, str]) -> list[str]:
-    """The section; `varied` has the settings in which a method's configurations differ."""
-    together = " or ".join(str(count) for count in sorted({speed.concurrency for speed in times}))
-    lines = ["", "## Speed", "", SPEED_DEFINITIONS.format(together=together), ""]
-    lines += ["| " + " | ".join(SPEED_HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(SPEED_HEADS) - 4)]
-    for s in times:
-        cells = [
-            *(s.model, s.method, labels[s.task], varied[ReportKey(s.model, s.method, s.task, s.config)] or "-"),
-            *(str(s.num_alone), f"{s.tps_batch_1:.1f}", f"{s.decode_tps_batch_1:.1f}", f"{s.forward_ms_batch_1:.2f}"),
-            _seconds(s.latency_alone_p50, s.latency_alone_p90),
-            *(str(s.num_together), f"{s.throughput:.1f}"),
-            _seconds(s.latency_together_p50, s.latency_together_p90, s.latency_together_p99),
-        ]
-        lines.append(table_line(cells))
-    return lines
-
-
-def _seconds(*values: float | None) -> str:
-    return " / ".join("-" if value is None else f"{value:.3f}" for value in values)
-
-
-# The gain in TPS that tokens per forward and the time of a forward predict, beside the measured one (MBD-LMs, 4.5).
-
-GAIN_HEADS = (
-    *("Model", "Method", "Task", "Config", "TPF gain", "Latency cost"),
-    *("Predicted TPS gain", "Measured TPS gain", "Measured / predicted"),
-)
-GAIN_DEFINITIONS = (
-    "TPF gain: tokens per forward of the requests that were timed one at a time (ratio of sums), against the task's "
-    "baseline. Latency cost: milliseconds of a forward, likewise. Predicted TPS gain: their quotient (MBD-LMs, "
-    "Section 4.5). Measured TPS gain: Batch-1 TPS of the table above, likewise, prompts included. The baseline is the "
-    "most accurate timed configuration of the report's first model and method:"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedGain:
-    """A configuration's speed as multiples of its baseline's, which is a configuration on the same task."""
-
-    baseline: str
-    tpf_gain: float
-    latency_cost: float
-    predicted_tps_gain: float
-    measured_tps_gain: float
-
-
-def speed_gains(times: Sequence[Speed], rows: Sequence[ReportRow]) -> dict[ReportKey, SpeedGain]:
-    """The gain of every timed configuration; none on a task whose baseline gave no token."""
-    timed = {_key(speed): speed for speed in times}
-    gains: dict[ReportKey, SpeedGain] = {}
-    for task in dict.fromkeys(key.task for key in timed):
-        of_task = [row for row in rows if row.key.task == task and row.key in timed]
-        first = [row for row in of_task if _method(row) == _method(of_task[0])]
-        baseline = best_row(first)
-        base = timed[baseline.key]
-        if not base.tps_batch_1:
-            continue
-        name = ", ".join(filter(None, (baseline.key.model, baseline.key.method, baseline.varied)))
-        for row in of_task:
-            speed = timed[row.key]
-            if speed.tps_batch_1:
-                gains[row.key] = _gain(name, speed, base)
-    return gains
-
-
-def _gain(baseline: str, speed: Speed, base: Speed) -> SpeedGain:
-    tpf_gain = speed.tpf_alone / base.tpf_alone
-    latency_cost = speed.forward_ms_batch_1 / base.forward_ms_batch_1
-    return SpeedGain(
-        baseline=baseline,
-        tpf_gain=tpf_gain,
-        latency_cost=latency_cost,
-        predicted_tps_gain=tpf_gain / latency_cost,
-        measured_tps_gain=speed.tps_batch_1 / base.tps_batch_1,
+        return None
+    return Table(
+        title="Accuracy by rule",
+        columns=(*SUBJECT, "n", *(f"{rule.capitalize()} [95 %]" for rule in rules)),
+        numeric=range(4, 5 + len(rules)),
+        rows=[
+            (
+                *(row.key.model, row.key.method, labels[row.key.task], row.varied or None, row.summary.n),
+                *(rate and rate.text(bounds=".1f") for rate in map(row.summary.by_rule.get, rules)),
+            )
+            for row in judged
+        ],
+        notes=(RULE_DEFINITIONS,),
     )
 
 
-def gain_lines(
-    gains: Mapping[ReportKey, SpeedGain], labels: Mapping[str, str], varied: Mapping[ReportKey, str]
-) -> list[str]:
-    """The table, with what its columns mean."""
-    if not gains:
-        return []
-    baselines = {one_line(f"- {labels[key.task]}: {gain.baseline}"): None for key, gain in gains.items()}
-    lines = ["", "### TPS gain, predicted and measured", "", GAIN_DEFINITIONS, "", *baselines, ""]
-    lines += ["| " + " | ".join(GAIN_HEADS) + " |", "|---|---|---|---|" + "---:|" * (len(GAIN_HEADS) - 4)]
-    for key, gain in gains.items():
-        ratio = gain.measured_tps_gain / gain.predicted_tps_gain
-        cells = (gain.tpf_gain, gain.latency_cost, gain.predicted_tps_gain, gain.measured_tps_gain)
-        numbers = [*(f"{value:.2f}x" for value in cells), f"{ratio:.2f}"]
-        lines.append(table_line([key.model, key.method, labels[key.task], varied[key] or "-", *numbers]))
-    return lines
+# Both AUPs of each task, with their points.
+
+AUP_CAPTION = (
+    "y_max, by which d3LLM's AUP weighs an accuracy, is the best accuracy in its pool: all configurations of this "
+    "report on the task. It moves with the pool. The anchor, up to which that area is a rectangle without weight, is "
+    "the first point; no point is added at TPF 1. [95 %]: percentiles of a bootstrap over the task's problems, with "
+    f"{NUM_DRAWS:,} draws, the same for all configurations; points, y_max and what is dropped are those of each draw. "
+    "A single problem has none, and where no answer differs a bootstrap has no width, which is no certainty."
+)
 
 
-def _key(speed: Speed) -> ReportKey:
-    return ReportKey(speed.model, speed.method, speed.task, speed.config)
+def aup_table(aups: Sequence[AupRow], labels: Mapping[str, str]) -> Table:
+    return Table(
+        title="AUP by task, with its points",
+        columns=(*SUBJECT[:3], "Eq. 4.1 [95 %]", "d3LLM [95 %]", "Points (TPF, Acc)", "Dropped by d3LLM"),
+        numeric=(3, 4),
+        rows=[
+            (
+                *(a.model, a.method, labels[a.task], a.eq41.text(), a.d3llm.text()),
+                *(_point_list(a.points), _point_list(a.dropped) or "none"),
+            )
+            for a in aups
+        ],
+        notes=(list(dict.fromkeys(f"{labels[a.task]}: {_y_max_text(a)}" for a in aups)), AUP_CAPTION),
+    )
 
 
-def _method(row: ReportRow) -> tuple[str, str]:
-    return row.key.model, row.key.method
+def _y_max_text(aup: AupRow) -> str:
+    pool = "; ".join(aup.y_max_pool)
+    return f"y_max {aup.y_max:.2f}, of {aup.y_max_of}; its pool (number of configurations): {pool}"
 
 
-# How long endpoints took for a sweep's requests, network and their other load included.
-
-COLUMNS = ("sample", "model", "method", "task", "config", "problem_id", "seconds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndpointSeconds:
-    """Percentiles of the seconds of an endpoint's answers to a task; `None` where there are too few for one."""
-
-    model: str
-    method: str
-    task: str
-    n: int
-    p50: float | None
-    p90: float | None
-    p99: float | None
+def _point_list(points: Iterable[AupPoint]) -> str:
+    return " ".join(f"({p:.2f}, {y:.2f})" for p, y in points)
 
 
-def endpoint_seconds(folders: Sequence[Path]) -> list[EndpointSeconds]:
-    """Of each endpoint, method and task in the sweeps; a folder that is named twice counts once."""
-    rows: list[Mapping[str, Any]] = []
-    for folder in dict.fromkeys(path.resolve() for path in folders):
-        if any(is_endpoint(digest) for digest in read_record(folder).plan["models"].values()):
-            rows += read_samples(folder, columns=COLUMNS)
-    return summarize_seconds(rows)
+# The settings, as items of which nothing is Markdown.
+
+JSON_KEEPS = "\x85\u2028\u2029"  # ends of lines that JSON leaves as they are
+MARKS = f"`<\n\r\v\f\x1c\x1d\x1e{JSON_KEEPS}"
 
 
-def summarize_seconds(rows: Iterable[Mapping[str, Any]]) -> list[EndpointSeconds]:
-    """The percentiles of rows that have seconds."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for row in rows:
-        if row["seconds"] is not None:
-            groups.setdefault((row["model"], row["method"], row["task"]), []).append(row["seconds"])
-    return [
-        EndpointSeconds(
-            model=model,
-            method=method,
-            task=task,
-            n=len(seconds),
-            p50=percentile(seconds, 50),
-            p90=percentile(seconds, 90),
-            p99=percentile(seconds, 99),
-        )
-        for (model, method, task), seconds in groups.items()
-    ]
+def settings_table(settings: Mapping[str, Any]) -> Table:
+    items = [f"{_setting_text(name)}: {_setting_text(value)}" for name, value in settings.items()]
+    return Table(title=SETTINGS, lead=(items,))
 
 
-def seconds_lines(found: Sequence[EndpointSeconds], labels: Mapping[str, str]) -> list[str]:
-    """The section of a report, with what its columns mean."""
-    if not found:
-        return []
-    lines = [
-        "",
-        "## Endpoints",
-        "",
-        "Seconds from a request to its whole answer, --concurrency of them under way: ",
-    ]
-    lines[-1] += "network and the endpoint's other load included, waits for its retries not. Nearest-rank percentiles."
-    lines += ["", "| Model | Method | Task | n | p50 / p90 / p99 (s) |", "|---|---|---|---:|---:|"]
-    for one in found:
-        cells = " / ".join("-" if value is None else f"{value:.3f}" for value in (one.p50, one.p90, one.p99))
-        lines.append(f"| {one.model} | {one.method} | {labels[one.task]} | {one.n} | {cells} |")
-    return lines
+def _setting_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_setting_text(name)} {_setting_text(inner)}" for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_setting_text(inner) for inner in value)
+    text = str(value)
+    return _code_span(text) if any(mark in text for mark in MARKS) else text
+
+
+def _code_span(text: str) -> str:
+    """The text on one line, as JSON, between more backticks than it holds in a row: nothing of it is Markdown."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    content = json.dumps(text, ensure_ascii=False)
+    for mark in JSON_KEEPS:
+        content = content.replace(mark, f"\\u{ord(mark):04x}")
+    return f"{fence} {content} {fence}"

@@ -388,7 +388,7 @@ class _Route:
         if front is None:
             message = (
                 "speed: this model has no measured front; measure one with jobs/eval_sweep.py and put it into the "
-                "model's folder with jobs/speed_front.py, or give decoding"
+                "model's folder with jobs/report_sweep.py front, or give decoding"
             )
             raise ApiError(400, message, param="speed", code="invalid_value")
         return front.at(speed)

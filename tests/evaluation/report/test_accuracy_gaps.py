@@ -10,8 +10,8 @@ from sweep_rows import graded_sample
 from mbd_core.evaluation.measures.rates import GradedSample
 from mbd_core.evaluation.measures.statistics import wilson_interval
 from mbd_core.evaluation.measures.summary import ReportKey, build_rows
-from mbd_core.evaluation.report.comparisons import accuracy_gaps, gap_lines
-from mbd_core.evaluation.report.sections import markdown_sections
+from mbd_core.evaluation.report.comparisons import accuracy_gaps, gap_table
+from mbd_core.evaluation.report.summary import report_tables
 
 
 def answers(right: Sequence[bool], *, first: int = 0) -> list[GradedSample]:
@@ -77,10 +77,8 @@ def test_seeds_of_a_problem_are_paired_and_drawn_together() -> None:
 def test_the_section_names_the_baseline_and_is_left_out_without_differences() -> None:
     samples = {key("base", 0.7): answers([True, False]), key("base", 0.9): answers([True, True])}
     rows = build_rows(samples)
-    lines = gap_lines(accuracy_gaps(rows, samples), {"a": "A"}, {row.key: row.varied for row in rows})
-    (section,) = markdown_sections("\n".join(lines))
-    assert section.blocks[1].items == ["A: base, MBD, tau_m2t=0.9"]
-    table = section.blocks[2].table
-    assert table is not None
-    assert table.rows == [["base", "MBD", "A", "tau_m2t=0.7", "2", "0", "1", "-50.00 [-100.00, +0.00]", "1.000"]]
-    assert gap_lines({}, {"a": "A"}, {}) == []
+    table = gap_table(accuracy_gaps(rows, samples), {"a": "A"}, {row.key: row.varied for row in rows})
+    assert table.lead[1] == ["A: base, MBD, tau_m2t=0.9"]
+    assert table.rows == [["base", "MBD", "A", "tau_m2t=0.7", 2, 0, 1, "-50.00 [-100.00, +0.00]", "1.000"]]
+    without = report_tables(rows, [], [], labels={"a": "A"}, settings={}, gaps={})
+    assert table.title not in {one.title for one in without}

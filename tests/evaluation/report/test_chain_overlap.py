@@ -6,7 +6,8 @@ from pathlib import Path
 
 from written_sweeps import write_rows
 
-from mbd_core.evaluation.report.comparisons import chain, overlap_table, training_chains
+from mbd_core.evaluation.report.across_sweeps import chain, overlap_table, training_chains
+from mbd_core.tables import markdown
 from mbd_core.tasks import gsm_mini
 
 
@@ -35,5 +36,5 @@ def test_the_accuracy_is_split_by_whether_the_chain_was_trained(tmp_path: Path) 
     ]
     write_rows(tmp_path, samples)
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "tasks": {"gsm-mini": {"n": 3}}}}))
-    table = overlap_table([tmp_path], {chain(problems[0]["answer"])}).splitlines()
+    table = markdown([overlap_table([tmp_path], {chain(problems[0]["answer"])})]).splitlines()
     assert table[2:] == ["| m | MBD | 0.9 | unseen | 2 | 50.00 |", "| m | MBD | 0.9 | in training | 1 | 100.00 |"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs import speed_front
+from jobs import report_sweep
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.methods import KEY, read_front
 from mbd_core.evaluation.report.choice import front_of
@@ -40,7 +40,7 @@ def test_the_command_writes_the_front_and_leaves_the_other_fields(
 ) -> None:
     sweep = written(tmp_path, *map(row, MEASURED))
     before = json.loads((folder / "generation_config.json").read_text())
-    assert speed_front.main([sweep, "--folder", str(folder)]) == 0
+    assert report_sweep.main(["front", sweep, "--folder", str(folder)]) == 0
     after = json.loads((folder / "generation_config.json").read_text())
     front = read_front(after, block_size=4)
     assert front is not None
@@ -55,8 +55,8 @@ def test_the_command_writes_the_front_and_leaves_the_other_fields(
     assert [line.split()[0] for line in lines] == ["speed", "0", "0.3333", "1"]
     assert "tau_m2t=0.7" in lines[2] and "buffer_size" not in lines[2]
 
-    assert speed_front.main([sweep, "--folder", str(folder)]) == 2, "a front is not lost"
-    assert speed_front.main([sweep, "--folder", str(folder), "--overwrite"]) == 0
+    assert report_sweep.main(["front", sweep, "--folder", str(folder)]) == 2, "a front is not lost"
+    assert report_sweep.main(["front", sweep, "--folder", str(folder), "--overwrite"]) == 0
 
 
 def test_several_tasks_are_their_means_and_one_configuration_counts_once() -> None:
@@ -85,8 +85,8 @@ def test_what_the_sweep_or_the_model_has_not_is_bad_input(
 ) -> None:
     misfit = row(0.9, model="other", config=asdict(DecodingConfig(block_size=8)))
     sweep = written(tmp_path, row(0.9), misfit)
-    assert speed_front.main([sweep, "--folder", str(folder), *arguments]) == 2
+    assert report_sweep.main(["front", sweep, "--folder", str(folder), *arguments]) == 2
     assert reason in capsys.readouterr().err
     assert KEY not in json.loads((folder / "generation_config.json").read_text())
-    assert speed_front.main([str(tmp_path), "--folder", str(folder)]) == 2
+    assert report_sweep.main(["front", str(tmp_path), "--folder", str(folder)]) == 2
     assert "report.json" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from written_sweeps import write_rows
 
-from jobs.paired_test import main
+from jobs.report_sweep import main
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.report.comparisons import load_answers, pair_answers
 
@@ -89,6 +89,7 @@ def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: p
         sweep(tmp_path / "y", "y", {"a": False, "b": True}),
     ]
     command = [
+        "pairs",
         *map(str, sweeps),
         "--first",
         "x",
@@ -106,4 +107,4 @@ def test_the_command_prints_the_counts_or_one_sentence(tmp_path: Path, capsys: p
     assert printed[2] == "accuracy: +50.00 [+0.00, +100.00] points"
     assert printed[3] == "TPF: +0.000 [+0.000, +0.000], over the 2 answers that both decoded"
     assert main([*command, "z"]) == 2
-    assert capsys.readouterr().err.startswith("paired_test: no samples of z on gsm-mini")
+    assert capsys.readouterr().err.startswith("pairs: no samples of z on gsm-mini")

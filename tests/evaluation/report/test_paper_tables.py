@@ -14,9 +14,9 @@ from mbd_core.decoding.blocks.methods import METHODS, TABLE_4
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.measures.summary import AupMean, ReportKey, ReportRow, build_aup, build_rows
 from mbd_core.evaluation.report.paper_figures import PAPER_TABLES
-from mbd_core.evaluation.report.paper_tables import Own, beside_tables, has_fields, paper_content, paper_lines
-from mbd_core.evaluation.report.sections import markdown_sections
+from mbd_core.evaluation.report.paper_tables import Own, beside_tables, has_fields, paper_content, paper_section
 from mbd_core.evaluation.sweep.timed_runs import speeds
+from mbd_core.tables import markdown
 
 FOUR = ("gsm8k", "math500", "mbpp-plus", "humaneval-plus")
 
@@ -76,7 +76,7 @@ def test_an_aup_has_its_interval_and_is_not_judged_by_it() -> None:
     (aup,) = (one for one in table.rows[0].ours if one is not None and one.quantity == "aup")
     assert (aup.low, aup.high) == mean.d3llm.bounds, "the one of the first table, also above the value"
     assert aup.verdict == "not judged"
-    text = "\n".join(paper_lines([table], recipe="mbd-lms"))
+    text = markdown(paper_section([table], recipe="mbd-lms"))
     assert f"{aup.ours:.2f} [{aup.low:.2f}, {aup.high:.2f}]" in text
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_guessed(model: str, fields: Mapping[str, Any]) -> None:
     rows = sweep(model, fields, right=90)
     own = Own.of(rows, build_aup(rows), [])
     assert beside_tables(own) == []
-    lines = paper_lines([], recipe="own")
+    lines = markdown(paper_section([], recipe="own")).splitlines()
     assert not any(line.startswith("|") for line in lines)
     assert sum(line.startswith("- ") for line in lines) == len(PAPER_TABLES)
     (table,) = [line for line in lines if line.startswith("- MBD-LMs, Table 1:")]
@@ -145,18 +145,18 @@ def test_speeds_stand_beside_the_paper_s_and_are_not_judged() -> None:
 def test_the_markdown_has_each_printed_figure_above_ours_and_the_difference() -> None:
     rows = sweep("LLaDA2.0-mini", SINGLE, right=92)
     tables = beside_tables(Own.of(rows, build_aup(rows), []))
-    lines = paper_lines(tables, recipe="mbd-lms (MBD-LMs)")
-    table = next(block.table for block in markdown_sections("\n".join(lines))[0].blocks if block.table)
-    assert table.heads[:3] == ["Row", "Of", "GSM8K Acc ↑"] and {len(row) for row in table.rows} == {1, 13}
+    section = paper_section(tables, recipe="mbd-lms (MBD-LMs)")
+    table = next(table for table in section if table.columns)
+    assert table.columns[:3] == ("Row", "Of", "GSM8K Acc ↑") and {len(row) for row in table.rows} == {1, 13}
     assert table.rows[0] == ["LLaDA2-Mini (bufsz=2, blksz=32)"]
     assert [row[:3] for row in table.rows[1:]] == [
         ["SingleBD (Native)", "the paper", "91.89"],
         ["SingleBD (Native)", "ours", "92.00 [85.00, 95.89]"],
         ["SingleBD (Native)", "difference", "+0.11, inside"],
     ]
-    text = "\n".join(lines)
+    text = markdown(section)
     assert "Asked here: mbd-lms (MBD-LMs)" in text and "Asked there as by --recipe mbd-lms or mbd-lms-sdar" in text
-    assert "### MBD-LMs, Table 1" in lines
+    assert "\n### MBD-LMs, Table 1\n" in text
     assert "1 of 10 printed figures are inside our 95 % intervals" in text
     assert "- MBD-LMs, Table 2a:" in text and "- MBD-LMs, Table 1:" not in text
 

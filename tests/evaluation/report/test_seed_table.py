@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.seed_table import main
-from mbd_core.evaluation.report.comparisons import seed_table
+from jobs.report_sweep import main
+from mbd_core.evaluation.report.across_sweeps import seed_table
+from mbd_core.tables import markdown
 
 
 def sweep(folder: Path, accuracies: dict[float, float]) -> Path:
@@ -31,7 +32,7 @@ def sweep(folder: Path, accuracies: dict[float, float]) -> Path:
 
 def test_the_table_has_mean_and_standard_error_of_every_configuration(tmp_path: Path) -> None:
     folders = [sweep(tmp_path / f"seed-{n}", {0.7: 90.0 + n, 0.9: 95.0 + 2 * n}) for n in range(3)]
-    assert seed_table(folders).splitlines()[2:] == [
+    assert markdown([seed_table(folders)]).splitlines()[2:] == [
         "| m | MBD | gsm-mini | tau_m2t=0.7 | 150 | 91.00 ± 0.58 | 2.00 ± 0.00 | 5.00 ± 0.00 |",
         "| m | MBD | gsm-mini | tau_m2t=0.9 | 150 | 97.00 ± 1.15 | 2.00 ± 0.00 | 5.00 ± 0.00 |",
     ]
@@ -49,7 +50,11 @@ def test_sweeps_that_make_no_table_are_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_table_or_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [sweep(tmp_path / name, {0.7: 90.0}) for name in ("a", "b")]
-    assert main([str(folder) for folder in folders]) == 0
-    assert capsys.readouterr().out.strip() == seed_table(folders)
-    assert main([str(folders[0])]) == 2
-    assert capsys.readouterr().err == "seed_table: a standard error over seeds needs at least two sweeps\n"
+    rows = tmp_path / "rows.json"
+    assert main(["seeds", *map(str, folders), "--json", str(rows)]) == 0
+    table = seed_table(folders)
+    assert capsys.readouterr().out == markdown([table])
+    assert json.loads(rows.read_text())["rows"] == table.records
+    assert table.records[0]["n"] == 100 and table.records[0]["Acc (%)"] == "90.00 ± 0.00"
+    assert main(["seeds", str(folders[0])]) == 2
+    assert capsys.readouterr().err == "seeds: a standard error over seeds needs at least two sweeps\n"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs.transfer_table import main
-from mbd_core.evaluation.report.transfer import transfer_table
+from jobs.report_sweep import main
+from mbd_core.evaluation.report.across_sweeps import transfer_table
+from mbd_core.tables import markdown
 
 TAUS = (0.7, 0.9, 0.95)
 Points = dict[tuple[str, str], dict[float, tuple[float, float]]]
@@ -40,7 +41,7 @@ REPORTED: Points = {
 
 def test_the_most_accurate_setting_of_each_task_is_used_on_both(tmp_path: Path) -> None:
     table = transfer_table([sweep(tmp_path / "a", TUNED)], [sweep(tmp_path / "b", REPORTED)], by="accuracy")
-    assert table.splitlines() == [
+    assert markdown([table]).splitlines() == [
         "| Settings chosen on | they are | m on easy | m on hard |",
         "|---|---|---|---|",
         "| m on easy | tau_m2t=0.7 | 88.0 [87.0, 89.0], TPF 6.10 | 49.0 [48.0, 50.0], TPF 6.20 |",
@@ -50,7 +51,7 @@ def test_the_most_accurate_setting_of_each_task_is_used_on_both(tmp_path: Path) 
 
 def test_the_knee_gives_up_an_accuracy_that_costs_much_parallelism(tmp_path: Path) -> None:
     table = transfer_table([sweep(tmp_path / "a", TUNED)], [sweep(tmp_path / "b", REPORTED)], by="knee")
-    assert "| m on hard | tau_m2t=0.9 |" in table
+    assert "| m on hard | tau_m2t=0.9 |" in markdown([table])
 
 
 def test_models_with_tasks_of_their_own_are_several_sweeps(tmp_path: Path) -> None:
@@ -72,11 +73,11 @@ def test_what_does_not_fit_together_is_one_sentence(tmp_path: Path, capsys: pyte
         (tmp_path / "none", "none has no report.json"),
         (whole, "whole is on both sides"),
     ):
-        assert main(["--chosen-on", str(whole), "--reported-on", str(reported)]) == 2
+        assert main(["transfer", "--chosen-on", str(whole), "--reported-on", str(reported)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("transfer_table: ") and sentence in line
+        assert line.startswith("transfer: ") and sentence in line
     again = ["--reported-on", str(sweep(tmp_path / "more", REPORTED))] * 2
-    assert main(["--chosen-on", str(whole), *again]) == 2
-    assert "m on easy stands there again with one setting" in capsys.readouterr().err
-    assert main(["--chosen-on", str(whole), *again[:2]]) == 0
+    assert main(["transfer", "--chosen-on", str(whole), *again]) == 2
+    assert "m on easy has one setting twice" in capsys.readouterr().err
+    assert main(["transfer", "--chosen-on", str(whole), *again[:2]]) == 0
     assert "| m on easy | tau_m2t=0.7 |" in capsys.readouterr().out

@@ -1,15 +1,26 @@
-"""The report's table in the layout of the paper's Table 1."""
+"""The report's tables: the layout of the paper's Table 1, and names and settings of which nothing is Markdown."""
 
 import re
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
+import pytest
 from sweep_rows import report_rows, report_samples
 from written_sweeps import timed_table
 
-from mbd_core.evaluation.measures.summary import build_aup, with_intervals
-from mbd_core.evaluation.report.markdown import render_markdown
+from mbd_core.evaluation.measures.summary import build_aup, build_rows, with_intervals
+from mbd_core.evaluation.report.comparisons import accuracy_gaps
+from mbd_core.evaluation.report.metrics import METRICS
+from mbd_core.evaluation.report.summary import report_tables
 from mbd_core.evaluation.sweep.timed_runs import speeds
 from mbd_core.evaluation.tasks.recipes import RECIPES
+from mbd_core.tables import Table, markdown
+
+
+def render_markdown(*numbers: Any, **options: Any) -> str:
+    """The report without the papers' tables, which have tests of their own."""
+    return markdown(report_tables(*numbers, **options)).partition("\n## Beside the papers")[0]
 
 
 def test_the_table_has_the_columns_of_table_1_and_their_averages() -> None:
@@ -74,7 +85,62 @@ def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
         fenced ^= line.startswith(("```", "~~~"))
         kept += [line] if not fenced and line.startswith(("## ", "|")) else []
     assert kept == [line for line in plain.splitlines() if line.startswith(("## ", "|"))]
-    assert kept[-6] == next(line for line in kept if "Batch-1 TPS" in line), "the last tables are what was timed"
+    assert kept[-6] == next(line for line in kept if "Batch-1 TPS (" in line), "the last tables are what was timed"
     (setting,) = (line for line in text.splitlines() if line.startswith("- tasks: "))
     assert "<" not in re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", setting), "outside code, it would be HTML"
     assert len(text.splitlines()) == len(plain.splitlines())
+
+
+def test_one_task_has_no_average() -> None:
+    rows = [row for row in report_rows() if row.key.task == "a"]
+    (best, *_) = report_tables(rows, build_aup(rows), [], labels={"a": "A"}, settings={})
+    assert best.columns == ("Model", "A Acc ↑", "A TPF ↑", "AUP Eq. 4.1 [95 %] ↑", "AUP d3LLM [95 %] ↑")
+    assert [len(row) for row in best.rows] == [1, 5, 1, 5]
+    assert best.rows[0] == ["bd (blksz=8)"] and best.rows[1][:2] == ["SingleBD", "100.00 [51.0, 100.0]"]
+
+
+def test_a_number_is_named_as_the_table_of_metrics_names_it() -> None:
+    rows = report_rows()
+    speed = speeds(timed_table({**asdict(rows[0].key), "problem_id": "p"}).to_pylist())
+    tables = report_tables(rows, build_aup(rows), speed, labels={"a": "A", "b": "B"}, settings={})
+    heads = {head for table in tables for head in table.columns}
+    named = [metric for metric in METRICS.values() if metric.field != "tokens"]
+    assert all(any(metric.name in head for head in heads) for metric in named)
+    (meant,) = (table for table in tables if table.title == "What the numbers are")
+    assert [row[0] for row in meant.rows] == [metric.name for metric in METRICS.values()]
+    assert {table.see for table in tables} == {"", meant.title}
+
+
+def tables_of(name: str, settings: Mapping[str, Any]) -> Sequence[Table]:
+    """A report whose model and method are called `name`."""
+    samples = {replace(key, model=name, method=name): graded for key, graded in report_samples().items()}
+    rows = build_rows(samples)
+    times = speeds(timed_table({**vars(rows[0].key), "problem_id": "p"}).to_pylist())
+    gaps = accuracy_gaps(rows, samples)
+    return report_tables(rows, build_aup(rows), times, labels={"a": "A", "b": "B"}, settings=settings, gaps=gaps)
+
+
+@pytest.mark.parametrize("name", ["a|b", r"a\|b", "a|", "a\n| b |", "a\n## b", "a\u2028b"])
+def test_a_name_ends_no_cell_table_or_list(name: str) -> None:
+    tables = tables_of(name, {})
+    table_lines, plain_lines = (
+        [line for line in markdown(of).splitlines() if line.startswith("|")] for of in (tables, tables_of("x", {}))
+    )
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table_lines] == [
+        len(re.findall(r"(?<!\\)\|", line)) for line in plain_lines
+    ]
+    headings, plain = (
+        [line for line in markdown(of).splitlines() if line.startswith(("#", "- "))]
+        for of in (tables, tables_of("x", {}))
+    )
+    assert len(headings) == len(plain) and [h for h in headings if h[0] == "#"] == [h for h in plain if h[0] == "#"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_a_setting_begins_no_line(end: str) -> None:
+    for tail in ("| x", "## Forged", ""):
+        tables = tables_of("x", {"endpoints": {f"e{end}": {"model": f"m{end}{tail}"}}, "seed": 7})
+        (run,) = [table for table in tables if table.title == "What was run"]
+        section = markdown([run]).removesuffix("\n").splitlines()
+        assert section[:2] == ["## What was run", ""] and len(section) == 4
+        assert all(line.startswith("- ") for line in section[2:])

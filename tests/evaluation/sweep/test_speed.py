@@ -3,8 +3,10 @@
 import pytest
 
 from mbd_core.evaluation.measures.summary import ReportKey
-from mbd_core.evaluation.report.tables import SPEED_DEFINITIONS, SPEED_HEADS, speed_lines
+from mbd_core.evaluation.report.metrics import METRICS
+from mbd_core.evaluation.report.speeds import SPEED_HEADS, speed_table
 from mbd_core.evaluation.sweep.timed_runs import ALONE, TOGETHER, speeds
+from mbd_core.tables import markdown
 
 
 def timed(run: str, begun: float, ended: float, *, tokens: int = 10, config: str = "{}") -> dict[str, object]:
@@ -50,13 +52,18 @@ MEANT = ("per request, end to end", "its forwards alone", "aggregate of all requ
 
 
 def test_the_table_names_and_defines_its_columns() -> None:
-    found = speeds([timed(ALONE, 0, 2), timed(TOGETHER, 2, 6)])
-    lines = speed_lines(found, {"a": "A"}, {ReportKey("m", "MBD", "a", "{}"): "tau_m2t=0.9"})
-    assert lines[-1] == (
+    table = speed_table(
+        speeds([timed(ALONE, 0, 2), timed(TOGETHER, 2, 6)]),
+        {"a": "A"},
+        {ReportKey("m", "MBD", "a", "{}"): "tau_m2t=0.9"},
+    )
+    assert markdown([table]).splitlines()[-1] == (
         "| m | MBD | A | tau_m2t=0.9 | 1 | 5.0 | 20.0 | 100.00 | 2.000 / - | 1 | 2.5 | 4.000 / - / - |"
     )
-    assert len(lines[-1].split(" | ")) == len(SPEED_HEADS)
+    assert all(len(row) == len(SPEED_HEADS) for row in table.rows)
+    meanings = {metric.name: metric.meaning for metric in METRICS.values()}
     for term in ("Batch-1 TPS", "Batch-1 decode TPS", "Throughput", "Latency"):
-        assert f"{term}:" in SPEED_DEFINITIONS and any(head.startswith(term) for head in SPEED_HEADS)
+        assert any(name.startswith(term) and meaning for name, meaning in meanings.items())
+        assert any(head.startswith(term) for head in SPEED_HEADS)
     assert [next(head for head in SPEED_HEADS if meant in head).partition(" (")[0] for meant in MEANT] == NAMED
-    assert "with 2 requests under way" in lines[3]
+    assert "with 2 requests under way" in str(table.lead[0])

@@ -63,7 +63,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(folder: Path, tiny_model_dir
     for error in (both, much, text, none, unfit):
         assert isinstance(error, ApiError) and (error.status, error.param) == (400, "speed"), error
     assert "give one of them" in both.message
-    assert "no measured front" in none.message and "jobs/speed_front.py" in none.message
+    assert "no measured front" in none.message and "jobs/report_sweep.py front" in none.message
     assert "exceeds this engine's" in unfit.message
 
 

@@ -1,0 +1,196 @@
+"""The metrics of a report: where each is stored, its name, unit and form, which way is better, how it is computed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mbd_core.tables import Table
+
+Quantity = Literal[
+    "accuracy",
+    "tpf",
+    "tpf_sums",
+    "token_efficiency",
+    "nfe",
+    "tokens",
+    "cut",
+    "errors",
+    "aup_eq41",
+    "aup",
+    "tps",
+    "decode_tps",
+    "forward_ms",
+    "latency",
+    "throughput",
+    "latency_together",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric.
+
+    field    its field in `report.json`, of the rows, `aup` or `times`
+    name     in a table's head; `long` is the name in words, for the axis of a plot
+    form     how a value is formatted
+    meaning  how it is computed from counts
+    """
+
+    field: str
+    name: str
+    long: str = ""
+    unit: str = ""
+    form: str = ".2f"
+    better: Literal["↑", "↓", ""] = ""
+    meaning: str
+
+    @property
+    def head(self) -> str:
+        """The name with its unit."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
+
+    @property
+    def arrow(self) -> str:
+        """The name with the direction in which it is better."""
+        return f"{self.name} {self.better}"
+
+    @property
+    def axis(self) -> str:
+        return f"{self.long} ({self.unit or self.name})"
+
+    def of(self, holder: Any) -> float | None:
+        """Its value in a summary or a speed."""
+        value: float | None = getattr(holder, self.field)
+        return value
+
+    def text(self, value: float | None) -> str:
+        """A value, or a dash for what is not known."""
+        return "-" if value is None else format(value, self.form)
+
+
+METRICS: Mapping[Quantity, Metric] = {
+    "accuracy": Metric(
+        field="accuracy",
+        name="Acc",
+        long="accuracy",
+        unit="%",
+        better="↑",
+        meaning="right answers / samples, with the 95 % Wilson interval; a request that could not be decoded is wrong",
+    ),
+    "tpf": Metric(
+        field="tpf",
+        name="TPF",
+        long="tokens per forward",
+        better="↑",
+        meaning="useful tokens (before EOS) / NFE of a sample, the mean over samples with its standard error (se)",
+    ),
+    "tpf_sums": Metric(
+        field="tpf_ratio_of_sums",
+        name="TPF (sums)",
+        better="↑",
+        meaning="useful tokens of all samples / NFE of all",
+    ),
+    "token_efficiency": Metric(
+        field="token_efficiency",
+        name="η_tok",
+        form=".3f",
+        better="↑",
+        meaning="TPF / (buffer_size x block_size), the share of a whole Block Buffer that becomes tokens (MBD-LMs, "
+        "Section 4.5); a canvas has none",
+    ),
+    "nfe": Metric(
+        field="nfe",
+        name="NFE",
+        long="forwards",
+        form=".1f",
+        better="↓",
+        meaning="decode forwards of a sample, store-only ones included, prompt-only prefill not; mean over samples",
+    ),
+    "tokens": Metric(field="tokens", name="Tokens", meaning="useful tokens of a sample; the mean over samples"),
+    "cut": Metric(field="cut", name="Cut", form="d", meaning="answers that ended at the limit of their tokens"),
+    "errors": Metric(
+        field="errors",
+        name="Errors",
+        form="d",
+        meaning="requests that could not be decoded; they count as wrong and are left out of the rates",
+    ),
+    "aup_eq41": Metric(
+        field="aup_eq41",
+        name="AUP Eq. 4.1",
+        better="↑",
+        meaning="area under accuracy over TPF by the trapezoid, over all configurations of a model and method on a "
+        "task; 0 with a single one. Of several tasks the mean. [95 %]: percentiles of a bootstrap over the problems",
+    ),
+    "aup": Metric(
+        field="aup_d3llm",
+        name="AUP d3LLM",
+        better="↑",
+        meaning="the same area with the first rectangle, weighted by accuracy / y_max; no point is added at TPF 1",
+    ),
+    "tps": Metric(
+        field="tps_batch_1",
+        name="Batch-1 TPS",
+        unit="per request, end to end, tok/s",
+        form=".1f",
+        better="↑",
+        meaning="useful tokens / seconds of requests, one at a time; a request's seconds run from its tokens in to "
+        "its whole answer out, prompt included, tokenizer and network not",
+    ),
+    "decode_tps": Metric(
+        field="decode_tps_batch_1",
+        name="Batch-1 decode TPS",
+        unit="its forwards alone, tok/s",
+        form=".1f",
+        better="↑",
+        meaning="useful tokens / seconds of the forwards that NFE counts, which is TPF / step time, the papers' TPS",
+    ),
+    "forward_ms": Metric(
+        field="forward_ms_batch_1",
+        name="Batch-1 forward",
+        unit="ms",
+        better="↓",
+        meaning="time of one such forward",
+    ),
+    "latency": Metric(
+        field="latency_alone_p50",
+        name="Latency alone p50 / p90",
+        unit="s",
+        form=".3f",
+        better="↓",
+        meaning="nearest-rank percentiles of the seconds of requests, one at a time; a dash where too few were timed "
+        "(p90 takes 10, p99 takes 100: `--timed 100`)",
+    ),
+    "throughput": Metric(
+        field="throughput",
+        name="Throughput",
+        unit="aggregate of all requests, tok/s",
+        form=".1f",
+        better="↑",
+        meaning="useful tokens of all requests / seconds from the first's beginning to the last's end, with "
+        "`--concurrency` requests under way as long as there are as many",
+    ),
+    "latency_together": Metric(
+        field="latency_together_p50",
+        name="Latency together p50 / p90 / p99",
+        unit="s",
+        form=".3f",
+        better="↓",
+        meaning="nearest-rank percentiles of these requests' seconds",
+    ),
+}
+SUBJECT = ("Model", "Method", "Task", "Config")  # the first columns of most tables
+ACCURACY, TPF, NFE = METRICS["accuracy"], METRICS["tpf"], METRICS["nfe"]
+
+
+def metric_table() -> Table:
+    """What the columns of a report's tables mean."""
+    return Table(
+        title="What the numbers are",
+        lead=(
+            "An average over tasks is their mean. The interval of an average accuracy combines those of the tasks, as "
+            "of independent ones, which tasks of the same problems (HumanEval and HumanEval+) are not. "
+            "docs/evaluation.md of the project has more.",
+        ),
+        columns=("Metric", "Unit", "Better", "Is"),
+        rows=[(metric.name, metric.unit or "", metric.better, metric.meaning) for metric in METRICS.values()],
+    )
