@@ -104,8 +104,8 @@ def check_halves(problems: Mapping[str, Sequence[str]]) -> None:
     for task, ids in problems.items():
         if len({is_for_choice(problem) for problem in ids}) < 2:
             raise ValueError(
-                f"--write-best chooses on one half of a task's problems and reports the other; the {len(ids)} of "
-                f"{task} are all in one half: take more"
+                f"a best configuration is chosen on one half of a task's problems and reported on the other; the "
+                f"{len(ids)} of {task} are all in one half: take more"
             )
 
 
@@ -142,7 +142,7 @@ def _check_alike(groups: Mapping[str, Mapping[str, ReportKey]], samples: Samples
             if there != of_task:
                 first = next(iter(keys.values()))
                 raise ValueError(
-                    "--write-best compares configurations on the same problems, and of the "
+                    "configurations are compared on the same problems, and of the "
                     f"{len(of_task)} of {task} method '{first.method}' lacks {len(of_task - there)}, decoded with "
                     f"{json.dumps(decoding_fields(json.loads(config)))}; sweep all configurations on all problems"
                 )
@@ -174,7 +174,7 @@ def _best(candidates: Sequence[Candidate], by: By) -> Candidate:
         timed = [(one.tps, one) for one in candidates if one.tps is not None and one.accuracy >= floor]
         if not timed:
             raise ValueError(
-                f"--write-best tps needs timed runs, and no configuration within {FLOOR:g} points of the most "
+                f"the best by tps needs timed runs, and no configuration within {FLOOR:g} points of the most "
                 "accurate one has any; time the sweep (--timed), or choose by accuracy or knee"
             )
         return max(timed, key=lambda pair: (pair[0], pair[1].accuracy))[1]

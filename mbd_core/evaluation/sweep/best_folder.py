@@ -26,12 +26,12 @@ def check_best_folder(folder: Path) -> None:
     """Raise `ValueError` if a choice cannot be written into a model folder."""
     if folder.resolve().is_relative_to(SHIPPED):
         raise ValueError(
-            f"--write-best cannot write into {folder.name}, a shipped model that belongs to the package; copy its "
-            f"folder ({folder}) and sweep the copy"
+            f"a best configuration cannot be written into {folder.name}, a shipped model that belongs to the package; "
+            f"copy its folder ({folder}) and sweep the copy"
         )
     file = folder / FILE
     if file.exists() and not os.access(file, os.W_OK):
-        raise ValueError(f"--write-best: {file} cannot be written: it is read-only")
+        raise ValueError(f"{file} cannot be written: it is read-only")
     check_writable(folder, file)
 
 
