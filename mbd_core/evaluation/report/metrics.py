@@ -189,7 +189,7 @@ def metric_table() -> Table:
         lead=(
             "An average over tasks is their mean. The interval of an average accuracy combines those of the tasks, as "
             "of independent ones, which tasks of the same problems (HumanEval and HumanEval+) are not. "
-            "docs/evaluation.md of the project has more.",
+            "docs/reference/evaluation.md of the project has more.",
         ),
         columns=("Metric", "Unit", "Better", "Is"),
         rows=[(metric.name, metric.unit or "", metric.better, metric.meaning) for metric in METRICS.values()],
