@@ -23,7 +23,7 @@ from jobs.command_line import (
 from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
 from mbd_core.models.model_config import Parts
 from mbd_core.serving.api.access import DRAIN_SECONDS
-from mbd_core.serving.api.requests import MAX_PROMPTS, MOST_PROMPTS
+from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
 
 MODEL_DEFAULTS = ModelArgs(model="")
 LIMITS = (

@@ -6,16 +6,45 @@ in the gateway (`Standing`), so orders that must last are refused where there ar
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from mbd_core.serving.api.errors import ApiError, clipped
-from mbd_core.serving.api.other_requests import SleepOrder, Standing, WeightsOrder, WeightsUpdate
+from mbd_core.engine.weights import SwapMode
+from mbd_core.serving.api.errors import ApiError, FieldError, clipped
+from mbd_core.serving.api.requests import SleepOrder, WeightsUpdate
+from mbd_core.serving.api.shapes import Order
+from mbd_core.serving.tokens.stream import Asleep
 
 ORDER_SECONDS = 3900.0  # for all replicas to carry out an order: longer than the longest wait that one can ask for
-Done = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsOrder:
+    """`WeightsUpdate` as replicas get it."""
+
+    folder: str
+    version: int
+    mode: SwapMode = "preempt"
+
+
+@dataclass
+class Standing:
+    """What holds for a model's replicas, those included that start later.
+
+    weights  the newest weights that were ordered
+    asleep   whether they sleep, or are about to
+    """
+
+    weights: WeightsOrder | None = None
+    asleep: bool = False
+
+    def check_awake(self) -> None:
+        """Raise `Asleep`."""
+        if self.asleep:
+            raise Asleep("the server sleeps; ask again when it was woken up")
 
 
 class Administration:
@@ -25,7 +54,7 @@ class Administration:
     otherwise replicas could differ, and those that start later would know nothing of it.
     """
 
-    _under_way: ClassVar[set[asyncio.Task[Done]]] = set()
+    _under_way: ClassVar[set[asyncio.Task[Order]]] = set()
 
     def __init__(
         self, handle: DeploymentHandle, standing: Standing, *, turn: asyncio.Lock, lasting: bool, may_be_empty: bool
@@ -36,11 +65,11 @@ class Administration:
         self._lasting, self._may_be_empty = lasting, may_be_empty
         self._turn = turn
 
-    async def update_weights(self, asked: WeightsUpdate) -> Done:
+    async def update_weights(self, asked: WeightsUpdate) -> Order:
         """Returns when all replicas decode with them."""
         return await self._in_turn(self._update_weights(asked))
 
-    async def _update_weights(self, asked: WeightsUpdate) -> Done:
+    async def _update_weights(self, asked: WeightsUpdate) -> Order:
         self._check_lasting()
         if self._standing.asleep:
             raise ApiError(409, "the model sleeps, and its weights have no place; wake it up first", code="asleep")
@@ -52,23 +81,23 @@ class Administration:
         least = max(*known, min(known) + 1, stands + 1)
         version = max(*known, stands) + 1 if asked.version is None else asked.version
         if version < least:
-            message = f"version: {version} must be at least {least}, more than the number of the newest weights"
-            raise ApiError(400, message, param="version", code="invalid_value")
+            why = f"must be at least {least}, more than the number of the newest weights"
+            raise FieldError("version", why, value=version)
         order = WeightsOrder(folder=asked.folder, version=version, mode=asked.mode)
         replies = await self._order("update_weights", order)
         self._standing.weights = order
         return {"folder": asked.folder, "version": version, "replicas": len(replies)}
 
-    async def abort(self) -> Done:
+    async def abort(self) -> Order:
         """End every request that replicas run or hold."""
         replies = await self._order("abort_all")
         return {"aborted": sum(replies), "replicas": len(replies)}
 
-    async def sleep(self, asked: SleepOrder) -> Done:
+    async def sleep(self, asked: SleepOrder) -> Order:
         """Returns when all replicas sleep; where one cannot, all are awake again."""
         return await self._in_turn(self._sleep(asked))
 
-    async def _sleep(self, asked: SleepOrder) -> Done:
+    async def _sleep(self, asked: SleepOrder) -> Order:
         self._check_lasting()
         self._standing.asleep = True
         try:
@@ -81,18 +110,18 @@ class Administration:
             raise
         return {"asleep": True, "freed_bytes": sum(freed), "replicas": len(freed)}
 
-    async def wake_up(self) -> Done:
+    async def wake_up(self) -> Order:
         """Returns when all replicas serve again."""
         return await self._in_turn(self._wake_up())
 
-    async def _wake_up(self) -> Done:
+    async def _wake_up(self) -> Order:
         self._check_lasting()
         replies = await self._order("wake_up")
         self._standing.asleep = False
         return {"asleep": False, "replicas": len(replies)}
 
-    async def _in_turn(self, order: Coroutine[Any, Any, Done]) -> Done:
-        async def carry_out() -> Done:
+    async def _in_turn(self, order: Coroutine[Any, Any, Order]) -> Order:
+        async def carry_out() -> Order:
             async with self._turn:
                 return await order
 

@@ -12,7 +12,7 @@ from cluster.storage import fetch_model
 from cluster.topology import Topology
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.access import DRAIN_SECONDS
-from mbd_core.serving.api.requests import MAX_PROMPTS, MOST_PROMPTS
+from mbd_core.serving.api.parsing import MAX_PROMPTS, MOST_PROMPTS
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs, endpoint_args
 
 REQUEST_SECONDS = 600.0

@@ -24,7 +24,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from actors.serving.administration import Administration
+from actors.serving.administration import Administration, Standing
 from actors.serving.args import GatewayContent, ModelArgs, ServingArgs
 from actors.serving.data_rows import ROWS_KEY, answer_row
 from actors.serving.http import HANDLERS, check_query, client_key, playground_file, read_body, reply, respond
@@ -35,9 +35,10 @@ from mbd_core.checkpoint.folder import read_folder
 from mbd_core.serving.api.access import ApiKeys
 from mbd_core.serving.api.errors import ASLEEP_SECONDS, ApiError, clipped
 from mbd_core.serving.api.openapi import openapi_document
-from mbd_core.serving.api.other_requests import ModelOrder, SleepOrder, Standing, WeightsUpdate
-from mbd_core.serving.api.requests import parse
-from mbd_core.serving.server.openai_server import OpenAIServer
+from mbd_core.serving.api.parsing import parse
+from mbd_core.serving.api.requests import ModelOrder, SleepOrder, WeightsUpdate
+from mbd_core.serving.api.shapes import Completion, Health, ModelState, Order, Ready, ReplicaState
+from mbd_core.serving.server.openai_server import OpenAIServer, served_name
 from mbd_core.serving.tokens.resumable import ResumingSource
 from mbd_core.serving.tokens.served_model import EngineLimits, ServedModel
 
@@ -47,7 +48,7 @@ LIMITS_PAUSE = 0.2  # between two attempts to ask a replica for its limits
 STATE_SECONDS = 5.0  # for all replicas to answer `/health`
 RECENT_SECONDS = 1.0  # for which their answers hold, for whoever is not told the whole of them
 STOP_SECONDS = 10.0
-Order = TypeVar("Order", bound=ModelOrder)
+Kind = TypeVar("Kind", bound=ModelOrder)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +59,7 @@ class ModelRoute:
     handle: DeploymentHandle
     standing: Standing = field(default_factory=Standing)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of orders that last
-    _asked: asyncio.Future[list[dict[str, Any]]] | None = None
+    _asked: asyncio.Future[list[ReplicaState]] | None = None
     _asked_until: float = 0.0
 
     async def served_model(
@@ -90,7 +91,7 @@ class ModelRoute:
             except RayActorError:
                 await asyncio.sleep(LIMITS_PAUSE)
 
-    async def states(self, *, recent: bool) -> list[dict[str, Any]]:
+    async def states(self, *, recent: bool) -> list[ReplicaState]:
         """`EngineReplica.state` of each replica; of one that does not answer, why.
 
         Those who ask at once share one question to the replicas; a `recent` answer may be `RECENT_SECONDS` old.
@@ -103,7 +104,7 @@ class ModelRoute:
         """An order has changed them: the next who asks gets new ones."""
         self._asked = None
 
-    async def _ask_states(self) -> list[dict[str, Any]]:
+    async def _ask_states(self) -> list[ReplicaState]:
         try:
             replies = await self.handle.broadcast("state").results_async(
                 timeout_s=STATE_SECONDS, return_exceptions=True
@@ -112,21 +113,21 @@ class ModelRoute:
             return [] if self.model.least_replicas == 0 else [_unreachable(error)]
         finally:
             self._asked_until = time.monotonic() + RECENT_SECONDS
-        return [reply if isinstance(reply, dict) else _unreachable(reply) for reply in replies]
+        return [_unreachable(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
 
 def _authorization(request: Request) -> str:
     return request.headers.get("authorization", "")
 
 
-def _unreachable(error: Exception) -> dict[str, Any]:
+def _unreachable(error: Exception) -> ReplicaState:
     return {"ready": False, "running": 0, "waiting": 0, "error": clipped(f"{type(error).__name__}: {error}")}
 
 
-def _state_response(body: dict[str, Any], *, ready: bool, asleep: bool) -> Response:
+def _state_response(body: Ready | Health) -> Response:
     """200, or 503; a server that sleeps says when to ask again."""
-    headers = {"Retry-After": str(ASLEEP_SECONDS)} if asleep else {}
-    return JSONResponse(body, status_code=200 if ready else 503, headers=headers)
+    headers = {"Retry-After": str(ASLEEP_SECONDS)} if body["asleep"] else {}
+    return JSONResponse(body, status_code=200 if body["ready"] else 503, headers=headers)
 
 
 api = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=HANDLERS)
@@ -155,6 +156,7 @@ class Gateway:
             body_prompts=args.body_prompts,
             log=log,
         )
+        self._document = openapi_document(body_prompts=args.body_prompts, keys=self._keys is not None)
         self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
         least = {name: route.model.least_replicas for name, route in self._routes.items()}
@@ -202,12 +204,12 @@ class Gateway:
         self.server.begin_drain()
         return await self.server.drained(seconds)
 
-    async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def answer_chat(self, row: dict[str, Any]) -> AsyncIterator[Completion]:
         """The answer to a row of Ray Data, a chat request."""
         async for answer in answer_row(lambda body: self.server.chat(body, key=ROWS_KEY, limited=False), row):
             yield answer
 
-    async def answer_completion(self, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def answer_completion(self, row: dict[str, Any]) -> AsyncIterator[Completion]:
         """The answer to a row of Ray Data, a completion request."""
         async for answer in answer_row(lambda body: self.server.complete(body, key=ROWS_KEY, limited=False), row):
             yield answer
@@ -218,12 +220,12 @@ class Gateway:
         """The whole state for whoever may ask the models, for others whether it serves."""
         whole = self._keys is None or self._keys.has(_authorization(request))
         body = await self._health(recent=not whole)
-        shown = body if whole else {name: body[name] for name in ("ready", "asleep", "draining")}
-        return _state_response(shown, ready=body["ready"], asleep=body["asleep"])
+        short: Health = {"ready": body["ready"], "asleep": body["asleep"], "draining": body["draining"]}
+        return _state_response(body if whole else short)
 
-    async def _health(self, *, recent: bool) -> dict[str, Any]:
+    async def _health(self, *, recent: bool) -> Health:
         states = await asyncio.gather(*(route.states(recent=recent) for route in self._routes.values()))
-        models: list[dict[str, Any]] = []
+        models: list[ModelState] = []
         for (name, route), replicas in zip(self._routes.items(), states, strict=True):
             ready = route.model.least_replicas == 0 or any(r["ready"] for r in replicas)
             models.append({"name": name, "ready": ready, "replicas": replicas})
@@ -243,8 +245,7 @@ class Gateway:
     @api.get("/ready")
     async def ready(self) -> Response:
         body = await self._health(recent=True)
-        ready, asleep = body["ready"], body["asleep"]
-        return _state_response({"ready": ready, "asleep": asleep}, ready=ready, asleep=asleep)
+        return _state_response({"ready": body["ready"], "asleep": body["asleep"]})
 
     @api.get("/version")
     async def version(self) -> Response:
@@ -252,7 +253,7 @@ class Gateway:
 
     @api.get("/openapi.json")
     async def openapi(self) -> Response:
-        return JSONResponse(openapi_document(body_prompts=self._args.body_prompts, keys=self._keys is not None))
+        return JSONResponse(self._document)
 
     @api.get("/")
     async def playground(self) -> Response:
@@ -313,19 +314,12 @@ class Gateway:
 
     # What follows needs an administrator's key, and is not offered without keys.
 
-    async def _administration(self, request: Request, kind: type[Order]) -> tuple[Order, Administration]:
+    async def _administration(self, request: Request, kind: type[Kind]) -> tuple[Kind, Administration]:
         """The order in a request, and the model that it is for; `ApiError` for one who may not give it."""
         self._administrator(request)
         check_query(request, taken={"level": "1"} if kind is SleepOrder else {})
         order = parse(kind, await read_body(request, self._args.body_bytes) or b"{}")
-        if order.model is None and len(self._routes) > 1:
-            message = f"model: several are served here; name one of {', '.join(self._routes)}"
-            raise ApiError(400, message, param="model", code="missing_field")
-        name = next(iter(self._routes)) if order.model is None else order.model
-        if name not in self._routes:
-            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._routes)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        route = self._routes[name]
+        route = self._routes[served_name(order.model, self._routes)]
         return order, Administration(
             route.handle,
             route.standing,
@@ -334,7 +328,7 @@ class Gateway:
             may_be_empty=route.model.least_replicas == 0,
         )
 
-    async def _carried_out(self, order: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def _carried_out(self, order: Awaitable[Order]) -> Order:
         try:
             return await order
         finally:

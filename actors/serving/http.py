@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 import mbd_core.serving
 from actors.serving.logs import logged
-from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.api.errors import ApiError, FieldError, clipped
 from mbd_core.serving.server.answer import Answer
 
 BODY_SECONDS = 60.0  # for a request's body to arrive
@@ -75,10 +75,10 @@ async def respond(answer: Callable[[], Awaitable[Answer]]) -> Response:
         return error_response(logged(error))
 
 
-async def reply(found: Awaitable[dict[str, Any]]) -> Response:
+async def reply(shape: Awaitable[Mapping[str, Any]]) -> Response:
     """The response of a route that generates nothing."""
     try:
-        return JSONResponse(await found)
+        return JSONResponse(await shape)
     except Exception as error:
         return error_response(logged(error))
 
@@ -93,8 +93,7 @@ def check_query(request: Request, *, taken: Mapping[str, str]) -> None:
     """`ApiError` (400) for a parameter behind the route's `?` that is not `taken` with that value."""
     for name, value in request.query_params.items():
         if taken.get(name) != value:
-            message = f"{clipped(name)}: '{clipped(value)}' is not supported here; leave it out"
-            raise ApiError(400, message, param=name, code="invalid_value")
+            raise FieldError(clipped(name), "is not supported here", value=value, remedy="leave it out")
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -19,7 +19,7 @@ from actors.serving.args import ModelArgs
 from actors.serving.data_rows import ADDED_FIELDS, answer_row
 from actors.serving.logs import logged
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.other_requests import SleepOrder
+from mbd_core.serving.api.requests import SleepOrder
 from mbd_core.serving.server.answer import Answer
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.server.openai_server import OpenAIServer

@@ -16,6 +16,7 @@ import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from actors.serving.administration import WeightsOrder
 from actors.serving.args import EngineContent, ModelArgs, ServingArgs
 from actors.serving.logs import join_core_logs, keep_to_loopback
 from actors.serving.metrics import EngineExporter, ExportTimer
@@ -24,7 +25,7 @@ from actors.serving.tracing import annotate
 from cluster.storage import fetch_model
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput
 from mbd_core.engine.parallel.group import RankLost
-from mbd_core.serving.api.other_requests import WeightsOrder
+from mbd_core.serving.api.shapes import ReplicaState
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.tokens.served_model import EngineLimits
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost
@@ -157,7 +158,7 @@ class EngineReplica:
         """The start line."""
         return self.service.describe()
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> ReplicaState:
         """This replica's part of `/health`."""
         return {
             "replica": serve.get_replica_context().replica_id.unique_id,

@@ -1,18 +1,18 @@
 """The replicas behind a Serve handle as a source of tokens, with our own errors for Ray's."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
+from functools import partial
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from actors.serving.administration import Standing
 from mbd_core.decoding.blocks.request import Request, StepOutput
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.serving.api.other_requests import Standing
-from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, TooManyRequests
+from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, TokenStream, TooManyRequests
 
 
 class ReplicaSource:
@@ -25,44 +25,30 @@ class ReplicaSource:
         self._handle = handle.options(stream=True, method_name="generate")
         self._standing = standing or Standing()
 
-    async def open(self, request: Request, *, key: str = "") -> "ReplicaStream":
+    async def open(self, request: Request, *, key: str = "") -> TokenStream:
         """The stream of a request that a replica has taken; waits while there is no replica. Raises `Asleep` too."""
         self._standing.check_awake()
-        stream = ReplicaStream(self._handle.remote(request, key, self._standing.weights))
+        response = self._handle.remote(request, key, self._standing.weights)
+        stream = TokenStream(_steps(response), partial(_cancel, response))
         try:
-            await stream.taken()
+            with our_errors():
+                await anext(response)  # the `None` that the replica sends first
         except BaseException:
             stream.close()
             raise
         return stream
 
 
-class ReplicaStream:
-    """One call of `EngineReplica.generate`."""
+async def _steps(response: DeploymentResponseGenerator) -> AsyncIterator[StepOutput]:
+    with our_errors():
+        async for step in response:
+            yield step
 
-    def __init__(self, response: DeploymentResponseGenerator) -> None:
-        self._response, self._ended = response, False
 
-    async def taken(self) -> None:
-        """Wait for the `None` that the replica sends first."""
-        with our_errors():
-            await anext(self._response)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StepOutput:
-        with our_errors():
-            step: StepOutput = await anext(self._response)
-        self._ended = step.output is not None
-        return step
-
-    def close(self) -> None:
-        """Cancel the call, which aborts the request."""
-        if not self._ended:
-            self._ended = True
-            with suppress(RayError, RayServeException):  # the call has failed already
-                self._response.cancel()
+def _cancel(response: DeploymentResponseGenerator) -> None:
+    """Cancel the call, which aborts the request."""
+    with suppress(RayError, RayServeException):  # the call has failed already
+        response.cancel()
 
 
 @contextmanager

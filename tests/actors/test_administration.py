@@ -15,14 +15,14 @@ import pytest
 import torch
 from gateway_in_process import Handle, new_replica, running_gateway
 
-from actors.serving.administration import Administration
+from actors.serving.administration import Administration, Standing, WeightsOrder
 from actors.serving.args import ServingArgs
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.saving import save_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.openapi import openapi_document
-from mbd_core.serving.api.other_requests import Standing, WeightsOrder, WeightsUpdate
+from mbd_core.serving.api.requests import WeightsUpdate
 
 LIMIT = 300
 MODEL, ADMIN, BEN = "tiny", "ann-0123456789abcdef", "ben-0123456789abcdef"

@@ -13,7 +13,8 @@ from benchmarks.load import bystander as bench_bystander
 from benchmarks.load.attacks import ATTACKS, attack_body
 from benchmarks.load.bystander import TURNS, WARM_UP, Bystander
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, parse
+from mbd_core.serving.api.parsing import parse
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest
 
 
 class Endpoint:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from schema_bounds import SchemaBounds
 from schemathesis import checks
 
-from mbd_core.serving.api.openapi import ORDERS, openapi_document
-from mbd_core.serving.api.other_requests import MAX_VERSION
+from mbd_core.serving.api.openapi import ROUTES, openapi_document
+from mbd_core.serving.api.requests import MAX_VERSION, ModelOrder
 
 MODEL, APP = "ordered", "ordered"
 LIMIT = 300  # seconds to wait for what comes by itself, however busy the machine is
@@ -24,6 +24,7 @@ CHECKED = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
+ORDERS = [route.path for route in ROUTES if route.body is not None and issubclass(route.body, ModelOrder)]
 SCHEMA = schemathesis.openapi.from_dict(openapi_document()).include(path=[*ORDERS, "/metrics"])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mbd_core.engine.config import EngineConfig
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.requests import MAX_PROMPTS
+from mbd_core.serving.api.parsing import MAX_PROMPTS
 from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.server.openai_server import OpenAIServer
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mbd_core.serving.api.errors import ApiError, clipped
+from mbd_core.serving.api.errors import ApiError, FieldError, clipped
 from mbd_core.serving.tokens.stream import TooManyRequests
 
 # API keys from a file that may change while the server runs.
@@ -136,7 +136,7 @@ class OpenRequest:
     def take_choices(self, num_prompts: int, num_each: int, *, prompt_field: str) -> None:
         """Count the request as `num_each` choices for each of its prompts.
 
-        Raises `ApiError` (400) for more than a client may ever have, and `TooManyRequests` for more than it may have
+        Raises `FieldError` for more than a client may ever have, and `TooManyRequests` for more than it may have
         beside its others.
         """
         self._requests.check_choices(self, num_prompts, num_each, prompt_field=prompt_field)
@@ -184,8 +184,8 @@ class OpenRequests:
         most = self._most_each
         if request.client and most is not None and num_prompts * num_each > most:
             field = prompt_field if num_prompts > most else "n"
-            message = f"{field}: {num_prompts * num_each} choices at once; one API key may have {most} under way here"
-            raise ApiError(400, message, param=field, code="invalid_value")
+            number = num_prompts * num_each
+            raise FieldError(field, f"{number} choices at once; one API key may have {most} under way here")
         self._check_room(request, num_prompts * num_each)
 
     def _check_room(self, request: OpenRequest, number: int) -> None:

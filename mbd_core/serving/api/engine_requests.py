@@ -1,4 +1,4 @@
-"""From a parsed API request to what the engine takes: prompts tokenised at a bounded cost, a request a choice."""
+"""From a parsed API request to what the engine takes: prompts tokenised at a bounded cost, one request a choice."""
 
 import asyncio
 import uuid
@@ -8,16 +8,26 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from mbd_core.checkpoint.chat import chat_text, check_form
 from mbd_core.checkpoint.literal_text import MaskedText, literal, token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.grammar.grammar import Grammar, GrammarRefused
 from mbd_core.engine.admission import Admission, RequestRefused
-from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.chat_fields import turns
+from mbd_core.serving.api.errors import FieldError
 from mbd_core.serving.api.fields import TemplateTokens
-from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT, ChatRequest, GenerationRequest
-from mbd_core.serving.api.stream_places import taken_up
+from mbd_core.serving.api.requests import (
+    MAX_TOKENS_DEFAULT,
+    ChatRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from mbd_core.serving.api.shapes import TokenIds, TokenizerInfo, TokenText
+from mbd_core.serving.text.committed import CommittedText, Decode, StopStrings
 from mbd_core.serving.tokens.served_model import ServedModel
 from mbd_core.serving.tokens.stream import TooManyRequests
 
@@ -26,7 +36,6 @@ def engine_requests(
     asked: GenerationRequest,
     prompts: Sequence[Sequence[int]],
     *,
-    prompt_field: str,
     decoding: DecodingConfig,
     seed: int,
     admission: Admission,
@@ -36,8 +45,7 @@ def engine_requests(
 ) -> list[Request]:
     """The engine's requests in the order of the reply's choices: prompt by prompt, choice by choice; one `group`.
 
-    `prompt_field` is the field that the prompts came in, `added_tokens` what the tokenizer has as tokens beside its
-    own pieces. Raises `ApiError` (400) naming the field that cannot be honoured.
+    `added_tokens` are what the tokenizer has as tokens beside its own pieces. Raises `FieldError`.
     """
     samplings = asked.samplings(seed)
     budget, grammar = asked.budget, _grammar(asked, added_tokens)
@@ -46,8 +54,8 @@ def engine_requests(
     if template is not None or grammar is not None:
         decoding = _without_revision(decoding, asked)
     if asked.resumable and decoding.canvas is not None:
-        message = "resumable: a canvas is not filled from left to right, its answer can only begin anew; leave it out"
-        raise ApiError(400, message, param="resumable", code="invalid_value")
+        why = "a canvas is not filled from left to right, its answer can only begin anew"
+        raise FieldError("resumable", why, remedy="leave it out")
     requests: list[Request] = []
     group = uuid.uuid4().hex
     for prompt in prompts:
@@ -68,13 +76,12 @@ def engine_requests(
         if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
         if asked.resume is not None:
-            request = taken_up(request, asked.resume)
+            committed, forwards = tuple(asked.resume.token_ids), asked.resume.forwards
+            request = replace(request, committed=committed, first_forward=forwards)
         try:
             admission.check(request)  # the choices differ in what no check looks at
         except RequestRefused as error:
-            raise _api_error(
-                error, asked, len(prompt), admission, prompt_field=prompt_field, templated=template is not None
-            ) from None
+            raise _field_error(error, asked, len(prompt), admission, templated=template is not None) from None
         first = len(requests)
         requests += [replace(request, request_id=f"{group}-{first + i}", sampling=s) for i, s in enumerate(samplings)]
     return requests
@@ -85,8 +92,7 @@ def _grammar(asked: GenerationRequest, added_tokens: Mapping[str, int]) -> Gramm
     try:
         return asked.grammar if rule is None else rule.grammar(added_tokens)
     except GrammarRefused as error:
-        field = asked.grammar_field
-        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from None
+        raise FieldError(asked.grammar_field or "", str(error)) from None
 
 
 def _without_revision(decoding: DecodingConfig, asked: GenerationRequest) -> DecodingConfig:
@@ -97,31 +103,25 @@ def _without_revision(decoding: DecodingConfig, asked: GenerationRequest) -> Dec
     return replace(decoding, t2t=None, soft=None, tau_stable=None)
 
 
-def check_number(num_prompts: int, num_choices: int, capacity: int, *, prompt_field: str) -> None:
-    """Raise `ApiError` (400) where there is no prompt, or where there are more choices than the server takes at once.
+def check_number(asked: GenerationRequest, capacity: int) -> None:
+    """Raise `FieldError` where there is no prompt, or where there are more choices than the server takes at once.
 
-    It is asked before anything is tokenised.
+    It is called before anything is tokenised.
     """
-    if not num_prompts:
-        raise ApiError(400, f"{prompt_field}: no prompt was given", param=prompt_field, code="invalid_value")
-    if num_prompts * num_choices > capacity:
-        field = prompt_field if num_prompts > capacity else "n"
-        message = f"{field}: {num_prompts * num_choices} choices at once; this server takes at most {capacity}"
-        raise ApiError(400, message, param=field, code="invalid_value")
+    if not asked.num_prompts:
+        raise FieldError(asked.prompt_field, "no prompt was given")
+    number = asked.num_prompts * asked.num_choices
+    if number > capacity:
+        field = asked.prompt_field if asked.num_prompts > capacity else "n"
+        raise FieldError(field, f"{number} choices at once; this server takes at most {capacity}")
 
 
-def _api_error(
-    refused: RequestRefused,
-    asked: GenerationRequest,
-    prompt_length: int,
-    admission: Admission,
-    *,
-    prompt_field: str,
-    templated: bool,
-) -> ApiError:
+def _field_error(
+    refused: RequestRefused, asked: GenerationRequest, prompt_length: int, admission: Admission, *, templated: bool
+) -> Exception:
     """The engine's refusal in the words of the API: the field as the client named it."""
     fields = {
-        "prompt": prompt_field,
+        "prompt": asked.prompt_field,
         "committed": "resume",
         "max_tokens": asked.budget_field,
         "decoding": "decoding" if asked.speed is None else "speed",
@@ -130,16 +130,33 @@ def _api_error(
         "grammar": asked.grammar_field,
         "template": "template",
     }
-    param, message = fields.get(refused.field), str(refused)
-    if templated and param == asked.budget_field:
-        param = "template"
+    field, why = fields.get(refused.field), str(refused)
+    if templated and field == asked.budget_field:
+        field = "template"
     elif asked.budget is None and refused.code == "context_length_exceeded":
-        param, message = prompt_field, f"{prompt_length} tokens leave no room to generate; "
+        field, why = asked.prompt_field, f"{prompt_length} tokens leave no room to generate; "
         if admission.room(prompt_length):
-            message += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
+            why += "decoding.canvas keeps them once for each of its lanes; shorten the prompt"
         else:
-            message += f"the limit is {admission.max_length} in all"
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=refused.code)
+            why += f"the limit is {admission.max_length} in all"
+    return refused if field is None else FieldError(field, why, code=refused.code)
+
+
+def begun_texts(requests: Sequence[Request], decode: Decode, stop: Sequence[str]) -> list[CommittedText]:
+    """The text of each request behind its `committed` tokens, which their client has.
+
+    Raises `FieldError` where the answer has ended among them.
+    """
+    stops = StopStrings(stop)
+    texts = []
+    for request in requests:
+        text = CommittedText(decode, stops)
+        for token in request.committed:
+            text.push(token)
+            if text.stopped:
+                raise FieldError("resume", "the answer has ended, a stop string is complete in its tokens")
+        texts.append(text)
+    return texts
 
 
 # Prompts' texts to token ids at a bounded cost, off the event loop.
@@ -177,8 +194,8 @@ def text_ids(
     """The ids of a text that came in `field`, with or without the tokenizer's special tokens around it.
 
     Control tokens that a client's own text spells are text, unless it is to be parsed (`parse_special`); a chat's text
-    is masked already. Raises `ApiError` (400) for a text that has far too many; the engine refuses one that has a few
-    too many.
+    is masked already. Raises `FieldError` for a text that has far too many; the engine refuses one that has a few too
+    many.
     """
     masked = text
     if isinstance(masked, str):
@@ -191,7 +208,7 @@ def text_ids(
     try:
         return bounded_ids(encode, masked.text, limit=model.limits.admission.max_length)
     except TextTooLong as error:
-        raise ApiError(400, f"{field}: {error}", param=field, code="context_length_exceeded") from None
+        raise FieldError(field, str(error), code="context_length_exceeded") from None
 
 
 def chat_ids(
@@ -205,16 +222,56 @@ def chat_ids(
     try:
         text = chat_text(model.tokenizer, turns, tools=tools)
     except ValueError as error:
-        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+        raise FieldError("messages", str(error)) from None
     return text_ids(model, text, field="messages", special=special)
 
 
 def check_calls(model: ServedModel) -> None:
-    """Raise `ApiError` (400) for a model whose calls of tools could not be told from text."""
+    """Raise `FieldError` for a model whose calls of tools could not be told from text."""
     try:
         check_form(model.tokenizer.get_chat_template() if model.tokenizer.chat_template else "")
     except ValueError as error:
-        raise ApiError(400, f"tools: {error}", param="tools", code="invalid_value") from None
+        raise FieldError("tools", str(error)) from None
+
+
+# The tokenizer over HTTP.
+
+
+def tokenized(asked: TokenizeRequest, model: ServedModel) -> TokenIds:
+    """The ids that a prompt of this text has; raises as `text_ids` and `chat_ids`."""
+    if asked.prompt is not None:
+        special, parsed = asked.add_special_tokens is not False, bool(asked.parse_special)
+        ids = text_ids(model, asked.prompt, field="prompt", special=special, parse_special=parsed)
+    else:
+        special = bool(asked.add_special_tokens)
+        ids = chat_ids(model, turns(asked.messages or ()), tools=asked.shown_tools, special=special)
+    return {
+        "count": len(ids),
+        "max_model_len": model.limits.admission.max_length,
+        "tokens": ids,
+        "token_strs": model.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None,
+    }
+
+
+def detokenized(asked: DetokenizeRequest, tokenizer: PreTrainedTokenizerBase) -> TokenText:
+    """The text of token ids, special tokens included; raises `FieldError` for an id that the vocabulary lacks."""
+    unknown = next((t for t in asked.tokens if t >= len(tokenizer)), None)
+    if unknown is not None:
+        raise FieldError("tokens", f"is no token; the vocabulary has {len(tokenizer)}", value=unknown)
+    return {"prompt": tokenizer.decode(asked.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)}
+
+
+def tokenizer_info(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
+    """What a client needs to build prompts: the special tokens and the chat template."""
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "chat_template": tokenizer.chat_template,
+    }
 
 
 class TokenizerThreads:

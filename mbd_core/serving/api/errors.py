@@ -1,7 +1,9 @@
-"""OpenAI's error shape, and which of our exceptions becomes which error."""
+"""OpenAI's error shape, every error of the endpoint, and which of our exceptions becomes which error."""
 
-from typing import Any
+import json
+from typing import Any, NamedTuple
 
+from mbd_core.serving.api.shapes import Error
 from mbd_core.serving.tokens.stream import Asleep, EngineFailed, ReplicaLost, RequestTimedOut, TooManyRequests
 
 VALUE_LENGTH = 100  # characters of a client's value that an error repeats
@@ -10,9 +12,92 @@ AGAIN_SECONDS = 1  # after which a client may ask again that had too much under 
 ASLEEP_SECONDS = 10  # after which a client may ask a server again that sleeps
 
 
+class ErrorKind(NamedTuple):
+    """A kind of error: its HTTP status, its codes, and when it comes."""
+
+    status: int
+    codes: tuple[str, ...]
+    meaning: str
+
+
+ERRORS = (
+    ErrorKind(
+        400,
+        ("invalid_json",),
+        "The body is no JSON, did not come whole, or has more than 50,000 brackets or 600,000 commas outside texts, "
+        "or 100,000 quotes around keys and texts.",
+    ),
+    ErrorKind(400, ("missing_field", "unknown_field"), "A required field is missing, or a field does not exist."),
+    ErrorKind(400, ("invalid_value",), "A field cannot be honoured, alone or beside another."),
+    ErrorKind(
+        400,
+        ("context_length_exceeded",),
+        "Prompt and answer together exceed what the model, or the KV memory, holds.",
+    ),
+    ErrorKind(400, ("invalid_http",), "From Serve's proxy: not a request in HTTP/1.1."),
+    ErrorKind(401, ("invalid_api_key",), "An API key of this server is needed."),
+    ErrorKind(403, ("not_an_administrator",), "An administrator's key is needed."),
+    ErrorKind(404, ("model_not_found",), "No such model."),
+    ErrorKind(404, (), "No such route."),
+    ErrorKind(405, (), "The route does not take this method."),
+    ErrorKind(408, ("timeout",), "The body did not arrive within 60 s, or the headers within 30 s."),
+    ErrorKind(409, ("refused",), "All replicas refuse an order; nothing has changed."),
+    ErrorKind(409, ("several_gateways",), "An order that lasts needs a server with one gateway."),
+    ErrorKind(
+        409,
+        ("asleep", "no_replica"),
+        "An order needs a server that is awake, or new weights a replica that runs.",
+    ),
+    ErrorKind(413, ("body_too_large",), "The body is larger than `--body-bytes`."),
+    ErrorKind(414, ("url_too_long",), "From Serve's proxy: a URL of more than 32 KiB."),
+    ErrorKind(415, ("body_encoded",), "The body has a `Content-Encoding` (gzip and the like)."),
+    ErrorKind(
+        429,
+        ("too_many_requests",),
+        "As many requests wait as may, too many long prompts are being read, or the client has more choices under way "
+        "than `--client-requests`; `Retry-After` says when to ask again.",
+    ),
+    ErrorKind(
+        431,
+        ("headers_too_large",),
+        "From Serve's proxy: more than 32 KiB of request line and headers, or more than 100 headers.",
+    ),
+    ErrorKind(
+        500,
+        ("engine_failed",),
+        "No replica took the request over within `--retry-seconds`, or it lost four of them.",
+    ),
+    ErrorKind(500, ("incomplete",), "Some replicas have not carried out an order; it may be repeated."),
+    ErrorKind(500, ("internal_error",), "A defect; the server's log has it."),
+    ErrorKind(
+        500,
+        ("stream_cut",),
+        "The last event of a stream whose gateway died ([operations.md](operations.md)).",
+    ),
+    ErrorKind(503, ("shutting_down", "asleep"), "The server shuts down or sleeps; with `Retry-After`."),
+    ErrorKind(503, ("no_replica", "no_metrics"), "Nothing answers behind the gateway, for now."),
+    ErrorKind(
+        503,
+        ("no_gateway",),
+        "From Serve's proxy: the gateway died before it answered, or none takes requests.",
+    ),
+    ErrorKind(503, ("aborted",), "An administrator ended the scoring of a prompt."),
+    ErrorKind(504, ("timeout",), "`--request-seconds` are over."),
+)
+
+
 def clipped(value: str, length: int = VALUE_LENGTH) -> str:
     """A client's value as an error repeats it: its first `length` characters, then "..." if there are more."""
     return value if len(value) <= length else f"{value[:length]}..."
+
+
+def shown(value: Any) -> str:
+    """A value of a body for a message; a list, an object or a huge number is not written out, which takes long."""
+    if isinstance(value, str):
+        return clipped(json.dumps(clipped(value)))
+    if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > 64):
+        return "this value"
+    return json.dumps(value)
 
 
 class ApiError(Exception):
@@ -36,7 +121,7 @@ class ApiError(Exception):
         self.param = None if param is None else clipped(param)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """OpenAI's error object."""
         kinds = {
             401: "authentication_error",
@@ -48,6 +133,20 @@ class ApiError(Exception):
         }
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class FieldError(ApiError, ValueError):
+    """A field of a request that cannot be honoured (400): its name, its value, why, and what to do instead.
+
+    A validator of several fields raises it too, because it is a `ValueError`; `parse` then passes it on.
+    """
+
+    def __init__(
+        self, field: str, why: str, *, value: Any = None, remedy: str = "", code: str = "invalid_value"
+    ) -> None:
+        given = "" if value is None else f"{shown(value)} "
+        advice = f"; {remedy}" if remedy else ""
+        super().__init__(400, f"{field}: {given}{why}{advice}", param=field, code=code)
 
 
 def api_error(error: Exception) -> ApiError:

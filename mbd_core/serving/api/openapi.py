@@ -1,55 +1,86 @@
-"""The API as an OpenAPI document, from the same types that parse its requests."""
+"""The routes of the endpoint, and its OpenAPI document from the types of their requests and replies."""
 
-from typing import Any
+from copy import deepcopy
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
-from pydantic.json_schema import models_json_schema
+from pydantic import ConfigDict, TypeAdapter
 
-from mbd_core.serving.api.other_requests import (
-    DetokenizeRequest,
-    ModelOrder,
-    SleepOrder,
-    TokenizeRequest,
-    WeightsUpdate,
-)
-from mbd_core.serving.api.replies import COMPONENTS, SHAPES, FrameEvent
-from mbd_core.serving.api.requests import MAX_PROMPTS, ChatRequest, CompletionRequest
-
-TITLE, VERSION = "mbd-cluster", "1"
-RESPONSES = {  # status: what it means
-    400: "A request that cannot be honoured; the error names the field.",
-    401: "An API key of this server is needed.",
-    403: "An administrator's key is needed.",
-    404: "No such model.",
-    409: "An administrator's order that the replicas refuse.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-    429: "As many requests wait as may, too many long prompts are being read, or the client has as many choices under "
-    "way as it may; `Retry-After` says when to try again.",
-    500: "The engine failed.",
-    503: "The server shuts down or has no engine, for now.",
-    504: "The time limit of a request is over.",
-}
-REQUESTS = (
+from mbd_core.serving.api import shapes
+from mbd_core.serving.api.errors import ERRORS
+from mbd_core.serving.api.parsing import MAX_PROMPTS, Strict
+from mbd_core.serving.api.requests import (
     ChatRequest,
     CompletionRequest,
-    TokenizeRequest,
     DetokenizeRequest,
     ModelOrder,
-    WeightsUpdate,
     SleepOrder,
+    TokenizeRequest,
+    WeightsUpdate,
 )
-ORDERS: dict[str, type[ModelOrder]] = {  # for administrators
-    "/update_weights": WeightsUpdate,
-    "/sleep": SleepOrder,
-    "/wakeup": ModelOrder,
-    "/abort_requests": ModelOrder,
-}
-FOR_ADMINISTRATORS = {*ORDERS, "/metrics"}  # not offered by a server without keys
-WITHOUT_KEY = {"/ready", "/version"}
+
+TITLE, VERSION = "mbd-cluster", "1"
+COMPONENTS = "#/components/schemas/{model}"
 KEY = "key"
 BEARER = {"type": "http", "scheme": "bearer", "description": "A key of the file of --api-keys."}
-MAY_BE_EMPTY = {kind.__name__ for kind in (SleepOrder, ModelOrder)}  # all of their fields may be left out
-_TEXT = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+ALL = (400, 401, 403, 404, 408, 409, 413, 429, 500, 503, 504)  # statuses of a route that reads a body
+RESPONSES = {status: " ".join(kind.meaning for kind in ERRORS if kind.status == status) for status in ALL}
+
+
+class Route(NamedTuple):
+    """A route: whose key it asks for, its body, its reply with 200, its errors, and what else it takes."""
+
+    method: Literal["get", "post"]
+    path: str
+    operation: str
+    key: Literal["any", "administrator's", "none"]
+    body: type[Strict] | None
+    reply: Any
+    errors: tuple[int, ...] = ALL
+    parameters: tuple[dict[str, Any], ...] = ()
+    note: str = ""
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the body may be left out: it is an order, all of whose fields may."""
+        if self.body is None or not issubclass(self.body, ModelOrder):
+            return False
+        return not any(field.is_required() for field in self.body.model_fields.values())
+
+
+NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+MODEL = {"name": "model", "in": "query", "schema": {"type": "string"}}
+OR_EVENTS = "with `stream`: `Event`s"
+UNREADY = "503 with the same body while it is not ready; `HEAD` has the status alone"
+SHORT = "without a key its first three fields, at most a second old"
+ROUTES = (
+    Route("post", "/v1/chat/completions", "chat", "any", ChatRequest, shapes.Completion, note=OR_EVENTS),
+    Route("post", "/v1/completions", "complete", "any", CompletionRequest, shapes.Completion, note=OR_EVENTS),
+    Route("get", "/v1/models", "list_models", "any", None, shapes.Models, (401,)),
+    Route("get", "/v1/models/{name}", "get_model", "any", None, shapes.Model, (401, 404), (NAME,)),
+    Route("post", "/tokenize", "tokenize", "any", TokenizeRequest, shapes.TokenIds),
+    Route("post", "/detokenize", "detokenize", "any", DetokenizeRequest, shapes.TokenText),
+    Route(
+        "get",
+        "/tokenizer_info",
+        "tokenizer_info",
+        "any",
+        None,
+        shapes.TokenizerInfo,
+        (400, 401, 404),
+        (MODEL,),
+        "`?model=NAME` where several models are served",
+    ),
+    Route("get", "/health", "health", "none", None, shapes.Health, (503,), note=f"{SHORT}; {UNREADY}"),
+    Route("get", "/ready", "ready", "none", None, shapes.Ready, (503,), note=UNREADY),
+    Route("get", "/version", "version", "none", None, shapes.Version, ()),
+    Route("get", "/metrics", "metrics", "administrator's", None, None, (401, 403, 503), note="Prometheus text"),
+    Route("post", "/update_weights", "update_weights", "administrator's", WeightsUpdate, shapes.Order),
+    Route("post", "/sleep", "sleep", "administrator's", SleepOrder, shapes.Order),
+    Route("post", "/wakeup", "wakeup", "administrator's", ModelOrder, shapes.Order),
+    Route("post", "/abort_requests", "abort_requests", "administrator's", ModelOrder, shapes.Order),
+)
+STREAMED = (shapes.Event, shapes.Chunk, shapes.FrameEvent, shapes.Error)
 
 
 def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> dict[str, Any]:
@@ -59,85 +90,56 @@ def openapi_document(*, body_prompts: int = MAX_PROMPTS, keys: bool = True) -> d
     several fields (`top_p` needs `temperature`) or of the model (its names, its length) is in no schema; a request
     that breaks one is answered with 400 or 404.
     """
-    _, requests = models_json_schema(
-        [(kind, "validation") for kind in REQUESTS] + [(FrameEvent, "serialization")],
-        ref_template=COMPONENTS,
-    )
-    for form in requests["$defs"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
+    schemas = deepcopy(_schemas())
+    for form in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]:
         if form["type"] == "array" and form["items"]["type"] != "integer":  # several prompts, not one of token ids
             form["maxItems"] = body_prompts
-    document: dict[str, Any] = {
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, keys=keys)
+    return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "version": VERSION},
-        "paths": {
-            "/v1/chat/completions": {"post": _generating("chat", "ChatRequest")},
-            "/v1/completions": {"post": _generating("complete", "CompletionRequest")},
-            "/v1/models": {"get": _reading("list_models", "Models", 401)},
-            "/v1/models/{name}": {
-                "get": {
-                    **_reading("get_model", "Model", 401, 404),
-                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
-                }
-            },
-            "/tokenize": {"post": _posting("tokenize", "TokenizeRequest", _json("TokenIds"))},
-            "/detokenize": {"post": _posting("detokenize", "DetokenizeRequest", _json("TokenText"))},
-            "/tokenizer_info": {
-                "get": {
-                    **_reading("tokenizer_info", "TokenizerInfo", 400, 401, 404),
-                    "parameters": [{"name": "model", "in": "query", "schema": {"type": "string"}}],
-                }
-            },
-            "/health": {
-                "get": {"operationId": "health", "responses": {"200": _json("Health"), "503": _json("Health")}}
-            },
-            "/ready": {"get": {"operationId": "ready", "responses": {"200": _json("Ready"), "503": _json("Ready")}}},
-            "/version": {"get": _reading("version", "Version")},
-            "/metrics": {"get": {"operationId": "metrics", "responses": {"200": _TEXT, **_errors(401, 403, 503)}}},
-            **{
-                path: {"post": _posting(path.removeprefix("/"), kind.__name__, _json("Order"))}
-                for path, kind in ORDERS.items()
-            },
-        },
-        "components": {"schemas": {**SHAPES, **requests["$defs"]}, "securitySchemes": {KEY: BEARER}},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {KEY: BEARER}},
     }
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            operation["security"] = _security(path, keys=keys)
-    return document
 
 
-def _security(path: str, *, keys: bool) -> list[dict[str, list[str]]]:
+@cache
+def _schemas() -> dict[str, Any]:
+    bodies = dict.fromkeys(route.body for route in ROUTES if route.body is not None)
+    replies = dict.fromkeys(route.reply for route in ROUTES if route.reply is not None)
+    every: Any = tuple.__class_getitem__((*bodies, *replies, *STREAMED))
+    adapter: TypeAdapter[Any] = TypeAdapter(every, config=ConfigDict(use_attribute_docstrings=True))
+    schemas: dict[str, Any] = adapter.json_schema(ref_template=COMPONENTS)["$defs"]
+    return schemas
+
+
+def _operation(route: Route, *, keys: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if route.reply is not None:
+        content = _json(route.reply)
+    if route.reply is shapes.Completion:
+        content |= {"text/event-stream": {"schema": {"$ref": COMPONENTS.format(model="Event")}}}
+    responses = {"200": {"description": route.note, "content": content}}
+    for status in route.errors:
+        reply = route.reply if route.path in ("/health", "/ready") else shapes.Error
+        responses[str(status)] = {"description": RESPONSES[status], "content": _json(reply)}
+    operation: dict[str, Any] = {"operationId": route.operation, "responses": responses}
+    if route.body is not None:
+        operation["requestBody"] = {"required": not route.may_be_empty, "content": _json(route.body)}
+    if route.parameters:
+        operation["parameters"] = list(route.parameters)
+    return operation | {"security": _security(route, keys=keys)}
+
+
+def _json(kind: type[Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": COMPONENTS.format(model=kind.__name__)}}}
+
+
+def _security(route: Route, *, keys: bool) -> list[dict[str, list[str]]]:
     """What a route asks for: a key, none, or (`/health`) one that it says more to."""
-    if path in WITHOUT_KEY or not (keys or path in FOR_ADMINISTRATORS):
-        return []
-    return [{KEY: []}, {}] if path == "/health" else [{KEY: []}]
-
-
-def _generating(operation: str, request: str) -> dict[str, Any]:
-    answer = _json("Answer", "The whole answer, or with `stream` its events.")
-    answer["content"]["text/event-stream"] = {"schema": {"$ref": COMPONENTS.format(model="Event")}}
-    return _posting(operation, request, answer)
-
-
-def _posting(operation: str, request: str, answer: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "operationId": operation,
-        "requestBody": {"required": request not in MAY_BE_EMPTY, **_content(request)},
-        "responses": {"200": answer, **_errors(*RESPONSES)},
-    }
-
-
-def _reading(operation: str, shape: str, *errors: int) -> dict[str, Any]:
-    return {"operationId": operation, "responses": {"200": _json(shape), **_errors(*errors)}}
-
-
-def _errors(*statuses: int) -> dict[str, Any]:
-    return {str(status): _json("Error", RESPONSES[status]) for status in statuses}
-
-
-def _json(shape: str, description: str = "") -> dict[str, Any]:
-    return {"description": description, **_content(shape)}
-
-
-def _content(shape: str) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": {"$ref": COMPONENTS.format(model=shape)}}}}
+    if route.path == "/health" and keys:
+        return [{KEY: []}, {}]
+    needed = route.key == "administrator's" or (route.key == "any" and keys)
+    return [{KEY: []}] if needed else []

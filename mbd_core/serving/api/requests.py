@@ -1,81 +1,30 @@
-"""OpenAI's request shapes, as far as the endpoint honours them; what it does not honour is refused by name.
+"""Every request of the endpoint, as far as it is honoured; what is not honoured is refused by name.
 
-A field that would change the result is accepted only with the value that changes nothing. Requests are parsed
-strictly: a string is not a number, and an unknown field is an error.
+A field that would change the result is accepted only with the value that changes nothing (`Only`). The docstring of a
+field is its description in the OpenAPI document and in docs/api.md.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+from pydantic import Field, model_validator
 
 from mbd_core.decoding.blocks.sampling_config import LEAST, Sampling
-from mbd_core.serving.api.errors import ApiError, clipped
-from mbd_core.serving.api.fields import (
-    AssistantCall,
-    Strict,
-    StructuredFields,
-    Template,
-    ToolFields,
-    check_template,
-    items,
-    ordered_results,
-)
-from mbd_core.serving.api.stream_places import SEEDS, ResumableFields, Seed, check_fields
+from mbd_core.engine.weights import SwapMode
+from mbd_core.serving.api.chat_fields import Messages, ToolFields, check_calls, turns
+from mbd_core.serving.api.errors import FieldError
+from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
+from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Only, Strict, items
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+MAX_STOP_LENGTH = 1024
 MAX_TOKENS_DEFAULT = 256
 MAX_CHOICES = 128
-MAX_PROMPTS = 128  # of one body, unless the server says otherwise
-MOST_PROMPTS = 4096  # that it may say
-MAX_IDS = 2**18  # of one prompt
-MAX_MESSAGES, MAX_TEXT_PARTS, MAX_CALLS = 4096, 1024, 128
-MAX_QUOTES = 100_000  # of a body, around its keys and texts; those in texts are escaped
-MAX_BRACKETS = 50_000  # of a body, those in its texts not counted
-MAX_COMMAS = 600_000  # the same; token ids have one each
-MAX_ERRORS = 1000  # that are looked at
-
-
-class Only:
-    """Mark of a field that would change the result: it takes the values that change nothing, or null."""
-
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self._values, None]}
-
-    def _check(self, value: Any) -> Any:
-        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self._values):
-            return value
-        accepted = " or ".join(json.dumps(v) for v in self._values) or "null"
-        raise ValueError(f"{_shown(value)} is not supported; leave it out or give {accepted}")
-
-
-def _shown(value: Any) -> str:
-    """A value of a body for a message; a list, an object or a huge number is not written out, which takes long."""
-    if isinstance(value, str):
-        return clipped(json.dumps(clipped(value)))
-    if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > 64):
-        return "this value"
-    return json.dumps(value)
-
+MAX_DETOKENIZED = 2**17  # tokens of a text that is asked for
+MAX_VERSION = 2**53  # numbers that every reader of JSON keeps
+SLEEP_SECONDS = 600.0
 
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], items(MAX_IDS)]
+PromptIds = Annotated[list[TokenId], items(MAX_IDS)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Speed = Annotated[float, Field(ge=0, le=1)]
@@ -86,44 +35,68 @@ NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    """`usage` in the last event; default `false`"""
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
-class GenerationRequest(StructuredFields, ResumableFields):
-    """What the two generating routes have in common.
-
-    decoding          `DecodingConfig` fields of this request, parts as objects
-    speed             instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest
-    top_k             beside OpenAI's own: draw among the likeliest `top_k` tokens (0: all)
-    return_token_ids  the ids of the prompt's and the answer's tokens in the reply
-    return_step_map   the forward in which each token was accepted, and its log-probability (`Rollout`)
-    frames            in a stream, an event for each forward that shows the Block Buffer (`FrameEvent`)
-    """
+class GenerationRequest(StructuredFields):
+    """What the two generating routes have in common."""
 
     model: str
+    """the name of a served model or of an adapter; 404 for another"""
     max_tokens: PositiveInt | None = None
+    """tokens of the answer, its EOS not included; default: what fits, at most 256. More than fit is refused
+    (`context_length_exceeded`). What stands behind the last one is not decoded, so a smaller number may give another
+    text and not a shorter one"""
     stream: bool | None = None
+    """the answer as server-sent events; default `false`"""
     stream_options: StreamOptions | None = None
+    """only with `stream`"""
     stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
+    """the answer ends before the first of them, of 1 to 1,024 characters each. Not beside a grammar, tools or
+    `template`"""
     decoding: dict[str, Any] | None = None
+    """fields of `DecodingConfig` ([decoding.md](decoding.md)), default the model's; one that is unknown, or that the
+    model or the server cannot honour, is refused"""
     speed: Speed | None = None
+    """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
+    model without a front"""
     temperature: Temperature | None = None
+    """of drawing; above 0 at least 1e-06; default 0, greedy"""
     top_p: TopP | None = None
+    """only with `temperature`; default 1"""
     top_k: TopK | None = None
+    """only with `temperature`: draw among so many likeliest tokens; default 0, all"""
     seed: Seed | None = None
+    """of the first choice, default drawn; the i-th has `seed` + i"""
     n: NumChoices | None = None
+    """choices for each prompt, default 1; with all prompts at most what the server takes at once, and what
+    `--client-requests` lets a client have"""
     return_token_ids: bool | None = None
+    """`token_ids` and `prompt_token_ids` in each choice"""
     return_step_map: bool | None = None
+    """`rollout` in each choice; not with `t2t`, `soft` or `canvas`"""
     frames: bool | None = None
-    # Nothing depends on these.
+    """a `FrameEvent` for each forward; only with `stream`, not on a canvas"""
+    resumable: bool | None = None
+    """`token_ids` in each piece, and the `Place` behind each commit; only with `stream`, not with tools that may be
+    called or `canvas`"""
+    resume: Resume | None = None
+    """go on behind such a place: one prompt, `n` 1, everything else as in the stream that was cut"""
     user: str | None = None
+    """tells a client from others where keys do not ([serving.md](serving.md), fairness)"""
     metadata: dict[str, Any] | None = None
+    """changes nothing"""
     store: bool | None = None
+    """changes nothing"""
     service_tier: Literal["auto", "default"] | None = None
+    """changes nothing"""
     safety_identifier: str | None = None
+    """changes nothing"""
     prompt_cache_key: str | None = None
+    """changes nothing"""
     prompt_cache_retention: str | None = None
-    # Taken with the values that change nothing; the last ones are other servers' own.
+    """changes nothing"""
     presence_penalty: Annotated[Any, Only(0)] = None
     frequency_penalty: Annotated[Any, Only(0)] = None
     logit_bias: Annotated[Any, Only({})] = None
@@ -141,25 +114,32 @@ class GenerationRequest(StructuredFields, ResumableFields):
     def _check(self) -> "GenerationRequest":
         longest = max(map(len, self.stop_strings), default=0)
         if longest > MAX_STOP_LENGTH:
-            raise ValueError(f"stop: a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
+            raise FieldError("stop", f"a string of {longest} characters given, at most {MAX_STOP_LENGTH} are taken")
         if "" in self.stop_strings:
-            raise ValueError("stop: an empty string would end every answer before it begins; leave it out")
+            why = "an empty string would end every answer before it begins"
+            raise FieldError("stop", why, remedy="leave it out")
         if self.speed is not None and self.decoding is not None:
-            raise ValueError("speed: chooses the decoding, which decoding gives already; give one of them")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only allowed when stream is true")
-        if self.frames and not self.stream:
-            raise ValueError("frames: only allowed when stream is true; a whole answer has nothing provisional")
-        calls = self.grammar_field == "tools"
-        check_fields(self, stream=bool(self.stream), num_choices=self.num_prompts * self.num_choices, calls=calls)
+            why = "chooses the decoding, which decoding gives already"
+            raise FieldError("speed", why, remedy="give one of them")
+        for name in ("stream_options", "frames", "resumable", "resume"):
+            if getattr(self, name) and not self.stream:
+                raise FieldError(name, "only allowed when stream is true")
+        for name in ("resumable", "resume"):
+            if getattr(self, name) and self.grammar_field == "tools":
+                raise FieldError(name, "an answer that may call tools is not taken up again", remedy="leave it out")
+        if self.resume is not None and self.num_prompts * self.num_choices != 1:
+            raise FieldError("resume", "takes up one choice", remedy="give its own prompt and n 1")
         if self.temperature is not None and 0 < self.temperature < LEAST:
-            raise ValueError(f"temperature: {self.temperature} is too little to draw with; give 0, which is greedy")
+            why = "is too little to draw with"
+            raise FieldError("temperature", why, value=self.temperature, remedy="give 0, which is greedy")
         for name, neutral in (("top_p", 1), ("top_k", 0)):
             value = getattr(self, name)
             if self.temperature is None and value not in (None, neutral):
-                raise ValueError(f"{name}: {value} has no effect at temperature 0, the default here; give temperature")
+                why = "has no effect at temperature 0, the default here"
+                raise FieldError(name, why, value=value, remedy="give temperature")
         if self.grammar_field is not None and self.stop_strings:
-            raise ValueError(f"stop: would cut an answer that {self.grammar_field} holds to its form; leave it out")
+            why = f"would cut an answer that {self.grammar_field} holds to its form"
+            raise FieldError("stop", why, remedy="leave it out")
         return self
 
     @property
@@ -223,39 +203,49 @@ class GenerationRequest(StructuredFields, ResumableFields):
 
 
 class CompletionRequest(GenerationRequest):
-    """A text, or token ids, that go on.
+    """A text, or token ids, that go on."""
 
-    parse_special  control tokens that a text of `prompt` or `template` spells are control tokens: for clients that
-                   write the model's chat template themselves; otherwise they are text
-    """
-
-    prompt: str | Annotated[list[str], items(MOST_PROMPTS)] | TokenIds | Annotated[list[TokenIds], items(MOST_PROMPTS)]
+    prompt: (
+        str | Annotated[list[str], items(MOST_PROMPTS)] | PromptIds | Annotated[list[PromptIds], items(MOST_PROMPTS)]
+    )
+    """one prompt or several, as many as `--body-prompts`; an empty one is refused"""
     echo: bool | None = None
+    """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities
+    ([serving.md](serving.md))"""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """of an answer, default: what fits, at most 256; 0 only with `echo` and `logprobs`, where it must be given,
+    as 0 or 1"""
     logprobs: Annotated[Any, Only(0, 1)] = None
+    """0: each token's log-probability; 1, only with `echo`: the likeliest token beside each"""
     suffix: Annotated[Any, Only("")] = None
     best_of: int | None = None
+    """must be `n`"""
     template: Template | None = None
+    """text, and holes of so many tokens, behind the prompt, from a hole on; not beside `max_tokens`, `stop`, a
+    grammar, `t2t`, `soft`, `canvas`"""
     parse_special: bool | None = None
+    """control tokens that the texts of `prompt` and `template` spell are control tokens, for clients that write the
+    model's chat template themselves; otherwise text"""
 
     @model_validator(mode="after")
     def _template_alone(self) -> "CompletionRequest":
         if self.template is None:
             return self
-        check_template(self.template)
+        if not isinstance(self.template[0], Hole):
+            why = "begins with text; a template begins with a hole"
+            raise FieldError("template", why, remedy="put the text before it into prompt")
         if self.grammar_field is not None:
-            raise ValueError(f"template: cannot be held to {self.grammar_field} too; give one of them")
+            raise FieldError("template", f"cannot be held to {self.grammar_field} too", remedy="give one of them")
         for name in ("max_tokens", "stop"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: a template ends where it ends; leave {name} out")
+                raise FieldError(name, "a template ends where it ends", remedy=f"leave {name} out")
         return self
 
     @model_validator(mode="after")
     def _no_selection(self) -> "CompletionRequest":
         if self.best_of not in (None, self.num_choices):
-            raise ValueError(
-                f"best_of: {clipped(str(self.best_of))} is not supported; leave it out or give n's {self.num_choices}"
-            )
+            remedy = f"leave it out or give n's {self.num_choices}"
+            raise FieldError("best_of", "is not supported", value=self.best_of, remedy=remedy)
         return self
 
     @property
@@ -267,17 +257,18 @@ class CompletionRequest(GenerationRequest):
     def _check_scores(self) -> "CompletionRequest":
         if not self.scores_prompt:
             if self.max_tokens == 0:
-                raise ValueError("max_tokens: 0 is for echo with logprobs; give 1 or more")
+                raise FieldError("max_tokens", "is for echo with logprobs", value=0, remedy="give 1 or more")
             if self.logprobs:
-                raise ValueError("logprobs: 1 is for echo with logprobs; give 0, or leave it out")
+                raise FieldError("logprobs", "is for echo with logprobs", value=1, remedy="give 0, or leave it out")
             return self
         if self.max_tokens not in (0, 1):
-            raise ValueError("max_tokens: echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
+            raise FieldError("max_tokens", "echo with logprobs scores the prompt, and takes 0 or 1 tokens behind it")
         for name in ("decoding", "speed", "stop", "template", "stream", "return_step_map", self.grammar_field):
             if name is not None and getattr(self, name) not in (None, False, []):
-                raise ValueError(f"{name}: has no effect on echo with logprobs, which scores the prompt; leave it out")
+                why = "has no effect on echo with logprobs, which scores the prompt"
+                raise FieldError(name, why, remedy="leave it out")
         if self.num_choices > 1:
-            raise ValueError("n: echo with logprobs scores each prompt once; leave it out")
+            raise FieldError("n", "echo with logprobs scores each prompt once", remedy="leave it out")
         return self
 
     @property
@@ -313,88 +304,15 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]  # validated: all strings or all lists
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Strict):
-    """One turn. `developer` is OpenAI's newer word for `system`; `tool` is what a called function returned.
-
-    An answer of this server, or of OpenAI's client, can be sent back as it is: its fields without content are taken.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[AssistantCall], items(MAX_CALLS)] | None = None
-    content: Annotated[str | Annotated[list[TextPart], items(MAX_TEXT_PARTS)] | None, Field(validate_default=True)] = (
-        None
-    )
-    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
-    name: str | None = None  # changes nothing: chat templates have no place for it
-    parsed: dict[str, Any] | None = None  # what OpenAI's client reads in the content; changes nothing
-    provider_specific_fields: dict[str, Any] | None = None  # what LiteLLM puts aside of an answer; changes nothing
-    refusal: Annotated[Any, Only()] = None
-    annotations: Annotated[Any, Only([])] = None
-    audio: Annotated[Any, Only()] = None
-    function_call: Annotated[Any, Only()] = None
-    reasoning_content: Annotated[Any, Only("")] = None
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _calls_of_assistants(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("role") != "assistant":
-            raise ValueError("only a turn of the assistant has calls; leave it out")
-        return value
-
-    @field_validator("content")
-    @classmethod
-    def _of_assistants_alone(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.data.get("role") != "assistant":
-            raise ValueError("a turn of this role needs a string or a list of text parts")
-        return value
-
-    @field_validator("tool_call_id")
-    @classmethod
-    def _of_results_alone(cls, value: Any, info: ValidationInfo) -> Any:
-        if (value is not None) != (info.data.get("role") == "tool"):
-            raise ValueError(
-                "a message of role tool has the id of the call whose result it is, and no other message has"
-            )
-        return value
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content or ())
-
-    @property
-    def turn(self) -> dict[str, Any]:
-        """The turn as a chat template takes it."""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.tool_calls:
-            turn["tool_calls"] = [call.turn for call in self.tool_calls]
-        return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
-
-
-Messages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
-
-
-def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them, results in the order of their calls. Raises `ValueError` naming a
-    message whose calls have no result, or that is no call's result."""
-    return [messages[i].turn for i in _order(messages)]
-
-
-def _order(messages: Sequence[ChatMessage]) -> list[int]:
-    calls = [[call.id for call in message.tool_calls or ()] for message in messages]
-    return ordered_results(calls, [message.tool_call_id for message in messages])
-
-
 class ChatRequest(GenerationRequest, ToolFields):
+    """A conversation that goes on."""
+
     messages: Messages
+    """the conversation; what the model's chat template refuses is a 400 with its sentence"""
     max_completion_tokens: PositiveInt | None = None
+    """`max_tokens` by its newer name; if both are given they must be equal"""
     logprobs: bool | None = None
+    """each token's log-probability"""
     top_logprobs: Annotated[Any, Only(0)] = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
@@ -422,17 +340,18 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     @model_validator(mode="after")
     def _check_calls(self) -> "ChatRequest":
-        _order(self.messages)
+        check_calls(self.messages)
         other = super().grammar_field
         if self.call_rule is not None and other is not None:
-            raise ValueError(f"{other}: tools hold the answer to their form; give one of them, or tool_choice none")
+            why = "tools hold the answer to their form"
+            raise FieldError(other, why, remedy="give one of them, or tool_choice none")
         return self
 
     @model_validator(mode="after")
     def _one_budget(self) -> "ChatRequest":
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise ValueError("max_completion_tokens: differs from max_tokens; give one of them")
+            raise FieldError("max_completion_tokens", "differs from max_tokens", remedy="give one of them")
         return self
 
     @property
@@ -448,67 +367,68 @@ class ChatRequest(GenerationRequest, ToolFields):
         return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
 
-R = TypeVar("R", bound=Strict)
+# The tokenizer over HTTP, in the shapes of vLLM's server, which evaluation harnesses ask for.
 
 
-def parse(kind: type[R], body: bytes) -> R:
-    """The request in a JSON body; raises `ApiError` (400) naming the first field that is wrong."""
-    _check_size(body)
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
+class TokenizeRequest(ToolFields):
+    """A text, or a chat in the model's template, with its tools."""
+
+    model: str | None = None
+    """needed where several models are served"""
+    prompt: str | None = None
+    """a text; give it or `messages`"""
+    messages: Messages | None = None
+    """a chat in the model's template"""
+    add_special_tokens: bool | None = None
+    """whether the tokenizer adds its own; default `true` for a prompt, `false` for a chat"""
+    parse_special: bool | None = None
+    """as in `CompletionRequest`; only with `prompt`"""
+    return_token_strs: bool | None = None
+    """`token_strs` in the answer"""
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+
+    @model_validator(mode="after")
+    def _one_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", "give either prompt or messages")
+        if self.tools and self.messages is None:
+            raise FieldError("tools", "only a chat has tools", remedy="give messages")
+        if self.parse_special and self.messages is not None:
+            raise FieldError("parse_special", "what messages spell is text", remedy="leave it out, or give prompt")
+        turns(self.messages or ())
+        return self
 
 
-def _check_size(body: bytes) -> None:
-    """Count, at the speed of memory, what the time to build a body grows with."""
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _check_most(MAX_QUOTES, "quotes", plain.count(b'"'))
-    outside = b"".join(plain.split(b'"')[::2])
-    _check_most(MAX_BRACKETS, "brackets", outside.count(b"[") + outside.count(b"{"))
-    _check_most(MAX_COMMAS, "commas", outside.count(b","))
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    """needed where several models are served"""
+    tokens: Annotated[list[TokenId], items(MAX_DETOKENIZED)]
+    """an id outside the vocabulary is refused"""
 
 
-def _check_most(most: int, marks: str, found: int) -> None:
-    if found > most:
-        message = f"the body has more than {most} {marks}, the most that are read here; send less at once"
-        raise ApiError(400, message, code="invalid_json")
+# What administrators ask of a server that runs.
 
 
-# Where a field may have several forms, pydantic reports an error for each form; the client gets these instead.
-FORMS = {
-    "prompt": f"must be a string, a list of strings, a list of at most {MAX_IDS} token ids (0 or more), or a list of "
-    f"such lists; at most {MOST_PROMPTS} prompts",
-    "content": f"must be a string or a list of at most {MAX_TEXT_PARTS} text parts",
-    "stop": f"must be a string or a list of at most {MAX_STOPS} strings",
-    "template": 'must be a list of strings and holes, {"hole": N}',
-    "guided_json": "must be a JSON schema, as an object or as its text",
-    "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}',
-}
+class ModelOrder(Strict):
+    model: str | None = None
+    """needed where several models are served"""
 
 
-def _refusal(error: ValidationError) -> ApiError:
-    if error.error_count() > MAX_ERRORS:  # to list them takes long
-        return ApiError(400, f"more than {MAX_ERRORS} mistakes, unknown fields among them", code="unknown_field")
-    first = error.errors(include_url=False, include_context=False)[0]
-    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {message}", code="invalid_json")
-    path = [clipped(str(p)) for p in first["loc"]]
-    if path[:1] == ["response_format"]:
-        path[1:2] = []  # which of its forms it is
-    several = next((i for i, p in enumerate(path) if p in FORMS and i + 1 < len(path)), None)
-    if kind == "extra_forbidden":
-        message, code = "unknown field", "unknown_field"
-    elif kind == "missing":
-        message, code = "this field is required", "missing_field"
-    else:
-        code = "invalid_value"
-        if several is not None:
-            path = path[: several + 1]
-            message = FORMS[path[-1]]
-        elif not path and ": " in message:  # a rule over several fields names its field itself
-            head, _, message = message.partition(": ")
-            path = [head]
-    param = ".".join(path) or None
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+class WeightsUpdate(ModelOrder):
+    """Other weights of the same shapes."""
+
+    folder: Annotated[str, Field(min_length=1)]
+    """a model folder on every machine with a replica, or a storage URL; one that does not fit is refused (409)"""
+    mode: SwapMode = "preempt"
+    """`preempt`: the weights take their place at once, and requests that run go on with them; `wait`: when these have
+    ended, and no other begins before"""
+    version: Annotated[int, Field(ge=1, lt=MAX_VERSION)] | None = None
+    """their number, larger than the last; default one more"""
+
+
+class SleepOrder(ModelOrder):
+    requests: Literal["finish", "abort"] = "finish"
+    """those that run and wait end by themselves, or at once with what they have committed"""
+    seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = SLEEP_SECONDS
+    """how long `finish` waits; 409 after it, and the server goes on"""

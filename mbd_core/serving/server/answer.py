@@ -1,18 +1,29 @@
 """The answer to one API request, from the engine's steps: whole, or as server-sent events."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mbd_core.decoding.blocks.request import Counts, Output, Rollout
+from mbd_core.decoding.blocks.request import Counts, FinishReason, Output, Request, Rollout
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.fields import TemplateTokens
-from mbd_core.serving.api.replies import FRAME, Reply, ReplyChoice, frame_fields
+from mbd_core.serving.api.replies import Reply, ReplyChoice, frame_fields
 from mbd_core.serving.api.requests import GenerationRequest
-from mbd_core.serving.api.stream_places import place
-from mbd_core.serving.server.measures import MeasuredStream
+from mbd_core.serving.api.shapes import (
+    AnswerCall,
+    Chunk,
+    Completion,
+    EndReason,
+    Error,
+    FrameEvent,
+    Logprobs,
+    Place,
+    RolloutFields,
+    TokenFields,
+)
+from mbd_core.serving.server.measures import RequestWatch
 from mbd_core.serving.server.text_stream import TextStep, TextStream
 from mbd_core.serving.text.committed import CallReader, Decode, Said
 from mbd_core.serving.text.logprobs import ChoiceLogprobs, TokenTexts
@@ -33,20 +44,21 @@ class TokenDetails:
     steps: bool = False
     holes: Callable[[Sequence[int]], tuple[str, list[str]]] | None = None
 
-    def of(self, tokens: Sequence[int], rollout: Rollout | None, *, ends: bool) -> dict[str, Any]:
+    def of(self, tokens: Sequence[int], rollout: Rollout | None, *, ends: bool) -> TokenFields:
         """The fields for these tokens of a choice; `ends`: they are its last ones, or all of them."""
-        fields: dict[str, Any] = {"token_ids": list(tokens)} if self.ids else {}
+        fields: TokenFields = {"token_ids": list(tokens)} if self.ids else {}
         if self.steps and rollout is not None:
-            fields["rollout"] = {"step_map": list(rollout.steps), "logprobs": list(rollout.logprobs)}
+            steps: RolloutFields = {"step_map": list(rollout.steps), "logprobs": list(rollout.logprobs)}
             if ends:
-                fields["rollout"]["terminal"] = {
+                steps["terminal"] = {
                     "token_ids": list(rollout.tail_tokens),
                     "step_map": list(rollout.tail_steps),
                     "logprobs": list(rollout.tail_logprobs),
                 }
+            fields["rollout"] = steps
         return fields
 
-    def of_answer(self, tokens: Sequence[int]) -> dict[str, Any]:
+    def of_answer(self, tokens: Sequence[int]) -> TokenFields:
         """The field for all tokens of a choice."""
         return {} if self.holes is None else {"holes": self.holes(tokens)[1]}
 
@@ -54,7 +66,7 @@ class TokenDetails:
         """A whole choice's text: of a template `echo` and its parts, fixed ones exactly as the client gave them."""
         return text if self.holes is None else echo + self.holes(tokens)[0]
 
-    def of_prompt(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def of_prompt(self, prompt: Sequence[int]) -> TokenFields:
         """The field for a prompt."""
         return {"prompt_token_ids": list(prompt)} if self.ids else {}
 
@@ -70,9 +82,9 @@ def token_details(asked: GenerationRequest, template: TemplateTokens | None, dec
 DONE = "data: [DONE]\n\n"
 
 
-def event(value: dict[str, Any]) -> str:
+def event(value: Chunk | FrameEvent | Error) -> str:
     """One server-sent event; a frame has a type of its own."""
-    kind = f"event: {FRAME}\n" if FRAME in value else ""
+    kind = "event: frame\n" if "frame" in value else ""
     return f"{kind}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
@@ -102,6 +114,14 @@ def _part(rollout: Rollout, i: int, *, ends: bool) -> Rollout:
     return Rollout(steps=rollout.steps[i : i + 1], logprobs=rollout.logprobs[i : i + 1])
 
 
+def _place(request: Request, reply_id: str, num_tokens: int, num_forwards: int) -> Place:
+    """The place behind the first `num_tokens` tokens of a choice, `num_forwards` on this server."""
+    place: Place = {"id": reply_id, "num_tokens": num_tokens, "forwards": request.first_forward + num_forwards}
+    if request.sampling.temperature:
+        place["seed"] = request.sampling.seed
+    return place
+
+
 class Answer:
     """What the engine commits to one API request, in the shapes of `reply`; `close()` it, however it ends.
 
@@ -111,15 +131,16 @@ class Answer:
     calls          whether the answers were held to a `CallRule`, and have calls
     echoes         the text before each choice's own, if any
     texts          the text of each token, for frames
-    resumable      whether each commit of a stream ends with its place (`mbd_core/serving/api/stream_places.py`)
+    resumable      whether each commit of a stream ends with its place, from which it can go on (`Resume`)
     include_usage  whether the events end with one that carries the usage
+    watch          measures the steps
     on_close       called by `close()`, each time
     """
 
     def __init__(
         self,
         reply: Reply,
-        stream: TextStream | MeasuredStream,
+        stream: TextStream,
         *,
         streamed: bool = False,
         logprobs: Sequence[ChoiceLogprobs] | None = None,
@@ -129,9 +150,11 @@ class Answer:
         texts: TokenTexts | None = None,
         resumable: bool = False,
         include_usage: bool = False,
+        watch: RequestWatch | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.streamed, self._on_close = streamed, on_close
+        self.streamed, self._watch, self._on_close = streamed, watch, on_close
+        self._steps: AsyncIterable[TextStep] = stream if watch is None else watch.steps(stream)
         self._reply, self._stream, self._logprobs, self._include_usage = reply, stream, logprobs, include_usage
         self._details, self._texts, self._resumable = details or TokenDetails(), texts, resumable
         self._calls = [CallReader() if calls else None for _ in stream.requests]
@@ -139,15 +162,17 @@ class Answer:
 
     def close(self) -> None:
         """Abort what the engine has not finished."""
+        if self._watch is not None:
+            self._watch.on_close()
         self._stream.close()
         self._on_close()
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Completion:
         """The whole answer in one object, its choices in the order of the requests."""
         texts = {r.request_id: echo for r, echo in zip(self._stream.requests, self._echoes, strict=True)}
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
-        async for step in self._stream:
+        async for step in self._steps:
             texts[step.request_id] += step.text
             if step.output is not None:
                 outputs[step.request_id] = step.output
@@ -169,9 +194,11 @@ class Answer:
         ]
         return self._reply.full(choices, [o.counts for o in ordered], weights)
 
-    def _choice(self, index: int, text: str, *, reason: str, **fields: Any) -> ReplyChoice:
+    def _choice(self, index: int, text: str, *, reason: FinishReason, **fields: Any) -> ReplyChoice:
         said = self._read(index, text, ends=True)
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in said.calls]
+        calls: list[AnswerCall] = [
+            {"id": call["id"], "type": call["type"], "function": call["function"]} for call in said.calls
+        ]
         return ReplyChoice(text=said.content, calls=calls, reason=self._reason(index, reason), **fields)
 
     def _read(self, index: int, text: str, *, ends: bool) -> Said:
@@ -179,7 +206,7 @@ class Answer:
         reader = self._calls[index]
         return Said(content=text) if reader is None else reader.push(text, ends=ends)
 
-    def _reason(self, index: int, reason: str) -> str:
+    def _reason(self, index: int, reason: FinishReason) -> EndReason:
         """Why a choice ended, once its text is read."""
         reader = self._calls[index]
         return reason if reason == "abort" or reader is None or not reader.num_calls else "tool_calls"
@@ -203,41 +230,43 @@ class Answer:
         except Exception as error:
             yield [event(on_failure(error).body)]
 
-    async def _chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+    async def _chunks(self) -> AsyncIterator[list[Chunk | FrameEvent]]:
         reply = self._reply
         index = {r.request_id: i for i, r in enumerate(self._stream.requests)}
         counts: dict[int, Counts] = {}
         num_tokens = [len(request.committed) for request in self._stream.requests]
         weights: list[tuple[int, int]] = []
-        no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         for i, (request, echo) in enumerate(zip(self._stream.requests, self._echoes, strict=True)):
             prompt = self._details.of_prompt(request.prompt)
             if reply.chat or prompt or echo:
-                yield [reply.chunk(i, text=echo, first=True, details=prompt) | no_usage]
-        async for step in self._stream:
+                yield [self._chunk(i, text=echo, first=True, details=prompt)]
+        async for step in self._steps:
             i = index[step.request_id]
-            chunks = [chunk | no_usage for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
+            chunks = [chunk for one in by_tokens(step) if (chunk := self._chunk_of(i, one)) is not None]
             num_tokens[i] += len(step.new_tokens)
             if self._resumable and step.new_tokens and step.output is None:
-                request, after = self._stream.requests[i], num_tokens[i]
-                chunks[-1]["choices"][0]["resume"] = place(
-                    request, reply.id, num_tokens=after, num_forwards=step.num_forwards
-                )
+                place = _place(self._stream.requests[i], reply.id, num_tokens[i], step.num_forwards)
+                chunks[-1]["choices"][0]["resume"] = place
+            objects: list[Chunk | FrameEvent] = [*chunks]
             if step.frame is not None and self._texts is not None:
-                chunks.insert(0, reply.frame(frame_fields(step.frame, i, self._texts)))
+                objects.insert(0, reply.frame(frame_fields(step.frame, i, self._texts)))
             if step.output is not None:
                 counts[i] = step.output.counts
                 weights.append(step.weights)
                 end = self._details.of_answer(step.output.tokens)
-                last = reply.chunk(i, reason=self._reason(i, step.output.finish_reason), details=end) | no_usage
+                last = self._chunk(i, reason=self._reason(i, step.output.finish_reason), details=end)
                 if len(counts) == len(index) and not self._include_usage:
                     last["mbd"] = reply.measures([counts[i] for i in sorted(counts)], weights)
-                chunks.append(last)
-            yield chunks
+                objects.append(last)
+            yield objects
         if self._include_usage:
             yield [reply.usage_chunk([counts[i] for i in sorted(counts)], weights)]
 
-    def _chunk_of(self, index: int, step: TextStep) -> dict[str, Any] | None:
+    def _chunk(self, index: int, **fields: Any) -> Chunk:
+        chunk = self._reply.chunk(index, **fields)
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def _chunk_of(self, index: int, step: TextStep) -> Chunk | None:
         """The chunk of a part of a step, `None` where it has nothing to say."""
         ends = step.output is not None
         logprobs = self._logprobs_of(index, step.new_tokens, step.logprobs) if step.new_tokens else None
@@ -245,9 +274,7 @@ class Answer:
         said = self._read(index, step.text, ends=ends)
         if not (said.content or said.calls or logprobs or (details and (step.new_tokens or ends))):
             return None
-        return self._reply.chunk(index, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
+        return self._chunk(index, text=said.content, calls=said.calls, logprobs=logprobs, details=details)
 
-    def _logprobs_of(
-        self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None
-    ) -> dict[str, Any] | None:
+    def _logprobs_of(self, index: int, tokens: tuple[int, ...], logprobs: tuple[float, ...] | None) -> Logprobs:
         return None if self._logprobs is None else self._logprobs[index].add(tokens, logprobs or ())

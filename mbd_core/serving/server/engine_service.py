@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.engine.adapters import AdapterInUse
@@ -15,6 +15,7 @@ from mbd_core.engine.parallel.group import RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
 from mbd_core.engine.weights import SwapMode
 from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT
+from mbd_core.serving.api.shapes import Front, ReplicaState
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine
@@ -211,7 +212,7 @@ class EngineService:
         load = self.engine.load
         return replace(self.loaded.engine.measures(), running=load.running, waiting=load.waiting)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ReplicaState:
         """Whether requests are served, how many, and by what."""
         engine, load = self.loaded.engine, self.engine.load
         pool = engine.scheduler.pool
@@ -228,7 +229,7 @@ class EngineService:
             "rank_sums": engine.rank_sums if isinstance(engine, ParallelEngine) else None,
             "attention": {"name": engine.attention.name, "not_chosen": engine.attention.reasons},
             "defaults": self.defaults,
-            "speed_front": None if self._front is None else self._front.shown(),
+            "speed_front": None if self._front is None else cast(Front, self._front.shown()),
             "engine": asdict(engine.config) | {"block_size": engine.block_size, "page_size": engine.page_size},
             "kv_cache": {
                 "num_pages": engine.num_pages,

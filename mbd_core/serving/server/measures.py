@@ -15,10 +15,9 @@ whose tokens all come in one commit has a time per output token of 0; one of a s
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
 
 from mbd_core.decoding.blocks.request import FinishReason, Request
 from mbd_core.engine.measures import Samples
@@ -138,7 +137,7 @@ class RequestWatch:
 
     def on_error(self, error: BaseException) -> None:
         """It was refused or has failed; where its client left instead, it was aborted."""
-        if self._ended or isinstance(error, StopAsyncIteration):
+        if self._ended:
             return
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self.on_close()
@@ -161,31 +160,11 @@ class RequestWatch:
             self._ended = True
             self._measures.aborted += len(self._choices) if self._accepted else 1
 
-    def measured(self, stream: TextStream) -> "MeasuredStream":
-        """The stream of the choices that the engines have taken, watched to its end."""
-        self.on_accepted(stream.requests)
-        return MeasuredStream(stream, self)
-
-
-class MeasuredStream:
-    """A `TextStream` whose steps a `RequestWatch` sees before its reader does."""
-
-    def __init__(self, stream: TextStream, watch: RequestWatch) -> None:
-        self.requests = stream.requests
-        self._stream, self._watch = stream, watch
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TextStep:
-        with self._watch.errors():
-            step = await anext(self._stream)
-        self._watch.on_tokens(step.request_id, len(step.new_tokens))
-        if step.output is not None:
-            self._watch.on_end(step.request_id, step.output.finish_reason)
-        return step
-
-    def close(self) -> None:
-        """Abort what has not finished."""
-        self._watch.on_close()
-        self._stream.close()
+    async def steps(self, stream: TextStream) -> AsyncIterator[TextStep]:
+        """The steps of the choices that the engines have taken, each seen here before its reader."""
+        with self.errors():
+            async for step in stream:
+                self.on_tokens(step.request_id, len(step.new_tokens))
+                if step.output is not None:
+                    self.on_end(step.request_id, step.output.finish_reason)
+                yield step

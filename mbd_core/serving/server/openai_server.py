@@ -6,10 +6,9 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.tokenizer import grammars_of
@@ -20,24 +19,28 @@ from mbd_core.engine.admission import RequestRefused, compile_guide
 from mbd_core.serving.api.access import OpenRequest, OpenRequests
 from mbd_core.serving.api.engine_requests import (
     TokenizerThreads,
+    begun_texts,
     chat_ids,
     check_calls,
     check_number,
+    detokenized,
     engine_requests,
     text_ids,
-)
-from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, clipped
-from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
-from mbd_core.serving.api.other_requests import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    token_ids,
-    token_text,
+    tokenized,
     tokenizer_info,
 )
+from mbd_core.serving.api.errors import AGAIN_SECONDS, ApiError, FieldError, clipped
+from mbd_core.serving.api.fields import Template, TemplateTokens, template_tokens
+from mbd_core.serving.api.parsing import MAX_PROMPTS, parse
 from mbd_core.serving.api.replies import Reply
-from mbd_core.serving.api.requests import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, parse
-from mbd_core.serving.api.stream_places import begun_texts
+from mbd_core.serving.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from mbd_core.serving.api.shapes import Model, Models, TokenIds, TokenizerInfo, TokenText
 from mbd_core.serving.server.answer import Answer, token_details
 from mbd_core.serving.server.measures import RequestWatch, ServerMeasures
 from mbd_core.serving.server.prompt_scores import ScoredAnswer, score_requests
@@ -114,46 +117,37 @@ class OpenAIServer:
 
     # -- what is served -----------------------------------------------------------------------------------------
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> Models:
         """The list of models."""
         return {"object": "list", "data": [self.model(name) for name in self._models]}
 
-    def model(self, name: str) -> dict[str, Any]:
+    def model(self, name: str) -> Model:
         """OpenAI's model object; `ApiError` (404) for a name that is not served."""
-        if name not in self._models:
-            message = f"unknown model '{clipped(name)}'; served here: {', '.join(self._models)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        served_name(name, self._models)
         return {"id": name, "object": "model", "created": self._created, "owned_by": "mbd"}
 
     # -- the tokenizer ------------------------------------------------------------------------------------------
 
-    async def tokenize(self, body: bytes) -> dict[str, Any]:
+    async def tokenize(self, body: bytes) -> TokenIds:
         """The token ids of a text or a chat; raises as `complete` does."""
         asked = parse(TokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
-            model = (await self._route(self._name(asked.model))).model
-            return await self._tokenizing.run(partial(token_ids, asked, model), characters=len(body))
+            model = (await self._route(served_name(asked.model, self._models))).model
+            return await self._tokenizing.run(partial(tokenized, asked, model), characters=len(body))
 
-    async def detokenize(self, body: bytes) -> dict[str, Any]:
+    async def detokenize(self, body: bytes) -> TokenText:
         """The text of token ids; raises as `complete` does."""
         asked = parse(DetokenizeRequest, body)
         async with TimeLimit(self._request_seconds).watch():
-            call = partial(token_text, asked, (await self._route(self._name(asked.model))).model.tokenizer)
+            call = partial(
+                detokenized, asked, (await self._route(served_name(asked.model, self._models))).model.tokenizer
+            )
             return await self._tokenizing.run(call, characters=len(asked.tokens))
 
-    async def tokenizer_info(self, name: str | None) -> dict[str, Any]:
+    async def tokenizer_info(self, name: str | None) -> TokenizerInfo:
         """The special tokens and the chat template; raises as `complete` does."""
         async with TimeLimit(self._request_seconds).watch():
-            return tokenizer_info((await self._route(self._name(name))).model.tokenizer)
-
-    def _name(self, name: str | None) -> str:
-        """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
-        if name is None and len(self._models) > 1:
-            message = f"model: several are served here; name one of {', '.join(self._models)}"
-            raise ApiError(400, message, param="model", code="missing_field")
-        known = next(iter(self._models)) if name is None else name
-        self.model(known)
-        return known
+            return tokenizer_info((await self._route(served_name(name, self._models))).model.tokenizer)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -190,8 +184,7 @@ class OpenAIServer:
         """Count a body's choices among its client's; `ApiError` and `TooManyRequests` for too many of them."""
         number, field = asked.num_prompts, asked.prompt_field
         if number > self._body_prompts:
-            message = f"{field}: {number} prompts in one body; this server takes at most {self._body_prompts}"
-            raise ApiError(400, message, param=field, code="invalid_value")
+            raise FieldError(field, f"{number} prompts in one body; this server takes at most {self._body_prompts}")
         request.take_choices(number, asked.num_choices, prompt_field=field)
 
     async def _submit(
@@ -205,8 +198,7 @@ class OpenAIServer:
             async with self._refusals.slowed(client) if characters <= LARGE_BODY else nullcontext():
                 self._count(asked, request)
                 route = await self._route(asked.model)
-                capacity = route.model.capacity
-                check_number(asked.num_prompts, asked.num_choices, capacity, prompt_field=asked.prompt_field)
+                check_number(asked, route.model.capacity)
                 route.choices.check(client, asked.num_prompts * asked.num_choices)  # before anything is tokenised
             call = partial(route.requests, asked, seed=seed)
             requests, template, echoes = await self._tokenizing.run(call, characters=characters)
@@ -231,25 +223,27 @@ class OpenAIServer:
             seed=seed if asked.draws else None,
             speed=None if asked.speed is None else route.point(asked.speed)[0],
         )
-        logprobs, measured = None, watch.measured(stream)
+        watch.on_accepted(requests)
         if isinstance(asked, CompletionRequest) and asked.scores_prompt:
             return ScoredAnswer(
                 asked,
                 reply,
-                measured,
+                stream,
                 texts=route.token_texts,
                 decode=route.decode,
                 details=token_details(asked, None, route.decode),
                 echoes=echoes,
+                watch=watch,
                 on_close=request.end,
             )
+        logprobs = None
         if asked.wants_logprobs:
             logprobs = [ChoiceLogprobs(route.token_texts, route.decode, chat=chat) for _ in requests]
             for one, begun_request in zip(logprobs, requests, strict=True):  # text_offset goes on behind these
                 one.add(begun_request.committed, (0.0,) * len(begun_request.committed))
         return Answer(
             reply,
-            measured,
+            stream,
             streamed=bool(asked.stream),
             logprobs=logprobs,
             details=token_details(asked, template, route.decode),
@@ -258,6 +252,7 @@ class OpenAIServer:
             texts=route.token_texts if asked.frames else None,
             resumable=bool(asked.resumable),
             include_usage=asked.usage_in_stream,
+            watch=watch,
             on_close=request.end,
         )
 
@@ -267,6 +262,19 @@ class OpenAIServer:
             served = await self._models[name]()
             self._routes[name] = await self._tokenizing.run(partial(_Route, served, self._log), characters=0)
         return self._routes[name]
+
+
+def served_name(name: str | None, served: Collection[str]) -> str:
+    """The model that is meant; `ApiError` for an unknown one, and where none is named of several."""
+    if name is None:
+        if len(served) > 1:
+            why = f"several are served here; name one of {', '.join(served)}"
+            raise FieldError("model", why, code="missing_field")
+        return next(iter(served))
+    if name not in served:
+        message = f"unknown model '{clipped(name)}'; served here: {', '.join(served)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return name
 
 
 def _seed(asked: Asked) -> int:
@@ -337,7 +345,6 @@ class _Route:
         requests = engine_requests(
             asked,
             read(),
-            prompt_field=asked.prompt_field,
             decoding=self._decoding(asked),
             seed=seed,
             admission=self.model.limits.admission,
@@ -355,11 +362,7 @@ class _Route:
 
     def _template(self, parts: Template, *, parse_special: bool) -> TemplateTokens:
         encode = partial(text_ids, self.model, field="template", special=False, parse_special=parse_special)
-        try:
-            return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
-        except ValueError as error:
-            message = f"template: {error}"
-            raise ApiError(400, message, param="template", code="context_length_exceeded") from None
+        return template_tokens(parts, encode, limit=self.model.limits.admission.max_length)
 
     def stop(self) -> None:
         """End its threads."""
@@ -370,8 +373,7 @@ class _Route:
         try:
             await self._compile(min(requests, key=lambda r: r.max_tokens))
         except RequestRefused as error:
-            field = asked.grammar_field
-            raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
+            raise FieldError(asked.grammar_field or "", str(error), code=error.code) from None
 
     def _plain_prompts(self, asked: CompletionRequest) -> list[list[int]]:
         encode = partial(text_ids, self.model, field="prompt", special=True, parse_special=bool(asked.parse_special))
@@ -386,11 +388,12 @@ class _Route:
         """The point of the model's front at `speed`, and its own speed; `ApiError` (400) where there is no front."""
         front = self.model.speed_front
         if front is None:
-            message = (
-                "speed: this model has no measured front; measure one with jobs/eval_sweep.py and put it into the "
-                "model's folder with jobs/report_sweep.py front, or give decoding"
+            raise FieldError(
+                "speed",
+                "this model has no measured front",
+                remedy="measure one with jobs/eval_sweep.py and put it into the model's folder with "
+                "jobs/report_sweep.py front, or give decoding",
             )
-            raise ApiError(400, message, param="speed", code="invalid_value")
         return front.at(speed)
 
     def _decoding(self, asked: GenerationRequest) -> DecodingConfig:
@@ -399,7 +402,7 @@ class _Route:
         try:
             decoding = self.model.decoding(asked.decoding or {})
         except ValueError as error:
-            raise ApiError(400, f"decoding: {error}", param="decoding", code="invalid_value") from None
+            raise FieldError("decoding", str(error)) from None
         note = None if self._edit_noted else self.model.edit_note(decoding)
         if note is not None:
             self._edit_noted = True

@@ -2,18 +2,19 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
-from mbd_core.serving.api.errors import ApiError
+from mbd_core.serving.api.errors import ApiError, FieldError
 from mbd_core.serving.api.replies import Reply, ReplyChoice
 from mbd_core.serving.api.requests import CompletionRequest
+from mbd_core.serving.api.shapes import Completion, TokenFields
 from mbd_core.serving.server.answer import Answer
-from mbd_core.serving.server.measures import MeasuredStream
+from mbd_core.serving.server.text_stream import TextStream
 from mbd_core.serving.text.committed import Decode
 from mbd_core.serving.text.logprobs import LEAST_LOGPROB, ChoiceLogprobs, TokenTexts
 from mbd_core.serving.tokens.served_model import ServedModel
@@ -24,7 +25,7 @@ def score_requests(
 ) -> list[Request]:
     """A scored request for each prompt, which ends with one token that is generated.
 
-    Raises `ApiError` (400) naming the field that cannot be honoured.
+    Raises `FieldError`.
     """
     requests: list[Request] = []
     group, limits = uuid.uuid4().hex, model.limits.admission
@@ -32,14 +33,12 @@ def score_requests(
     decoding = DecodingConfig(block_size=model.limits.block_size, buffer_size=slots, tau_add=1.0, tau_m2t=1.0)
     for prompt in prompts:
         if len(prompt) >= limits.max_length:
-            message = (
-                f"prompt: {len(prompt)} tokens leave no room for one more; the limit is {limits.max_length} in all"
-            )
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            why = f"{len(prompt)} tokens leave no room for one more; the limit is {limits.max_length} in all"
+            raise FieldError("prompt", why, code="context_length_exceeded")
         unknown = next((t for t in prompt if not 0 <= t < limits.model.vocab_size), None)
         if unknown is not None:
-            message = f"prompt: token {unknown} lies outside the vocabulary of {limits.model.vocab_size} tokens"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+            why = f"token {unknown} lies outside the vocabulary of {limits.model.vocab_size} tokens"
+            raise FieldError("prompt", why)
         request = Request(
             request_id=f"{group}-{len(requests)}",
             prompt=tuple(prompt[:1]),
@@ -55,7 +54,7 @@ def score_requests(
             limits.check(request)
         except RequestRefused as error:
             field = "logprobs" if error.field == "template" else "prompt"
-            raise ApiError(400, f"{field}: {error}", param=field, code=error.code) from None
+            raise FieldError(field, str(error), code=error.code) from None
         requests.append(request)
     return requests
 
@@ -67,7 +66,7 @@ class ScoredAnswer(Answer):
         self,
         asked: CompletionRequest,
         reply: Reply,
-        stream: MeasuredStream,
+        stream: TextStream,
         *,
         texts: TokenTexts,
         decode: Decode,
@@ -76,10 +75,10 @@ class ScoredAnswer(Answer):
         super().__init__(reply, stream, **fields)
         self._asked, self._token_texts, self._decode = asked, texts, decode
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Completion:
         outputs: dict[str, Output] = {}
         weights: list[tuple[int, int]] = []
-        async for step in self._stream:
+        async for step in self._steps:
             if step.output is not None:
                 outputs[step.request_id] = step.output
                 weights.append(step.weights)
@@ -99,7 +98,7 @@ class ScoredAnswer(Answer):
         number = len(output.tokens) - 1 + (self._asked.max_tokens or 0)  # scores that were asked for
         tokens, scores = (*request.prompt, *output.tokens[:number]), output.scores[:number]
         entries = ChoiceLogprobs(self._token_texts, self._decode, chat=False)
-        columns = entries.add(tokens, (0.0, *(score.logprob for score in scores)))
+        columns = entries.columns(tokens, (0.0, *(score.logprob for score in scores)))
         columns["token_logprobs"][0] = None  # nothing stands before it
         if self._asked.logprobs:
             likeliest = [entries.name(s.likeliest) for s in scores]
@@ -107,7 +106,7 @@ class ScoredAnswer(Answer):
             columns["top_logprobs"] = [None, *({name: v} for name, v in zip(likeliest, values, strict=True))]
         prompt = (*request.prompt, *output.tokens[:-1])
         generated = self._decode(list(tokens)).removeprefix(self._decode(list(prompt)))
-        details: Mapping[str, Any] = self._details.of_prompt(prompt)
+        details: TokenFields = self._details.of_prompt(prompt)
         if self._asked.return_token_ids:
-            details = {**details, "token_ids": list(tokens[len(prompt) :])}
-        return ReplyChoice(text=echo + generated, reason="length", logprobs=columns, details=dict(details))
+            details["token_ids"] = list(tokens[len(prompt) :])
+        return ReplyChoice(text=echo + generated, reason="length", logprobs=columns, details=details)

@@ -1,12 +1,34 @@
 """Log-probabilities of an answer's tokens in OpenAI's two shapes: chat's objects and completions' columns."""
 
-from typing import Any
-
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
+
+
+class TokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[None]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    """an object for each token"""
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt that is scored"""
+    top_logprobs: list[dict[str, float] | None] | None
+    """the likeliest token of each place, with `echo` and `logprobs` 1"""
+    text_offset: list[int]
+    """where each token begins in the choice's text"""
 
 
 class TokenTexts:
@@ -46,22 +68,30 @@ class ChoiceLogprobs:
         self._text = CommittedText(decode)
         self._length = 0
 
-    def add(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> dict[str, Any]:
+    def add(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> ChatLogprobs | CompletionLogprobs:
         """The entries of the next tokens (natural logarithms)."""
-        pieces = [self._texts(token) for token in tokens]
-        values = [max(value, LEAST_LOGPROB) for value in logprobs]
-        if self._chat:
-            entries = [
-                {"token": text, "logprob": value, "bytes": None if raw is None else list(raw), "top_logprobs": []}
-                for (text, raw), value in zip(pieces, values, strict=True)
-            ]
-            return {"content": entries, "refusal": None}
+        if not self._chat:
+            return self.columns(tokens, logprobs)
+        entries: list[TokenLogprob] = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            text, raw = self._texts(token)
+            bytes_of = None if raw is None else list(raw)
+            value = max(logprob, LEAST_LOGPROB)
+            entries.append({"token": text, "logprob": value, "bytes": bytes_of, "top_logprobs": []})
+        return {"content": entries, "refusal": None}
+
+    def columns(self, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> CompletionLogprobs:
+        """The entries of the next tokens, as completions have them."""
         offsets = []
         for token in tokens:
             offsets.append(self._length)
             self._length += len(self._text.push(token))
-        names = [self.name(token) for token in tokens]
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": [self.name(token) for token in tokens],
+            "token_logprobs": [max(value, LEAST_LOGPROB) for value in logprobs],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
     def name(self, token: int) -> str:
         """A token as completions name it."""

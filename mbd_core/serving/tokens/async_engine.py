@@ -3,16 +3,16 @@
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from mbd_core.decoding.blocks.request import Counts, Output, Request, Rollout, StepOutput, aborted_step
 from mbd_core.engine.admission import Admitted, RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.served_model import GrammarCompiler
-from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TooManyRequests, has_room
+from mbd_core.serving.tokens.stream import Asleep, EngineFailed, FairQueue, TokenStream, TooManyRequests, has_room
 
 T = TypeVar("T")
 
@@ -28,14 +28,14 @@ class Load:
     waiting: int
 
 
-class EngineStream:
+class EngineStream(TokenStream):
     """A request's steps as the engine makes them; the engine puts them, or its failure, into `queue`."""
 
     def __init__(self, admitted: Admitted, client: str, withdraw: Callable[["EngineStream"], None]) -> None:
+        super().__init__(self._read(), lambda: withdraw(self))
         self.admitted, self.client = admitted, client
         self.queue: asyncio.Queue[StepOutput | EngineFailed | RequestRefused] = asyncio.Queue()
         self.waits = True  # the engine does not know the request yet
-        self._withdraw, self._ended = withdraw, False
 
     @property
     def request_id(self) -> str:
@@ -46,23 +46,12 @@ class EngineStream:
         """Who waits with it: its client, and the choices that were asked for together."""
         return self.client, self.admitted.request.group
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StepOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        step = await self.queue.get()
-        if isinstance(step, EngineFailed | RequestRefused):
-            self._ended = True
-            raise step
-        self._ended = step.output is not None
-        return step
-
-    def close(self) -> None:
-        """Abort the request before the engine's next step; does nothing after its end."""
-        self._ended = True
-        self._withdraw(self)
+    async def _read(self) -> AsyncIterator[StepOutput]:
+        while True:
+            step = await self.queue.get()
+            if isinstance(step, EngineFailed | RequestRefused):
+                raise step
+            yield step
 
 
 @dataclass(frozen=True, eq=False)

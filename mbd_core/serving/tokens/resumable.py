@@ -6,9 +6,8 @@ client has not seen it. A canvas cannot go on from its middle: it begins anew, a
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Self
 
 from mbd_core.decoding.blocks.request import Counts, Request, Rollout, StepOutput
 from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenSource, TokenStream, TooManyRequests
@@ -30,14 +29,16 @@ class ResumingSource:
     ) -> None:
         self._replicas, self._retry_seconds, self._on_loss = replicas, retry_seconds, on_loss
 
-    async def open(self, request: Request, *, key: str = "") -> "ResumingStream":
+    async def open(self, request: Request, *, key: str = "") -> TokenStream:
         """A stream that raises `EngineFailed` where no replica goes on; refuses as the replicas do."""
-        stream = ResumingStream(request, self._replicas, key, retry_seconds=self._retry_seconds, on_loss=self._on_loss)
-        await stream.begin()
-        return stream
+        resumption = _Resumption(
+            request, self._replicas, key, retry_seconds=self._retry_seconds, on_loss=self._on_loss
+        )
+        await resumption.begin()
+        return TokenStream(resumption.steps(), resumption.close)
 
 
-class ResumingStream:
+class _Resumption:
     """A request's steps over one replica after another; no token comes twice."""
 
     def __init__(
@@ -63,20 +64,17 @@ class ResumingStream:
         except ReplicaLost as loss:
             await self._go_on(loss)
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StepOutput:
+    async def steps(self) -> AsyncIterator[StepOutput]:
         while True:
             assert self._stream is not None, "begin() comes first"
             try:
-                step = await anext(self._stream)
+                async for step in self._stream:
+                    joined = self._joined(step)
+                    if joined.commits or joined.frame is not None:
+                        yield joined
+                return
             except ReplicaLost as loss:
                 await self._go_on(loss)
-                continue
-            step = self._joined(step)
-            if step.commits or step.frame is not None:
-                return step
 
     def close(self) -> None:
         if self._stream is not None:

@@ -25,19 +25,31 @@ class Asleep(RuntimeError):
     """The engine's memory is given back until somebody wakes it up."""
 
 
-class TokenStream(Protocol):
+class TokenStream:
     """What is committed to one request, step by step; iterate to the end, or `close()` it.
 
     Raises `EngineFailed`, or `ReplicaLost` where another engine can go on.
     """
 
-    def __aiter__(self) -> Self: ...
+    def __init__(self, steps: AsyncIterator[StepOutput], abort: Callable[[], None]) -> None:
+        """`abort` ends a request that has not ended."""
+        self._steps, self._abort, self._ended = steps, abort, False
 
-    async def __anext__(self) -> StepOutput: ...
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        step = await anext(self._steps)
+        self._ended = step.output is not None
+        return step
 
     def close(self) -> None:
-        """Abort the request, if it has not ended."""
-        ...
+        """Abort the request; does nothing after its end."""
+        if not self._ended:
+            self._ended = True
+            self._abort()
 
 
 class TokenSource(Protocol):

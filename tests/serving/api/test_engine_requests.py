@@ -36,9 +36,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 
 def build(asked: GenerationRequest, prompts: list[list[int]], limits: Admission, **changes: Any) -> list[Request]:
-    options: dict[str, Any] = {"prompt_field": "prompt", "decoding": DECODING, "seed": 0}
-    field = (options | changes)["prompt_field"]
-    check_number(len(prompts), asked.num_choices, 10, prompt_field=field)  # as before they are tokenised
+    options: dict[str, Any] = {"decoding": DECODING, "seed": 0}
     return engine_requests(asked, prompts, admission=limits, **(options | changes))
 
 
@@ -94,7 +92,6 @@ def test_without_a_budget_a_block_batch_request_gets_what_its_lanes_leave_it() -
         (completion(), [5] * 1024, "prompt", "context_length_exceeded", "prompt: 1024 tokens leave no room"),
         (completion(max_tokens=9), [5] * 1024, "prompt", "context_length_exceeded", "prompt: the prompt's 1024"),
         (completion(max_tokens=1020), [5] * 5, "max_tokens", "context_length_exceeded", "max_tokens: the prompt's 5"),
-        (completion(n=11), [5], "n", "invalid_value", "n: 11 choices at once; this server takes at most 10"),
     ],
 )
 def test_a_refusal_names_the_client_s_field(
@@ -111,16 +108,23 @@ def test_a_refusal_names_fields_as_the_route_has_them() -> None:
     chat = ChatRequest.model_validate({"model": "m", "messages": messages, "max_completion_tokens": 1020})
     for prompt, param in (([5] * 5, "max_completion_tokens"), ([5] * 1024, "messages"), ([], "messages")):
         with pytest.raises(ApiError) as caught:
-            build(chat, [prompt], admission(), prompt_field="messages")
+            build(chat, [prompt], admission())
         assert caught.value.param == param
     with pytest.raises(ApiError, match="decoding: buffer_size=3 exceeds") as caught:
         build(chat, [[5]], admission(), decoding=replace(DECODING, buffer_size=3))
     assert caught.value.param == "decoding"
-    with pytest.raises(ApiError, match="messages: no prompt was given"):
-        build(chat, [], admission(), prompt_field="messages")
 
 
-def test_more_prompts_than_are_taken_at_once_are_the_prompts_fault() -> None:
-    with pytest.raises(ApiError, match="prompt: 11 choices at once") as caught:
-        build(completion(), [[5]] * 11, admission())
-    assert caught.value.param == "prompt"
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"prompt": ["x"] * 11}, "prompt: 11 choices at once; this server takes at most 10", "prompt"),
+        ({"prompt": "x", "n": 11}, "n: 11 choices at once; this server takes at most 10", "n"),
+        ({"prompt": []}, "prompt: no prompt was given", "prompt"),
+    ],
+)
+def test_the_number_of_choices_is_bounded(fields: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_number(CompletionRequest(model="m", **fields), 10)
+    assert (caught.value.status, caught.value.param, caught.value.message) == (400, param, message)
+    check_number(CompletionRequest(model="m", prompt=["x"] * 5, n=2), 10)

@@ -6,22 +6,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from mbd_core.serving.api.chat_fields import MAX_CALLS, MAX_MESSAGES, ChatMessage, ordered_results
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.fields import Strict, ordered_results
-from mbd_core.serving.api.other_requests import DetokenizeRequest, TokenizeRequest
-from mbd_core.serving.api.requests import (
+from mbd_core.serving.api.parsing import (
     MAX_BRACKETS,
-    MAX_CALLS,
     MAX_COMMAS,
     MAX_IDS,
-    MAX_MESSAGES,
     MAX_QUOTES,
     MOST_PROMPTS,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
+    Strict,
     parse,
 )
+from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MANY = 3000
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}

@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.serving.api.errors import ApiError
-from mbd_core.serving.api.fields import Strict
-from mbd_core.serving.api.openapi import ORDERS, RESPONSES, openapi_document
-from mbd_core.serving.api.other_requests import DetokenizeRequest, SleepOrder, TokenizeRequest, WeightsUpdate
-from mbd_core.serving.api.requests import ChatRequest, CompletionRequest, parse
+from mbd_core.serving.api.openapi import RESPONSES, openapi_document
+from mbd_core.serving.api.parsing import Strict, parse
+from mbd_core.serving.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SleepOrder,
+    TokenizeRequest,
+    WeightsUpdate,
+)
 
 DOCUMENT = openapi_document()
 REQUESTS: dict[type[Strict], dict[str, Any]] = {
@@ -58,7 +64,8 @@ def test_the_document_is_valid_openapi() -> None:
 
 def test_a_body_may_be_left_out_where_all_of_its_fields_may() -> None:
     paths = openapi_document()["paths"]
-    needed = {path: paths[path]["post"]["requestBody"]["required"] for path in ORDERS}
+    orders = ("/update_weights", "/sleep", "/wakeup", "/abort_requests")
+    needed = {path: paths[path]["post"]["requestBody"]["required"] for path in orders}
     assert needed == {"/update_weights": True, "/sleep": False, "/wakeup": False, "/abort_requests": False}
 
 

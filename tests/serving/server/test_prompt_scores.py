@@ -184,14 +184,14 @@ def test_half_a_character_is_a_400(tiny_model_dir: Path) -> None:
 def test_entries_are_made_beside_the_gateway_s_loop(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other requests go on meanwhile: the entries wait here for what the loop does after it has handed them over."""
     server, begun, going_on = server_of(tiny_model_dir), threading.Event(), threading.Event()
-    add, made = ChoiceLogprobs.add, list[bool]()
+    add, made = ChoiceLogprobs.columns, list[bool]()
 
     def waiting(entries: ChoiceLogprobs, *arguments: Any) -> Any:
         begun.set()
         made.append(going_on.wait(timeout=5.0))
         return add(entries, *arguments)
 
-    monkeypatch.setattr(ChoiceLogprobs, "add", waiting)
+    monkeypatch.setattr(ChoiceLogprobs, "columns", waiting)
     body = json.dumps({"model": MODEL, "prompt": PROMPTS, **ASKED}).encode()
 
     async def scenario() -> None:

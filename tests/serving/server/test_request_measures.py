@@ -130,6 +130,9 @@ class Steps:
         self.requests, self.closed = (choice("a", prompt=7),), False
         self._steps = iter(steps)
 
+    def __aiter__(self) -> "Steps":
+        return self
+
     async def __anext__(self) -> TextStep:
         step = next(self._steps, None)
         if step is None:
@@ -158,11 +161,12 @@ def read(measures: ServerMeasures, steps: Steps) -> list[Any]:
     watch.on_model("tiny")
 
     async def all_steps() -> list[Any]:
-        stream: Any = watch.measured(steps)  # type: ignore[arg-type]
+        watch.on_accepted(steps.requests)
         try:
-            return [step async for step in stream]
+            return [step async for step in watch.steps(steps)]  # type: ignore[arg-type]
         finally:
-            stream.close()
+            watch.on_close()
+            steps.close()
 
     return asyncio.run(all_steps())
 

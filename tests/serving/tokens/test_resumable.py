@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mbd_core.engine.engine import Engine
 from mbd_core.serving.tokens.async_engine import AsyncEngine
 from mbd_core.serving.tokens.load import load_engine
 from mbd_core.serving.tokens.resumable import MAX_LOSSES, ResumingSource
-from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TooManyRequests
+from mbd_core.serving.tokens.stream import EngineFailed, ReplicaLost, TokenStream, TooManyRequests
 
 LIMIT = 300
 
@@ -220,18 +220,28 @@ def test_a_text_that_is_scored_begins_anew_and_has_all_its_scores(engine: Engine
     assert len(output.scores) == len(template)
 
 
+class OtherAnswers(DyingReplicas):
+    """The second replica's answer differs from the first one's."""
+
+    async def open(self, request: Request, *, key: str = "") -> Any:
+        stream = await super().open(request, key=key)
+
+        async def others() -> AsyncIterator[StepOutput]:
+            async for step in stream:
+                yield replace(step, new_tokens=tuple(token + 1 for token in step.new_tokens))
+
+        return stream if len(self.requests) == 1 else TokenStream(others(), stream.close)
+
+
 def test_a_canvas_that_comes_out_otherwise_ends(canvas_engine: Engine) -> None:
     decoding = DecodingConfig(block_size=4, canvas=Canvas(block_length=4, steps=24))
     request = replace(asked(), decoding=decoding, max_tokens=24)
 
     async def scenario() -> None:
         serving = AsyncEngine(canvas_engine)
-        replicas = DyingReplicas(serving, [3])
+        replicas = OtherAnswers(serving, [3])
         try:
-            stream = await ResumingSource(replicas, retry_seconds=LIMIT).open(request)
-            first = await anext(stream)
-            stream._tokens[: len(first.new_tokens)] = [t + 1 for t in first.new_tokens]
-            async for _ in stream:
+            async for _ in await ResumingSource(replicas, retry_seconds=LIMIT).open(request):
                 pass
         finally:
             await serving.stop()

@@ -1,0 +1,257 @@
+"""The fields of a chat: its messages, the functions that the model may call, and the calls of earlier turns."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from mbd_core.checkpoint.chat import CallRule
+from mbd_core.serving.api.errors import FieldError
+from mbd_core.serving.api.parsing import MAX_TEXT_PARTS, Only, Strict, items
+
+MAX_MESSAGES, MAX_CALLS, MAX_TOOLS = 4096, 128, 128
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None
+    """shown to the model"""
+    parameters: dict[str, Any] | None = None
+    """a JSON schema with `"type": "object"`; left out for a function without parameters"""
+    strict: bool | None = None
+    """always honoured: arguments that do not fit the schema are not given"""
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError('must be a JSON schema with "type": "object"')
+        return schema
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolFields(Strict):
+    tools: Annotated[list[Tool], items(MAX_TOOLS)] | None = None
+    """functions that the model may call; two of one name are refused"""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`auto` (default, with `tools`): the model decides; `none`: text; `required`: calls; or one of `tools`,
+    called once"""
+    parallel_tool_calls: bool | None = None
+    """whether an answer may have several calls; default `true`"""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ToolFields":
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise FieldError("tools", f"two functions are called {twice}", remedy="give each a name of its own")
+        if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
+            raise FieldError("tool_choice", "asks for a call, and no tools are given")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise FieldError("tool_choice", f"{self.tool_choice.function.name} is none of tools: {', '.join(names)}")
+        return self
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as a chat template shows them; none where the model may not call any."""
+        if self.tool_choice == "none":
+            return []
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.function.name,
+                    **({} if tool.function.description is None else {"description": tool.function.description}),
+                    "parameters": tool.function.schema_of_arguments,
+                },
+            }
+            for tool in self.tools or ()
+        ]
+
+    @property
+    def call_rule(self) -> CallRule | None:
+        """Which calls the answer may have; `None` where it has none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [t.function for t in self.tools if named in (None, t.function.name)]
+        return CallRule(
+            functions=tuple((f.name, f.schema_of_arguments) for f in functions),
+            must=named is not None or self.tool_choice == "required",
+            several=named is None and self.parallel_tool_calls is not False,
+        )
+
+
+class CalledFunction(Strict):
+    name: FunctionName
+    arguments: str
+    """a JSON object as text; empty for none"""
+    parsed_arguments: dict[str, Any] | None = None
+    """what OpenAI's client adds to an answer; changes nothing"""
+
+    @field_validator("arguments")
+    @classmethod
+    def _an_object(cls, text: str) -> str:
+        try:
+            value = json.loads(text or "{}")
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("must be the text of a JSON object, as an answer's tool_calls have it")
+        return text
+
+
+class AssistantCall(Strict):
+    id: Annotated[str, Field(min_length=1)]
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+    """of a streamed call; changes nothing"""
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The call as chat templates take it, its arguments as an object."""
+        arguments = json.loads(self.function.arguments or "{}")
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """An answer of this server, or of OpenAI's client, can be sent back as it is: its fields without content are
+    taken."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is `system`; `tool` is a called function's result"""
+    tool_calls: Annotated[list[AssistantCall], items(MAX_CALLS)] | None = None
+    """only in a turn of the assistant; each needs a message of role `tool`"""
+    content: Annotated[str | Annotated[list[TextPart], items(MAX_TEXT_PARTS)] | None, Field(validate_default=True)] = (
+        None
+    )
+    """text; needed but in a turn of the assistant"""
+    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+    """the call whose result this is; only with role `tool`, and needed there"""
+    name: str | None = None
+    """changes nothing: chat templates have no place for it"""
+    parsed: dict[str, Any] | None = None
+    """what OpenAI's client reads in the content; changes nothing"""
+    provider_specific_fields: dict[str, Any] | None = None
+    """what LiteLLM adds to an answer; changes nothing"""
+    refusal: Annotated[Any, Only()] = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only()] = None
+    reasoning_content: Annotated[Any, Only("")] = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _calls_of_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only a turn of the assistant has calls; leave it out")
+        return value
+
+    @field_validator("content")
+    @classmethod
+    def _of_assistants_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise ValueError("a turn of this role needs a string or a list of text parts")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_results_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if (value is not None) != (info.data.get("role") == "tool"):
+            raise ValueError(
+                "a message of role tool has the id of the call whose result it is, and no other message has"
+            )
+        return value
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or ())
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The turn as a chat template takes it."""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.turn for call in self.tool_calls]
+        return turn if self.tool_call_id is None else turn | {"tool_call_id": self.tool_call_id}
+
+
+Messages = Annotated[list[ChatMessage], items(MAX_MESSAGES, least=1)]
+
+
+def turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as a chat template takes them, results in the order of their calls; raises as `check_calls`."""
+    return [messages[i].turn for i in check_calls(messages)]
+
+
+def check_calls(messages: Sequence[ChatMessage]) -> list[int]:
+    """The messages' order for a template; raises `FieldError` as `ordered_results`."""
+    calls = [[call.id for call in message.tool_calls or ()] for message in messages]
+    return ordered_results(calls, [message.tool_call_id for message in messages])
+
+
+def ordered_results(calls: Sequence[Sequence[str]], results: Sequence[str | None]) -> list[int]:
+    """The order in which a template takes the messages of a chat: results in the order of their calls, because
+    templates show no ids.
+
+    `calls` are the ids that each message's calls have, `results` the id that each message is the result of, if it is
+    one. Raises `FieldError` naming the message whose calls have no result, or that is no call's result.
+    """
+    order: list[int] = []
+    open_calls: dict[str, int | None] = {}  # the ids of the last turn's calls, and their results' numbers
+    caller = 0
+
+    def close() -> None:
+        missing = next((call for call, number in open_calls.items() if number is None), None)
+        if missing is not None:
+            raise FieldError(f"messages.{caller}.tool_calls", f"no message of role tool has the result of {missing}")
+        order.extend(number for number in open_calls.values() if number is not None)
+        open_calls.clear()
+
+    for number, (ids, result) in enumerate(zip(calls, results, strict=True)):
+        if result is None:
+            close()
+            order.append(number)
+            caller, open_calls = number, dict.fromkeys(ids)
+            if len(open_calls) < len(ids):
+                twice = next(call for call in open_calls if ids.count(call) > 1)
+                raise FieldError(f"messages.{number}.tool_calls", f"two calls have the id {twice}")
+        elif open_calls.get(result, number) is not None:
+            raise FieldError(f"messages.{number}.tool_call_id", "the turn before has no open call with this id")
+        else:
+            open_calls[result] = number
+    close()
+    return order

@@ -1,0 +1,166 @@
+"""docs/api.md: the tables of its routes, its errors and its objects, from the OpenAPI document.
+
+    python -m mbd_core.serving.api.reference docs/api.md
+
+A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: `routes`, `errors`, or the names of
+objects that share a table. What stands outside is written by hand.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mbd_core.serving.api.chat_fields import ToolFields
+from mbd_core.serving.api.errors import ERRORS
+from mbd_core.serving.api.openapi import ROUTES, Route, openapi_document
+from mbd_core.serving.api.requests import GenerationRequest
+
+TABLE = re.compile(r"<!-- (?!end)([\w ,]+) -->\n.*?<!-- end -->\n", re.DOTALL)
+MOST_INLINE = 4  # members of a small object
+
+
+def filled(page: str) -> str:
+    """The page with its tables written anew. Raises `ValueError` where it has not just one table of each object."""
+    tables = Tables()
+    names = [name for names in TABLE.findall(page) for name in names.split(", ")]
+    if sorted(names) != sorted(tables.names):
+        missing, unknown = set(tables.names) - set(names), set(names) - set(tables.names)
+        raise ValueError(f"the page lacks {sorted(missing)} and has {sorted(unknown)}, which are no objects")
+    return TABLE.sub(lambda match: f"<!-- {match[1]} -->\n{tables.table(match[1].split(', '))}<!-- end -->\n", page)
+
+
+class Tables:
+    """The tables of the OpenAPI document.
+
+    Fields that several routes share are those of `GenerationRequest`. A small object without descriptions stands
+    where it is used, and has no table.
+    """
+
+    def __init__(self) -> None:
+        self._schemas: dict[str, Any] = openapi_document()["components"]["schemas"]
+        self._inline = {name for name, schema in self._schemas.items() if self._is_small(name, schema)}
+        for name in ("ChatRequest", "CompletionRequest"):
+            own = self._schemas[name]["properties"]
+            shared = ("max_tokens", "logprobs")  # of each route another type
+            self._schemas[name] = self._without(name, GenerationRequest.model_fields.keys() - shared)
+            rest = self._schemas[name]["properties"]
+            generation = {field: schema for field, schema in own.items() if field not in rest}
+        self._schemas["GenerationRequest"] = {"required": ["model"], "properties": generation}
+        self._schemas["TokenizeRequest"] = self._without("TokenizeRequest", ToolFields.model_fields)
+
+    def _without(self, name: str, fields: Collection[str]) -> dict[str, Any]:
+        schema = self._schemas[name]
+        return schema | {"properties": {f: s for f, s in schema["properties"].items() if f not in fields}}
+
+    def _is_small(self, name: str, schema: Mapping[str, Any]) -> bool:
+        fields = schema["properties"].values()
+        replies = {route.reply.__name__ for route in ROUTES if route.reply is not None}
+        return name not in replies and len(fields) <= MOST_INLINE and not any("description" in f for f in fields)
+
+    @property
+    def names(self) -> list[str]:
+        """What must stand on the page."""
+        return ["routes", "errors", *(name for name in self._schemas if name not in self._inline)]
+
+    def table(self, names: Sequence[str]) -> str:
+        """One table of these objects."""
+        if names == ["routes"]:
+            return _table(("route", "key", "body", "reply", ""), map(_route_row, ROUTES))
+        if names == ["errors"]:
+            errors = ((str(e.status), ", ".join(f"`{code}`" for code in e.codes), e.meaning) for e in ERRORS)
+            return _table(("status", "code", ""), errors)
+        if len(names) == 1:
+            return _table(("field", "type", ""), self._rows(names[0]))
+        rows = []
+        for name in names:
+            first, *others = self._rows(name)
+            rows += [(f"`{name}`", *first), *(("", *row) for row in others)]
+        return _table(("object", "field", "type", ""), rows)
+
+    def _rows(self, name: str) -> list[tuple[str, str, str]]:
+        """A row for each description, required fields first and in bold; where its fields differ in type, each is
+        followed by its own."""
+        schema = self._schemas[name]
+        required = schema.get("required", ())
+        grouped: dict[tuple[bool, str], dict[str, str]] = {}
+        for field, described in schema["properties"].items():
+            meaning = " ".join(described.get("description", "").split())
+            if described.get("default") is not None:
+                meaning += f"; default `{json.dumps(described['default'])}`"
+            kind = self.type_text(described, null="default" not in described)
+            shown = f"**`{field}`**" if field in required else f"`{field}`"
+            grouped.setdefault((field not in required, meaning), {})[shown] = kind
+        rows = []
+        for (_, meaning), kinds in sorted(grouped.items(), key=lambda item: item[0][0]):
+            if len(set(kinds.values())) == 1:
+                rows.append((", ".join(kinds), next(iter(kinds.values())), meaning))
+            else:
+                rows.append((", ".join(f"{field} ({kind})" for field, kind in kinds.items()), "", meaning))
+        return rows
+
+    def type_text(self, schema: Mapping[str, Any], *, null: bool = True) -> str:
+        """The types and bounds of a value. Without `null` that one is left out, unless there is no other: it is what a
+        field of a request has that was left out."""
+        if "$ref" in schema:
+            name = schema["$ref"].rpartition("/")[2]
+            if name not in self._inline:
+                return f"`{name}`"
+            fields = self._schemas[name]["properties"].items()
+            return "{" + ", ".join(f"`{field}`: {self.type_text(s)}" for field, s in fields) + "}"
+        forms = schema.get("anyOf") or schema.get("oneOf")
+        if forms:
+            named = [form for form in forms if null or form != {"type": "null"}]
+            return " or ".join(dict.fromkeys(map(self.type_text, named)))
+        if "const" in schema:
+            return f"`{json.dumps(schema['const'])}`"
+        if "enum" in schema:
+            values = [value for value in schema["enum"] if null or value is not None] or [None]
+            return " or ".join(f"`{json.dumps(value)}`" for value in values)
+        kind = str(schema.get("type", "any value"))
+        if kind == "array":
+            items = self.type_text(schema.get("items", {}))
+            text = f"list of ({items})" if " or " in items or ", " in items else f"list of {items}"
+            return text + _range(schema.get("minItems"), schema.get("maxItems"), " items")
+        if kind == "string":
+            pattern = f", `{schema['pattern']}`" if "pattern" in schema else ""
+            return kind + _range(schema.get("minLength"), schema.get("maxLength"), " characters") + pattern
+        if kind in ("integer", "number"):
+            most = schema.get("maximum")
+            if "exclusiveMaximum" in schema:
+                most = schema["exclusiveMaximum"] - 1
+            return kind + _range(schema.get("minimum"), most, "")
+        return kind
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (head, ["---"] * len(head), *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _route_row(route: Route) -> tuple[str, ...]:
+    body = "" if route.body is None else f"`{route.body.__name__}`" + (", or empty" if route.may_be_empty else "")
+    reply = "" if route.reply is None else f"`{route.reply.__name__}`"
+    return f"`{route.method.upper()} {route.path}`", route.key, body, reply, route.note
+
+
+def _range(least: float | None, most: float | None, unit: str) -> str:
+    if least in (None, 0) and most is None:
+        return f", at least {least}{unit}" if least is not None and not unit else ""
+    if most is None:
+        return f", at least {_number(least)}{unit}"
+    if least is None or (least == 0 and unit):
+        return f", at most {_number(most)}{unit}"
+    return f", {_number(least)} to {_number(most)}{unit}"
+
+
+def _number(value: float | None) -> str:
+    powers = {2**63 - 1: "2^63 - 1", -(2**63): "-2^63", 2**31 - 1: "2^31 - 1", 2**53 - 1: "2^53 - 1"}
+    return powers.get(value, f"{value:,}") if isinstance(value, int) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(filled(path.read_text()))

@@ -1,0 +1,425 @@
+"""The shapes of every reply, as typed dicts.
+
+The type checker holds what builds a reply to them, and pydantic makes the OpenAPI document and docs/api.md of them: a
+member's docstring is its description. Members that a reply always has are required; the others are there where they
+were asked for, or have a value.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from mbd_core.serving.text.logprobs import ChatLogprobs, CompletionLogprobs
+
+EndReason = Literal["stop", "length", "tool_calls", "abort"]
+Logprobs = ChatLogprobs | CompletionLogprobs | None
+ReplyId = Annotated[str, Field(description="of the answer")]
+Created = Annotated[int, Field(description="seconds since 1970")]
+
+
+# Whole answers.
+
+
+class Completion(TypedDict):
+    id: ReplyId
+    object: Literal["chat.completion", "text_completion"]
+    created: Created
+    model: str
+    choices: Annotated[list["Choice"], Field(min_length=1)]
+    """prompt by prompt"""
+    usage: "Usage"
+    mbd: "Measures"
+
+
+class Choice(TypedDict):
+    index: int
+    message: NotRequired["AnswerMessage"]
+    """of a chat"""
+    text: NotRequired[str]
+    """of a completion"""
+    logprobs: Logprobs
+    """of a chat, or of a completion"""
+    finish_reason: EndReason
+    """`abort`: an administrator ended it"""
+    token_ids: NotRequired[list[int]]
+    """with `return_token_ids`"""
+    prompt_token_ids: NotRequired[list[int]]
+    """with `return_token_ids`"""
+    rollout: NotRequired["RolloutFields"]
+    """with `return_step_map`"""
+    holes: NotRequired[list[str]]
+    """with `template`: each hole's text"""
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    """`null` beside calls without text"""
+    refusal: None
+    tool_calls: NotRequired[list["AnswerCall"]]
+    """complete calls of functions of `tools`; `arguments` are a JSON object as text"""
+
+
+class AnswerCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: "AnswerFunction"
+
+
+class AnswerFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    """each prompt once"""
+    completion_tokens: int
+    """of all choices; of a template those in holes"""
+    total_tokens: int
+    prompt_tokens_details: "CachedTokens"
+    """found in the prefix cache, by each prompt's first choice"""
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Measures(TypedDict):
+    """Counts of the decoding, summed over the choices."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    """useful tokens: before EOS"""
+    num_forwards: int
+    """in which blocks of the request took part"""
+    num_store_forwards: int
+    """of those, the ones that decoded none of its blocks"""
+    num_prefill_forwards: int
+    """that carried only its prompt, or repeated what a preemption undid; not in `num_forwards`"""
+    decode_seconds: float
+    """of the forwards in `num_forwards`"""
+    num_cached_tokens: int
+    """of the prompt, from the prefix cache"""
+    num_preemptions: int
+    tpf: float
+    """`num_tokens` / `num_forwards`"""
+    oldest_weights: int
+    """number of the weights that decoded its first tokens"""
+    newest_weights: int
+    """and its last ones"""
+    seed: NotRequired[int]
+    """where tokens were drawn"""
+    speed: NotRequired[float]
+    """where a speed was asked for: the point that was taken"""
+
+
+class TerminalFields(TypedDict):
+    token_ids: list[int]
+    step_map: list[int]
+    logprobs: list[float]
+
+
+class RolloutFields(TypedDict):
+    step_map: list[int]
+    """for each token the forward, from 1, that accepted it"""
+    logprobs: list[float]
+    """for each token its log-probability there"""
+    terminal: NotRequired[TerminalFields]
+    """the rest of the answer's last block, in the whole answer and in a stream's last piece"""
+
+
+class TokenFields(TypedDict, total=False):
+    """Members of a choice that say more of its tokens."""
+
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    rollout: RolloutFields
+    holes: list[str]
+
+
+# Streams.
+
+
+class Event(TypedDict):
+    data: str
+    """a `Chunk`, a `FrameEvent` or an `Error` as text, or `[DONE]`"""
+    event: NotRequired[Literal["frame"]]
+    """of a `FrameEvent`"""
+
+
+class Chunk(TypedDict):
+    id: ReplyId
+    object: Literal["chat.completion.chunk", "text_completion"]
+    created: Created
+    model: str
+    choices: Annotated[list["ChunkChoice"], Field(max_length=1)]
+    """none in a last event with `usage`"""
+    usage: NotRequired[Usage | None]
+    """in the last event with `include_usage`, `null` before it"""
+    mbd: NotRequired[Measures]
+    """in the last event"""
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: NotRequired["Delta"]
+    """of a chat"""
+    text: NotRequired[str]
+    """of a completion"""
+    logprobs: Logprobs
+    """of a chat, or of a completion"""
+    finish_reason: EndReason | None
+    """`null` before a choice's last piece"""
+    token_ids: NotRequired[list[int]]
+    """with `return_token_ids` or `resumable`"""
+    prompt_token_ids: NotRequired[list[int]]
+    """in a choice's first piece"""
+    rollout: NotRequired[RolloutFields]
+    """with `return_step_map`"""
+    holes: NotRequired[list[str]]
+    """in a choice's last piece"""
+    resume: NotRequired["Place"]
+    """with `resumable`, in the last piece of each commit but a choice's last one"""
+
+
+class Delta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    """in a choice's first piece"""
+    content: NotRequired[str]
+    """a piece of the text"""
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    """pieces of calls, by `index`"""
+
+
+class Place(TypedDict):
+    id: str
+    """of the stream"""
+    num_tokens: int
+    """of the choice, up to here"""
+    forwards: int
+    """that the choice has taken part in"""
+    seed: NotRequired[int]
+    """of the choice, where tokens are drawn"""
+
+
+class FrameEvent(TypedDict):
+    """What a forward left in a request's Block Buffer. Nothing in it is final but what the chunks beside it say too.
+
+    It is a chunk without choices, so that clients which know no frames find nothing in it.
+    """
+
+    id: ReplyId
+    object: Literal["mbd.frame"]
+    created: Created
+    model: str
+    choices: Annotated[list[Any], Field(max_length=0)]
+    frame: "FrameFields"
+
+
+class FrameFields(TypedDict):
+    index: int
+    """of the choice"""
+    forward: int
+    """its number, from 1"""
+    position: int
+    """of the first slot's first token, from the answer's first; negative where the prompt's end stands in the block"""
+    num_slots: int
+    """of the buffer"""
+    slots: list["SlotFields"]
+    """those with a block"""
+
+
+class SlotFields(TypedDict):
+    state: Literal["ACTIVE", "TO_CACHE", "IN_CACHE"]
+    """what the forward saw; `IN_CACHE`: it stored the block, which leaves"""
+    tokens: list[int | None]
+    """after the forward; `null` where masked"""
+    texts: list[str | None]
+    """after the forward; `null` where masked"""
+    accepted: list[int]
+    """offsets that the forward filled"""
+    edited: list[int]
+    """offsets that it overwrote"""
+
+
+# Errors, models, the tokenizer.
+
+
+class Error(TypedDict):
+    error: "ErrorFields"
+
+
+class ErrorFields(TypedDict):
+    message: str
+    """one sentence, at most 400 characters"""
+    type: str
+    """`invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or `server_error`"""
+    param: str | None
+    """the field that is wrong"""
+    code: str | None
+    """see Errors"""
+
+
+class Model(TypedDict):
+    id: str
+    """the name to ask for"""
+    object: Literal["model"]
+    created: Created
+    owned_by: str
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class TokenIds(TypedDict):
+    count: int
+    max_model_len: int
+    """tokens that a prompt and its answer can have together"""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """with `return_token_strs`"""
+
+
+class TokenText(TypedDict):
+    prompt: str
+    """the text, special tokens included"""
+
+
+class TokenizerInfo(TypedDict):
+    tokenizer_class: str
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | dict[str, Any] | None
+
+
+# The state of a server, and what its replicas did for an administrator.
+
+
+class Order(TypedDict):
+    """What the replicas of a model have done."""
+
+    replicas: int
+    """how many did it"""
+    folder: NotRequired[str]
+    """of `/update_weights`"""
+    version: NotRequired[int]
+    """of `/update_weights`"""
+    aborted: NotRequired[int]
+    """requests that were ended"""
+    asleep: NotRequired[bool]
+    """of `/sleep` and `/wakeup`"""
+    freed_bytes: NotRequired[int]
+    """of `/sleep`, in all replicas"""
+
+
+class Version(TypedDict):
+    version: str
+    """of this project"""
+
+
+class Ready(TypedDict):
+    ready: bool
+    """whether new requests are taken: no drain has begun, and each model has a replica that answers, or may have none
+    (`min: 0`)"""
+    asleep: bool
+    """whether an administrator has put a model to sleep"""
+
+
+class Health(TypedDict):
+    """The first three for everybody, the rest for whoever has a key, where the server asks for keys."""
+
+    ready: bool
+    """as in `Ready`"""
+    asleep: bool
+    """as in `Ready`"""
+    draining: bool
+    """whether this gateway shuts down: it refuses new requests and finishes those under way"""
+    refused_content: NotRequired[str | None]
+    """why the gateway did not take over the newest names of adapters"""
+    running: NotRequired[int]
+    """requests that hold a batch row, in all replicas"""
+    waiting: NotRequired[int]
+    """requests that wait for one"""
+    models: NotRequired[list["ModelState"]]
+
+
+class ModelState(TypedDict):
+    name: str
+    ready: bool
+    replicas: list["ReplicaState"]
+
+
+class ReplicaState(TypedDict):
+    """Of a replica that does not answer, `error` says why, and the members that may be missing are."""
+
+    ready: bool
+    """whether it takes requests"""
+    running: int
+    """requests that hold a batch row"""
+    waiting: int
+    """requests that wait for one"""
+    error: NotRequired[str]
+    replica: NotRequired[str]
+    """its name"""
+    pid: NotRequired[int]
+    """of its process"""
+    asleep: NotRequired[bool]
+    """whether its memory is given back"""
+    weights: NotRequired[dict[str, Any]]
+    """`folder` that it decodes with, and `version`, the number of these weights"""
+    adapters: NotRequired[dict[str, Any]]
+    """its LoRA adapters: folders by name"""
+    refused_content: NotRequired[str | None]
+    """why the newest weights or adapters were not taken over"""
+    forwards: NotRequired[int]
+    """so far"""
+    backend: NotRequired[str]
+    """device and dtype, how the weights are stored, over how many ranks"""
+    tensor_parallel: NotRequired[int]
+    """number of ranks"""
+    rank_sums: NotRequired[dict[str, Any] | None]
+    """how tensor-parallel ranks add up: its `name`, up to how many bytes of a part (`most_bytes`, of shared memory),
+    and for what was `not_chosen` why; `null` of one rank"""
+    attention: NotRequired[dict[str, Any]]
+    """the kernel's `name`, and for each other kernel why it was `not_chosen`"""
+    defaults: NotRequired[dict[str, Any]]
+    """the decoding of a request that asks for nothing"""
+    speed_front: NotRequired["Front | None"]
+    """the measured front of accuracy and speed; `null` without one"""
+    engine: NotRequired[dict[str, Any]]
+    """the engine's settings; `null` left a choice to the engine"""
+    kv_cache: NotRequired[dict[str, Any]]
+    """`num_pages`, `page_size`, `tokens`: how many tokens' keys and values fit, and `free_pages`, those included that
+    hold cached prefixes"""
+    graphs: NotRequired[dict[str, Any]]
+    """CUDA graphs: how many were `captured` (`not_used` says why none is), their `memory_bytes`, and static steps so
+    far: `steps_replayed` as graphs, `steps_eager` without one"""
+    prefix_cache: NotRequired[dict[str, Any]]
+    """prompt tokens `looked_up`, and those `found`"""
+
+
+class Front(TypedDict):
+    tasks: list[str]
+    """whose means the points are"""
+    num_samples: int
+    """problems of these tasks together"""
+    points: list["FrontPoint"]
+    """the most accurate first; each is faster and less accurate than the one before"""
+
+
+class FrontPoint(TypedDict):
+    speed: float
+    """where it stands, from 0 to 1"""
+    decoding: dict[str, Any]
+    """what a request with that `speed` is decoded with"""
+    accuracy: float
+    """percent of the problems that were solved"""
+    tpf: float
+    """tokens per forward"""
