@@ -72,7 +72,7 @@ ERRORS = (
     ErrorKind(
         500,
         ("stream_cut",),
-        "The last event of a stream whose gateway died ([operations.md](operations.md)).",
+        "The last event of a stream whose gateway died.",
     ),
     ErrorKind(503, ("shutting_down", "asleep"), "The server shuts down or sleeps; with `Retry-After`."),
     ErrorKind(503, ("no_replica", "no_metrics"), "Nothing answers behind the gateway, for now."),

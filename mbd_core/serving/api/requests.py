@@ -56,8 +56,8 @@ class GenerationRequest(StructuredFields):
     """the answer ends before the first of them, of 1 to 1,024 characters each. Not beside a grammar, tools or
     `template`"""
     decoding: dict[str, Any] | None = None
-    """fields of `DecodingConfig` ([decoding.md](decoding.md)), default the model's; one that is unknown, or that the
-    model or the server cannot honour, is refused"""
+    """fields of `DecodingConfig`, default the model's; one that is unknown, or that the model or the server cannot
+    honour, is refused"""
     speed: Speed | None = None
     """instead of `decoding`: a point of the model's measured front, 0 its most accurate, 1 its fastest; refused for a
     model without a front"""
@@ -84,7 +84,7 @@ class GenerationRequest(StructuredFields):
     resume: Resume | None = None
     """go on behind such a place: one prompt, `n` 1, everything else as in the stream that was cut"""
     user: str | None = None
-    """tells a client from others where keys do not ([serving.md](serving.md), fairness)"""
+    """tells a client from others where keys do not; waiting clients take turns"""
     metadata: dict[str, Any] | None = None
     """changes nothing"""
     store: bool | None = None
@@ -123,7 +123,7 @@ class GenerationRequest(StructuredFields):
             raise FieldError("speed", why, remedy="give one of them")
         for name in ("stream_options", "frames", "resumable", "resume"):
             if getattr(self, name) and not self.stream:
-                raise FieldError(name, "only allowed when stream is true")
+                raise FieldError(name, "only allowed when stream is true", remedy="give stream, or leave it out")
         for name in ("resumable", "resume"):
             if getattr(self, name) and self.grammar_field == "tools":
                 raise FieldError(name, "an answer that may call tools is not taken up again", remedy="leave it out")
@@ -210,8 +210,7 @@ class CompletionRequest(GenerationRequest):
     )
     """one prompt or several, as many as `--body-prompts`; an empty one is refused"""
     echo: bool | None = None
-    """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities
-    ([serving.md](serving.md))"""
+    """the prompt's text before each choice's; with `logprobs` the prompt's own log-probabilities"""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """of an answer, default: what fits, at most 256; 0 only with `echo` and `logprobs`, where it must be given,
     as 0 or 1"""
