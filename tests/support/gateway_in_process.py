@@ -27,6 +27,9 @@ class Response:
         self._items = items
         self._closing: asyncio.Future[None] | None = None
 
+    def __aiter__(self) -> "Response":
+        return self
+
     async def __anext__(self) -> Any:
         return await anext(self._items)
 
