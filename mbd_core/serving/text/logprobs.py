@@ -1,9 +1,13 @@
 """Log-probabilities of an answer's tokens in OpenAI's two shapes: chat's objects and completions' columns."""
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
+
 from typing_extensions import TypedDict
 
 from mbd_core.serving.text.committed import BROKEN, CommittedText, Decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
@@ -34,7 +38,7 @@ class CompletionLogprobs(TypedDict):
 class TokenTexts:
     """The text of a single token and, where the tokenizer shows them, its bytes; looked up once a token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
