@@ -1,4 +1,4 @@
-"""docs/api.md says what the served OpenAPI document says, and nothing else: routes, fields, types, bounds, errors."""
+"""docs/reference/api.md says what the OpenAPI document says: routes, fields, types, bounds, errors."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ from mbd_core.serving.api.openapi import RESPONSES, ROUTES, openapi_document
 from mbd_core.serving.api.reference import Tables, filled
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "api.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
 CODES = re.compile(r"""code="(\w+)"|Code = Literal\[(.*)\]|code = "[^"]*", "(\w+)"|, code = "(\w+)\"""")
 
 
 def test_the_page_is_what_the_types_say() -> None:
-    assert filled(PAGE) == PAGE, "run python -m mbd_core.serving.api.reference docs/api.md"
+    assert filled(PAGE) == PAGE, "run python -m mbd_core.serving.api.reference docs/reference/api.md"
 
 
 def test_each_object_has_just_one_table() -> None:

@@ -26,7 +26,7 @@ MOST_PROMPTS = 4096  # that it may say
 class Strict(BaseModel):
     """Part of a request: a string is not a number, an unknown field is an error, and nothing is changed later.
 
-    A field's docstring describes it in the OpenAPI document and in docs/api.md.
+    A field's docstring describes it in the OpenAPI document and in docs/reference/api.md.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)

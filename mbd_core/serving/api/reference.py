@@ -1,6 +1,6 @@
-"""docs/api.md: the tables of its routes, its errors and its objects, from the OpenAPI document.
+"""docs/reference/api.md: the tables of its routes, its errors and its objects, from the OpenAPI document.
 
-    python -m mbd_core.serving.api.reference docs/api.md
+    python -m mbd_core.serving.api.reference docs/reference/api.md
 
 A table stands between `<!-- NAMES -->` and `<!-- end -->` and is written anew: `routes`, `errors`, or the names of
 objects that share a table. What stands outside is written by hand.

@@ -1,7 +1,7 @@
 """Every request of the endpoint, as far as it is honoured; what is not honoured is refused by name.
 
 A field that would change the result is accepted only with the value that changes nothing (`Only`). The docstring of a
-field is its description in the OpenAPI document and in docs/api.md.
+field is its description in the OpenAPI document and in docs/reference/api.md.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The shapes of every reply, as typed dicts.
 
-The type checker holds what builds a reply to them, and pydantic makes the OpenAPI document and docs/api.md of them: a
-member's docstring is its description. Members that a reply always has are required; the others are there where they
-were asked for, or have a value.
+The type checker holds what builds a reply to them. Pydantic makes the OpenAPI document and docs/reference/api.md of
+them: a member's docstring is its description. Members that a reply always has are required; the others are there
+where they were asked for, or have a value.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
