@@ -5,13 +5,13 @@ import sys
 from jobs.command_line import sub_commands
 
 COMMANDS = {
-    "decoders": ("benchmarks.decoders", "every decoder beside a plain loop of the same method"),
-    "engine": ("benchmarks.engine", "a decode step beside its bare forward and the machine's roofline"),
-    "buffer": ("benchmarks.buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
-    "train": ("benchmarks.train", "MultiTF's shared clean stream beside a sequence for each layout"),
-    "fp8": ("benchmarks.fp8", "the error of a model's logits with FP8 weights"),
-    "sweep": ("benchmarks.sweep", "a sweep on Ray beside the engine called directly"),
-    "sandbox": ("benchmarks.sandbox", "what the sandbox costs a program that does nothing"),
+    "decoders": ("benchmarks.commands:decoders", "every decoder beside a plain loop of the same method"),
+    "engine": ("benchmarks.commands:engine", "a decode step beside its bare forward and the machine's roofline"),
+    "buffer": ("benchmarks.commands:buffer", "buffer sizes and block budgets at 1 to 64 requests at once"),
+    "train": ("benchmarks.commands:train", "MultiTF's shared clean stream beside a sequence for each layout"),
+    "fp8": ("benchmarks.commands:fp8", "the error of a model's logits with FP8 weights"),
+    "sweep": ("benchmarks.evaluation:sweep", "a sweep on Ray beside the engine called directly"),
+    "sandbox": ("benchmarks.evaluation:sandbox", "what the sandbox costs a program that does nothing"),
     "serve": ("benchmarks.load.serve", "an endpoint under load, beside its engine alone"),
     "bystander": ("benchmarks.load.bystander", "a short request's latency while a crowd attacks"),
     "soak": ("benchmarks.load.soak", "load, kills and bad requests for minutes: what was lost"),

@@ -1,137 +1,231 @@
-"""Benchmark the load-adaptive buffer: fixed buffer sizes beside a block budget, at 1 to 64 requests at once."""
+"""Tokens a second of buffer sizes and block budgets at a fixed number of requests at once, and by a roofline.
 
+A request follows as soon as another ends, so that all rows are in use all the time: the load is constant, and a budget
+leaves every sequence equally many blocks.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from tqdm import tqdm
+import torch
 
-from benchmarks.tables import markdown
-from jobs.command_line import (
-    DATA,
-    ENGINE,
-    MODEL,
-    OUTPUT,
-    JsonFile,
-    MaxTokens,
-    OwnThreads,
-    command,
-    command_text,
-    numbers,
-)
-from mbd_core.files import check_new_file, write_json
-from mbd_core.models.shapes import SHAPES
+from benchmarks.measuring import interleaved
+from benchmarks.roofline import Machine, floor_seconds, step_cost
+from mbd_core.checkpoint.chat import chat_prompts, question
+from mbd_core.checkpoint.config import load_config
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.decoding.blocks.config import decoding_config
+from mbd_core.decoding.blocks.request import Request
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.engine.sequence import pages_needed
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.tasks import gsm_mini
 
-Name = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help=f"A shipped model's name or a folder; or a shape, with random weights: {', '.join(SHAPES)}.",
-        rich_help_panel=MODEL,
-    ),
-]
-Concurrency = Annotated[str, typer.Option(metavar="N,...", help="Requests at once.", rich_help_panel=DATA)]
-BufferSizes = Annotated[
-    str, typer.Option("--buffer", metavar="N,...", help="Fixed buffer sizes.", rich_help_panel=DATA)
-]
-Budgets = Annotated[
-    str,
-    typer.Option("--budget", metavar="N,...", help="Block budgets, for the largest buffer.", rich_help_panel=DATA),
-]
-Answers = Annotated[int, typer.Option(help="Measured answers a row, at least 16 in all.", min=1, rich_help_panel=DATA)]
-Repeats = Annotated[int, typer.Option(help="Repetitions, of which the fastest counts.", min=1, rich_help_panel=ENGINE)]
-Static = Annotated[
-    bool | None,
-    typer.Option(
-        "--static/--dynamic",
-        help="Every slot of every row, or resident slots only (default: static on a GPU)",
-        rich_help_panel=ENGINE,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda (default: the GPU if there is one)", rich_help_panel=ENGINE)
-]
-Predict = Annotated[
-    str | None, typer.Option(metavar="SHAPE", help="Also compute the table of this model.", rich_help_panel=OUTPUT)
-]
-Bandwidth = Annotated[float, typer.Option(help="GB/s of the machine to compute it for.", rich_help_panel=OUTPUT)]
-Tflops = Annotated[float, typer.Option(help="TFLOP/s of that machine, in 16 bits.", rich_help_panel=OUTPUT)]
-Prefix = Annotated[int, typer.Option(help="Stored tokens of each sequence there.", min=0, rich_help_panel=OUTPUT)]
+RANDOM_PROMPT = 64  # tokens of a prompt for random weights
 
-LEAST_ANSWERS = 16
+COLUMNS = {
+    "rows": "at once",
+    "buffer": "N_buf",
+    "blocks_each": "blocks each",
+    "resident_blocks": "resident|.2f",
+    "tpf": "TPF|.2f",
+    "step_seconds": "step (ms)|.2f",
+    "tps": "tok/s|.0f",
+    "cpu_tps": "tok / CPU s|.0f",
+    "over_best_fixed": "/ best fixed|.2f",
+}
 
 
-def run(
-    context: typer.Context,
-    *,
-    model: Name = "tiny-mbd",
-    concurrency: Concurrency = "1,2,4,8,16,32,64",
-    buffer: BufferSizes = "1,2,4",
-    budget: Budgets = "16",
-    max_tokens: MaxTokens = 128,
-    answers: Answers = 2,
-    repeats: Repeats = 3,
-    static: Static = None,
-    device: Device = None,
-    threads: OwnThreads = None,
-    predict: Predict = None,
-    bandwidth: Bandwidth = 3350.0,
-    tflops: Tflops = 989.0,
-    prefix: Prefix = 512,
-    json: JsonFile = None,
-) -> None:
-    """Tokens a second and tokens per forward of fixed buffer sizes and of block budgets, by the requests at once.
+@dataclass(frozen=True, kw_only=True)
+class BufferCase:
+    """What is compared: a buffer size, with or without a block budget."""
 
-    A request follows as soon as another ends. --predict computes from a roofline what the measured tokens per forward
-    would give with another model on another machine; its default is an H100's data sheet.
+    size: int
+    budget: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}" if self.budget is None else f"budget {self.budget}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRun:
+    """What one run gave out while all rows were in use.
+
+    cpu_seconds  of this process: on a CPU, what the run would take if no other process ran
+    forwards     decode steps, times the sequences in each
+    blocks       resident blocks of a sequence in a forward, on average
     """
-    import torch
 
-    from benchmarks.buffer_load import COLUMNS, Buffer, load_model_and_requests, measure_load, predict_load
-    from benchmarks.roofline import Machine
-    from benchmarks.step_rows import device_name, usable_device
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    forwards: int
+    blocks: float
 
-    if json is not None:
-        check_new_file(json)
-    if predict is not None and predict not in SHAPES:
-        raise ValueError(f"--predict {predict} must be one of {', '.join(SHAPES)}")
-    if min(bandwidth, tflops) <= 0:
-        raise ValueError(f"--bandwidth {bandwidth} and --tflops {tflops} must be above 0")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    at_once, sizes = numbers(concurrency, "--concurrency"), numbers(buffer, "--buffer")
-    buffers = [Buffer(size=size) for size in sizes]
-    buffers += [Buffer(size=max(sizes), budget=blocks) for blocks in numbers(budget, "--budget")]
-    load = load_model_and_requests(model, max_tokens=max_tokens, device=place, number=max(64, *at_once))
-    rows: list[dict[str, Any]] = []
-    with tqdm(total=len(at_once) * len(buffers) * repeats, unit="run", desc=model, mininterval=1.0) as bar:
-        for number in at_once:
-            rows += measure_load(
-                load,
-                buffers,
-                rows=number,
-                answers=max(LEAST_ANSWERS, answers * number),
-                repeats=repeats,
-                static=static,
-                tick=partial(bar.update, 1),
-            )
-    print(f"{model}, {device_name(place)}, {torch.get_num_threads()} threads; the fastest of {repeats} runs\n")
-    print(markdown(rows, COLUMNS))
-    computed: list[dict[str, Any]] = []
-    if predict is not None:
-        tpf = {r["buffer_size"]: r["tpf"] for r in rows if r["block_budget"] is None and r["rows"] == max(at_once)}
-        machine = Machine(bandwidth=bandwidth * 1e9, flops=tflops * 1e12)
-        computed = predict_load(SHAPES[predict], machine, tpf, rows=at_once, prefix=prefix)
-        print(f"\nComputed: {predict} in 16 bits at {bandwidth:g} GB/s and {tflops:g} TFLOP/s, prefix {prefix}\n")
-        _print_computed(computed, sizes)
-    if json is not None:
-        write_json(json, {"settings": {"command": command_text(context)}, "rows": rows, "computed": computed})
+    @property
+    def tps(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tpf(self) -> float:
+        return self.tokens / self.forwards
 
 
-def _print_computed(rows: list[dict[str, Any]], sizes: list[int]) -> None:
-    columns = {f"tps_{size}": f"tok/s at N_buf={size}|.0f" for size in sizes}
-    print(markdown(rows, {"rows": "at once", **columns, "best": "best N_buf", "budget": "its blocks in all"}))
+def load_model_and_requests(
+    name: str, *, max_tokens: int, device: torch.device, number: int
+) -> tuple[Decoder, list[Request]]:
+    """A model and endless requests for it: a shipped model or a folder, with problems; or a shape, with random weights
+    and prompts, which ignores EOS.
+
+    Raises `ValueError` for a name that is neither.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name in SHAPES:
+        config = SHAPES[name]
+        model = random_model(config, device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(config.vocab_size, (number, RANDOM_PROMPT), generator=generator).tolist()
+        defaults: dict[str, Any] = {}
+    else:
+        folder = model_folder(name)
+        contents = read_folder(folder)
+        model = load_model(folder, dtype=dtype, device=device)
+        config, defaults = load_config(folder), contents.defaults
+        problems = itertools.islice(gsm_mini.generate(split="test", seed=0), number)
+        prompts = chat_prompts(contents.tokenizer, [question(problem["question"]) for problem in problems])
+    decoding = decoding_config(defaults, {}, block_size=config.block_size)
+    requests = [
+        Request(
+            request_id=str(n),
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            decoding=decoding,
+            ignore_eos=name in SHAPES,
+        )
+        for n, prompt in enumerate(prompts)
+    ]
+    return model, requests
 
 
-main = command(run, "python -m benchmarks buffer")
+def engine_for(
+    model: Decoder, requests: Sequence[Request], buffer: BufferCase, *, rows: int, static: bool | None
+) -> tuple[Engine, list[Request]]:
+    """An engine of `rows` rows without a prefix cache, so that a repetition finds no pages, and its requests."""
+    block_size = model.config.block_size
+    page_size = EngineConfig().resolve_page_size(block_size)
+    requests = [replace(r, decoding=replace(r.decoding, buffer_size=buffer.size)) for r in requests]
+    pages = max(pages_needed(r, block_size=block_size, page_size=page_size) for r in requests)
+    config = EngineConfig(
+        max_rows=rows,
+        buffer_size=buffer.size,
+        block_budget=buffer.budget,
+        num_pages=1 + rows * pages,
+        prefix_caching=False,
+        static_shapes=static,
+    )
+    engine = Engine(model, config)
+    engine.prepare(requests[0].decoding)
+    return engine, requests
+
+
+def run_at_load(engine: Engine, requests: Sequence[Request], *, answers: int) -> LoadRun:
+    """Keep all rows busy, and measure for `answers` answers when each row has given one on average."""
+    rows, counts, ended = engine.config.max_rows, engine.counts, 0
+    fresh = (replace(r, request_id=str(n)) for n, r in enumerate(itertools.cycle(requests)))
+    for request in itertools.islice(fresh, rows):
+        engine.add(request)
+
+    def serve(until: int) -> None:
+        nonlocal ended
+        while ended < until:
+            for output in engine.step():
+                if output.output is not None:
+                    ended += 1
+                    engine.add(next(fresh))
+
+    serve(rows)
+    counts.block_lifetimes.take()
+    tokens, forwards = counts.committed_tokens, counts.sequence_forwards
+    started, cpu_started = time.perf_counter(), time.process_time()
+    serve(ended + answers)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    tokens, forwards = counts.committed_tokens - tokens, counts.sequence_forwards - forwards
+    blocks = sum(counts.block_lifetimes.take()) / forwards
+    for sequence in [*engine.scheduler.running.values(), *engine.scheduler.waiting]:
+        engine.abort(sequence.request.request_id)
+    while engine.has_work:
+        engine.step()
+    return LoadRun(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens, forwards=forwards, blocks=blocks)
+
+
+def measure_load(
+    model: Decoder,
+    requests: Sequence[Request],
+    buffers: Sequence[BufferCase],
+    *,
+    rows: int,
+    answers: int,
+    repeats: int,
+    static: bool | None,
+    tick: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """One row for each buffer at `rows` requests at once; the runs take turns, and of `repeats` the fastest counts."""
+    engines = {buffer: engine_for(model, requests, buffer, rows=rows, static=static) for buffer in buffers}
+    runs: dict[BufferCase, list[LoadRun]] = {buffer: [] for buffer in buffers}
+
+    def timed(buffer: BufferCase) -> float:
+        runs[buffer].append(run_at_load(*engines[buffer], answers=answers))
+        return runs[buffer][-1].tps
+
+    interleaved({b.name: partial(timed, b) for b in buffers}, repeats=repeats, after=tick)
+    fastest = {buffer: max(of, key=lambda run: run.tps) for buffer, of in runs.items()}
+    best = max(run.tps for buffer, run in fastest.items() if buffer.budget is None)
+    return [
+        {
+            "rows": rows,
+            "buffer": buffer.name,
+            "buffer_size": buffer.size,
+            "block_budget": buffer.budget,
+            "blocks_each": engines[buffer][0].config.blocks_each(rows),
+            "resident_blocks": run.blocks,
+            "tpf": run.tpf,
+            "step_seconds": rows * run.seconds / run.forwards,
+            "tps": run.tps,
+            "cpu_tps": run.tokens / run.cpu_seconds,
+            "over_best_fixed": run.tps / best,
+        }
+        for buffer, run in fastest.items()
+    ]
+
+
+def predict_load(
+    config: ModelConfig, machine: Machine, tpf: Mapping[int, float], *, rows: Sequence[int], prefix: int
+) -> list[dict[str, Any]]:
+    """Computed, not measured: the tokens a second of static steps at their floor, for each number of rows.
+
+    `tpf` holds the tokens per forward by buffer size. `best` is the size with the most tokens a second, and
+    `budget` the blocks that all rows have with it.
+    """
+    table = []
+    for number in rows:
+        tps = {
+            size: number
+            * each
+            / floor_seconds(step_cost(config, rows=number, buffer_size=size, prefix=prefix), machine)
+            for size, each in tpf.items()
+        }
+        best = max(tps, key=lambda size: tps[size])
+        table.append(
+            {"rows": number, "best": best, "budget": best * number, **{f"tps_{n}": v for n, v in tps.items()}}
+        )
+    return table

@@ -1,113 +1,200 @@
-"""Benchmark every decoder beside a plain loop of the same method: the options, and the table."""
+"""Every decoder compared with a plain loop of the same method: tokens, forwards, wall time.
 
-from __future__ import annotations
+A method is an entry of `METHODS` with a few changed fields: thresholds near the papers' at which small models accept
+several tokens a step. The plain loop decodes one request after another without an engine; the engine decodes the same
+requests one after another, and all at once. The three take turns and the medians count, so that a busy machine slows
+them alike.
+"""
 
-import platform
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-from tqdm import tqdm
+import torch
 
-from benchmarks.tables import markdown
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    ENGINE,
-    MODEL,
-    JsonFile,
-    MaxTokens,
-    OwnThreads,
-    command,
-    command_text,
-    names,
-)
-from mbd_core.files import check_new_file, write_json
+from benchmarks.measuring import interleaved, markdown, medians, run_seconds
+from benchmarks.plain_loops import PlainRun, multi_bd, run_canvas
+from mbd_core.checkpoint.chat import chat_prompts, question
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.shipped import model_folder
+from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import METHODS, merge_fields
+from mbd_core.decoding.blocks.request import Output, Request
+from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.canvas.canvas_decoder import canvas_decoder
+from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.engine import Engine
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.shapes import SHAPES, random_model
+from mbd_core.tasks import gsm_mini
 
-if TYPE_CHECKING:
-    from benchmarks.decoder_cases import MethodCase, ModelCase
-
-ModelNames = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...", help="Models whose name begins with one of these (default: all)", rich_help_panel=MODEL
-    ),
-]
-Fixtures = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder of model folders, for the families' models (default: random weights)",
-        rich_help_panel=MODEL,
-    ),
-]
-MethodNames = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...", help="Methods whose name contains one of these (default: all)", rich_help_panel=DECODING
-    ),
-]
-Requests = Annotated[
-    int, typer.Option(help="Requests, and how many are decoded at once.", min=1, rich_help_panel=DATA)
-]
-Repeats = Annotated[int, typer.Option(help="Repetitions, whose median counts.", min=1, rich_help_panel=ENGINE)]
+SHIPPED_MODELS = ("tiny-bd", "tiny-mbd")
+FAMILIES = ("sdar", "llada2", "llada", "dream")
+BLOCK_SIZE = 8  # of the families' models, which have random weights
+CANVAS_BLOCK_LENGTH = 16
+BRANCH_LENGTHS = (4, 8, 16, 32)
+COLUMNS = {
+    "model": "model",
+    "method": "method",
+    "tokens": "tokens",
+    "nfe": "NFE",
+    "tpf": "TPF|.2f",
+    "plain_seconds": "plain s|.3f",
+    "plain_tps": "plain tok/s|.0f",
+    "engine_1_seconds": "engine@1 s|.3f",
+    "engine_1_tps": "engine@1 tok/s|.0f",
+    "engine_1_over_plain": "@1 / plain|.2f",
+    "engine_n_seconds": "engine@N s|.3f",
+    "engine_n_tps": "engine@N tok/s|.0f",
+    "engine_n_over_plain": "@N / plain|.2f",
+    "same_tokens": "same tokens",
+}
 
 
-def run(
-    context: typer.Context,
-    *,
-    models: ModelNames = None,
-    fixtures: Fixtures = None,
-    requests: Requests = 8,
-    methods: MethodNames = None,
-    max_tokens: MaxTokens = 64,
-    repeats: Repeats = 5,
-    threads: OwnThreads = None,
-    json: JsonFile = None,
-) -> int:
-    """Every decoder beside a plain loop of the same method: tokens, forwards, and wall time.
+@dataclass(frozen=True, kw_only=True)
+class MethodCase:
+    """A decoder: its name in `METHODS`, its label in the table, its config; `static`: run with `static_shapes`."""
 
-    A row is one method on one model. The plain loop decodes one request after another without an engine; the engine
-    decodes the same requests one after another, and all at once. The exit code is 1 if the engine's tokens are not the
-    plain loop's (where they differ in float32, float64 decides). The models are the shipped ones, and one of each
-    family at the size of the parity fixtures.
+    name: str
+    label: str
+    decoding: DecodingConfig
+    static: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """A model, its prompts, and the methods to decode them with."""
+
+    label: str
+    model: Decoder
+    prompts: list[tuple[int, ...]]
+    methods: list[MethodCase] = field(default_factory=list)
+
+
+def block_methods(block_size: int) -> list[MethodCase]:
+    """The methods for block-causal models."""
+
+    def case(name: str, label: str, *, static: bool = False, **fields: Any) -> MethodCase:
+        return _method_case(name, label, {"tau_m2t": 0.9, **fields}, block_size=block_size, static=static)
+
+    return [
+        case("single", "SingleBD"),
+        case("multi-bd", "MultiBD, dynamic (Alg. 4)"),
+        case("multi-bd", "MultiBD, Block Buffer (Alg. 5)", static=True),
+        case("t2t", "T2T, single", t2t={"tau": 0.9}),
+        case("multi-bd-t2t", "T2T, multi", buffer_size=4, t2t={"tau": 0.9}),
+        case("dmax", "DMax, single", buffer_size=2, tau_add=1.0),
+        case("multi-bd-dmax", "DMax, multi", buffer_size=4, tau_stable=None),
+    ]
+
+
+def canvas_methods(max_tokens: int, *, shifted: bool) -> list[MethodCase]:
+    """The methods for full-attention models: Dream's if `shifted`, otherwise LLaDA's."""
+    block_size = CANVAS_BLOCK_LENGTH // 2
+
+    def canvas(name: str, label: str, **fields: Any) -> MethodCase:
+        return _method_case(name, label, {"canvas": fields}, block_size=block_size)
+
+    def in_blocks(name: str, label: str, **fields: Any) -> MethodCase:
+        return canvas(name, label, block_length=CANVAS_BLOCK_LENGTH, **fields)
+
+    def pipelined(name: str, label: str, **fields: Any) -> MethodCase:
+        return _method_case(name, label, fields, block_size=block_size)
+
+    lengths = [length for length in BRANCH_LENGTHS if length <= max_tokens]
+    if shifted:
+        vanilla = canvas("dream-entropy", "vanilla Dream (entropy)", steps=max_tokens)
+    else:
+        vanilla = in_blocks("llada", "vanilla LLaDA", steps=max_tokens)
+    return [
+        vanilla,
+        in_blocks("fast-dllm", "Fast-dLLM, no cache"),
+        in_blocks("fast-dllm-prefix", "Fast-dLLM, prefix cache"),
+        in_blocks("fast-dllm-dual", "Fast-dLLM, dual cache"),
+        in_blocks("fast-dllm-factor", "Fast-dLLM, factor, dual cache"),
+        in_blocks("dllm-cache", "dLLM-Cache"),
+        in_blocks("local-leap", "LocalLeap"),
+        canvas("block-batch", "BlockBatch", branches={"block_lengths": lengths}),
+        pipelined("d2f", "D2F, pipelined", buffer_size=4),
+        pipelined("d2f-cache-only", "D2F, cache only"),
+        pipelined("d2f-block-causal", "D2F, block-causal prompt", buffer_size=4),
+    ]
+
+
+def _method_case(
+    name: str, label: str, fields: Mapping[str, Any], *, block_size: int, static: bool = False
+) -> MethodCase:
+    decoding = decoding_config({}, merge_fields(METHODS[name], fields), block_size=block_size)
+    return MethodCase(name=name, label=label, decoding=decoding, static=static)
+
+
+def model_cases(fixtures: Path | None, *, num_requests: int, max_tokens: int) -> list[ModelCase]:
+    """The shipped models, and one of each family from `fixtures` or with random weights.
+
+    Raises `ValueError` for a fixtures folder without a checkpoint.
     """
-    import torch
-
-    from benchmarks.decoder_cases import model_cases
-    from benchmarks.decoder_runs import COLUMNS, measure_method
-
-    if json is not None:
-        check_new_file(json)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    pairs = _pairs(model_cases(fixtures, num_requests=requests, max_tokens=max_tokens), models, methods)
-    rows = []
-    with tqdm(total=len(pairs) * repeats * 3, unit="run", desc="decoders", mininterval=1.0) as bar:
-        for model, method in pairs:
-            bar.set_postfix_str(f"{model.label}, {method.label}", refresh=False)
-            rows.append(
-                measure_method(model, method, max_tokens=max_tokens, repeats=repeats, tick=partial(bar.update, 1))
-            )
-    if json is not None:
-        settings = {
-            "command": command_text(context),
-            "requests_at_once": requests,
-            "repeats": repeats,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-        }
-        write_json(json, {"settings": settings, "rows": rows})
-    print(f"N = {requests} requests at once; medians of {repeats}\n\n{markdown(rows, COLUMNS)}")
-    return _print_differences(rows)
+    folders = (
+        {} if fixtures is None else {p.parent.name: p.parent for p in sorted(fixtures.glob("*/model.safetensors"))}
+    )
+    if fixtures is not None and not folders:
+        raise ValueError(f"--fixtures {fixtures} holds no folder with a model.safetensors")
+    shipped = [_shipped_case(name, num_requests) for name in SHIPPED_MODELS]
+    return shipped + [_family_case(family, folders, num_requests, max_tokens) for family in FAMILIES]
 
 
-def _pairs(cases: list[ModelCase], models: str | None, methods: str | None) -> list[tuple[ModelCase, MethodCase]]:
-    """The models and methods that were asked for; `ValueError` if there are none."""
-    begins = ("",) if models is None else tuple(names(models, "--models"))
-    parts = [""] if methods is None else [name.lower() for name in names(methods, "--methods")]
+def _shipped_case(name: str, num_requests: int) -> ModelCase:
+    folder = model_folder(name)
+    model = load_model(folder, dtype=torch.float32)
+    tokenizer = load_tokenizer(folder, model.config)
+    problems = itertools.islice(gsm_mini.generate(split="test", seed=0), num_requests)
+    prompts = chat_prompts(tokenizer, [question(problem["question"]) for problem in problems])
+    methods = block_methods(model.config.block_size)
+    if name == "tiny-bd":  # it was not trained on several noisy blocks
+        methods = methods[:1]
+    return ModelCase(label=name, model=model, prompts=[tuple(ids) for ids in prompts], methods=methods)
+
+
+def _family_case(family: str, folders: Mapping[str, Path], num_requests: int, max_tokens: int) -> ModelCase:
+    name = next((name for name in folders if name.rsplit("-", 1)[0] == family), None)
+    model = _random_model(family) if name is None else load_model(folders[name], dtype=torch.float32)
+    model.config = config = replace(model.config, block_size=BLOCK_SIZE)
+    if config.attention == "full":
+        methods = canvas_methods(max_tokens, shifted=config.shift_logits)
+    else:
+        methods = block_methods(config.block_size)
+    prompts = _random_prompts(config, num_requests)
+    return ModelCase(label=name or f"{family} (random)", model=model, prompts=prompts, methods=methods)
+
+
+def _random_prompts(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
+    """Prompts of 13 to 28 ordinary tokens."""
+    generator = torch.Generator().manual_seed(0)
+    special = min(config.mask_token_id, *config.eos_token_ids)
+    return [
+        tuple(torch.randint(special, (13 + 5 * (number % 4),), generator=generator).tolist())
+        for number in range(count)
+    ]
+
+
+def _random_model(family: str) -> Decoder:
+    """Random weights, scaled so that confidences lie on both sides of the thresholds."""
+    model = random_model(SHAPES[f"tiny-{family}"], device=torch.device("cpu"), dtype=torch.float32, std=0.2)
+    model.lm_head.weight.mul_(3.0)
+    return model
+
+
+def chosen_cases(
+    cases: list[ModelCase], models: list[str] | None, methods: list[str] | None
+) -> list[tuple[ModelCase, MethodCase]]:
+    """The models that begin with one of these names, and their methods that contain one; `ValueError` without any."""
+    begins = tuple(models or [""])
+    parts = [name.lower() for name in methods or [""]]
     pairs = [
         (model, method)
         for model in cases
@@ -120,18 +207,101 @@ def _pairs(cases: list[ModelCase], models: str | None, methods: str | None) -> l
     return pairs
 
 
-def _print_differences(rows: list[dict[str, Any]]) -> int:
-    """Which rows have other tokens than the plain loop; the exit code."""
-    rounded = [_name(r) for r in rows if r["same_tokens_float64"] and not r["same_tokens"]]
-    wrong = [_name(r) for r in rows if not r["same_tokens_float64"]]
+def measure_method(
+    model: ModelCase, method: MethodCase, *, max_tokens: int, repeats: int, tick: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """One row: the plain loop, the engine with one request at a time, and the engine with all requests.
+
+    `tick` is called after each of the `3 * repeats` timed runs. If float32 tokens differ, a comparison in float64
+    shows whether rounding is the only reason (`same_tokens_float64`).
+    """
+    requests = [
+        Request(request_id=str(n), prompt=prompt, max_tokens=max_tokens, decoding=method.decoding)
+        for n, prompt in enumerate(model.prompts)
+    ]
+    one, many = (_engine(model, method, max_rows=n) for n in (1, len(requests)))
+    runs: dict[str, Callable[[], list[Any]]] = {
+        "plain": lambda: [plain_run(model.model, r) for r in requests],
+        "engine_1": lambda: [output for r in requests for output in one.generate([r])],
+        "engine_n": lambda: many.generate(requests),
+    }
+    results = {name: run() for name, run in runs.items()}  # to compare, and to warm up
+    plain: list[PlainRun] = results["plain"]
+    tokens = {name: [list(r.tokens) for r in result] for name, result in results.items()}
+    forwards = {name: [_num_forwards(r) for r in result] for name, result in results.items()}
+    same = tokens["plain"] == tokens["engine_1"] == tokens["engine_n"]
+    total = sum(map(len, tokens["plain"]))
+    timed = {name: partial(run_seconds, run) for name, run in runs.items()}
+    seconds = medians(interleaved(timed, repeats=repeats, after=tick))
+    row: dict[str, Any] = {
+        "model": model.label,
+        "method": method.label,
+        "requests": len(requests),
+        "tokens": total,
+        "nfe": sum(r.num_forwards for r in plain),
+        "tpf": sum(len(r.tokens) / r.num_forwards for r in plain) / len(plain),
+        "same_tokens": same,
+        "same_tokens_float64": same or same_in_float64(model, method, requests),
+        "same_forwards": forwards["plain"] == forwards["engine_1"] == forwards["engine_n"],
+    }
+    for name, value in seconds.items():
+        row |= {f"{name}_seconds": value, f"{name}_tps": total / value}
+        if name != "plain":
+            row[f"{name}_over_plain"] = seconds["plain"] / value
+    return row
+
+
+def plain_run(model: Decoder, request: Request) -> PlainRun:
+    """Decode one request by the plain loop of its method."""
+    config, decoding = model.config, request.decoding
+    if decoding.canvas is None:
+        return multi_bd(model, list(request.prompt), request.max_tokens, decoding)
+    decoder = canvas_decoder(
+        request.prompt,
+        request.max_tokens,
+        decoding.canvas,
+        request.sampling,
+        eos_token_ids=config.eos_token_ids,
+        vocab=Vocab(config.mask_token_id, config.vocab_size),
+        shift=config.shift_logits,
+    )
+    return run_canvas(model, decoder)
+
+
+def same_in_float64(model: ModelCase, method: MethodCase, requests: Sequence[Request]) -> bool:
+    """Whether the tokens agree in float64. In float32, rounding in the last bit can change a token."""
+    exact = replace(model, model=copy.deepcopy(model.model).double())
+    expected = [plain_run(exact.model, r).tokens for r in requests]
+    one, many = (_engine(exact, method, max_rows=n) for n in (1, len(requests)))
+    outputs = [[one.generate([r])[0] for r in requests], many.generate(requests)]
+    return all([list(output.tokens) for output in served] == expected for served in outputs)
+
+
+def _engine(model: ModelCase, method: MethodCase, *, max_rows: int) -> Engine:
+    """An engine of the size needed, without a prefix cache, so that a repetition does not reuse pages."""
+    config = EngineConfig(
+        max_rows=max_rows,
+        buffer_size=method.decoding.buffer_size,
+        block_size=method.decoding.block_size if model.model.config.attention == "full" else None,
+        num_pages=1024,
+        prefix_caching=False,
+        static_shapes=method.static,
+        overlap=False,
+    )
+    return Engine(model.model, config)
+
+
+def _num_forwards(result: PlainRun | Output) -> int:
+    return result.counts.num_forwards if isinstance(result, Output) else result.num_forwards
+
+
+def print_rows(rows: list[dict[str, Any]]) -> int:
+    """Print the table, and which rows have other tokens than the plain loop; returns the exit code."""
+    names = {f"{row['model']} {row['method']}": row for row in rows}
+    rounded = [name for name, row in names.items() if row["same_tokens_float64"] and not row["same_tokens"]]
+    wrong = [name for name, row in names.items() if not row["same_tokens_float64"]]
+    print(markdown(rows, COLUMNS))
     if rounded:
         print(f"\nother tokens by rounding alone (the same in float64): {'; '.join(rounded)}")
     print(f"\nsame tokens: {'no: ' + '; '.join(wrong) if wrong else 'yes'}")
     return 1 if wrong else 0
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['model']} {row['method']}"
-
-
-main = command(run, "python -m benchmarks decoders")

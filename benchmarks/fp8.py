@@ -1,47 +1,173 @@
-"""Report what FP8 weights cost a model in accuracy, and what they save in memory: the options, and the table."""
+"""The error of FP8 weights: a model's logits before and after rounding, at the same positions.
 
-from typing import Annotated
+The sequences are both tasks' test problems with their solutions, or random ids if the model folder has no tokenizer.
+Half of each solution's positions are compared twice: with no token masked, and with these positions masked, as in
+decoding. Errors are absolute.
+"""
 
-import typer
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from benchmarks.tables import markdown
-from jobs.command_line import DATA, ENGINE, JsonFile, ModelName, Seed, command, command_text
-from mbd_core.checkpoint.shipped import model_folder
-from mbd_core.files import check_new_file, write_json
-from mbd_core.models.model_config import Parts
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.checkpoint.chat import question_prompt
+from mbd_core.checkpoint.config import load_config
+from mbd_core.checkpoint.loading import load_model
+from mbd_core.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer
+from mbd_core.models.decoder import Decoder
+from mbd_core.models.model_config import ModelConfig, Parts
+from mbd_core.models.quantize import quantize_weights, weight_bytes
+from mbd_core.ops.attention.whole import DenseAttention
+from mbd_core.tasks import code_mini, gsm_mini
+
+# How far the logits of a model with rounded weights are from the original's.
 
 
-def run(
-    context: typer.Context,
-    *,
-    model: ModelName,
-    limit: Annotated[int, typer.Option(help="Sequences that are compared.", min=1, rich_help_panel=DATA)] = 16,
-    seed: Seed = 0,
-    parts: Annotated[
-        Parts | None,
-        typer.Option(help="What is rounded (default: the experts, or all without any)", rich_help_panel=ENGINE),
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """What FP8 weights cost a model in accuracy, and what they save in memory.
+@dataclass(frozen=True, kw_only=True)
+class LogitError:
+    """What rounding weights did to logits.
 
-    The model's logits are compared before and after rounding, at half of the positions of each solution: with all
-    tokens shown, and with those positions masked as in decoding. The texts are both tasks' test problems; a model
-    folder without a tokenizer gets random ids. It runs on the GPU if there is one.
+    max_abs, mean_abs  absolute differences
+    top1_agreement     the share of positions whose likeliest token is the same
+    mean_kl            mean divergence KL(wide || rounded) of the predicted distributions, in nats
     """
-    import torch
 
-    from benchmarks.fp8_logits import COLUMNS, fp8_rows
-
-    if json is not None:
-        check_new_file(json)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = fp8_rows(model_folder(model), parts=parts, num_sequences=limit, seed=seed, device=device)
-    if json is not None:
-        write_json(json, {"command": command_text(context), "torch": torch.__version__, "rows": rows})
-    print(markdown(rows, COLUMNS))
-    after, before, dtype = rows[0]["bytes_after"], rows[0]["bytes_before"], rows[0]["dtype"]
-    print(f"\nweights: {after:,} bytes, {before:,} before ({after / before:.2f} of {dtype})")
+    max_abs: float
+    mean_abs: float
+    top1_agreement: float
+    mean_kl: float
+    positions: int
 
 
-main = command(run, "python -m benchmarks fp8")
+def logit_error(wide: Tensor, rounded: Tensor) -> LogitError:
+    """Compare two sets of logits (..., V) of the same positions. Raises `ValueError` if their shapes differ."""
+    if wide.shape != rounded.shape:
+        raise ValueError(
+            f"logits of shapes {tuple(wide.shape)} and {tuple(rounded.shape)} are not of the same positions"
+        )
+    difference = (wide.float() - rounded.float()).abs()
+    log_wide, log_rounded = wide.float().log_softmax(-1), rounded.float().log_softmax(-1)
+    divergence = (log_wide.exp() * (log_wide - log_rounded)).sum(-1)
+    same = (wide.argmax(-1) == rounded.argmax(-1)).float()
+    return LogitError(
+        max_abs=float(difference.max()),
+        mean_abs=float(difference.mean()),
+        top1_agreement=float(same.mean()),
+        mean_kl=float(divergence.mean()),
+        positions=same.numel(),
+    )
+
+
+COLUMNS = {
+    "model": "model",
+    "parts": "FP8",
+    "inputs": "inputs",
+    "positions": "positions",
+    "max_abs": "largest error|.4f",
+    "mean_abs": "mean error|.4f",
+    "logit_std": "logits' std|.3f",
+    "top1_agreement": "top-1 agreement|.2%",
+    "mean_kl": "mean KL (nats)|.2e",
+}
+RANDOM_LENGTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedSequence:
+    """A sequence of tokens and the positions, ascending, at which logits are compared."""
+
+    tokens: list[int]
+    positions: list[int]
+
+
+def fp8_rows(
+    folder: Path, *, parts: Parts | None, num_sequences: int, seed: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """One row for clean inputs and one for masked inputs. `parts` is by default the experts, if the model has any.
+
+    Raises `ValueError` for a folder without a model, and for parts that the model does not have.
+    """
+    config = load_config(folder)
+    if parts in ("experts", "blocks") and config.moe is None:
+        raise ValueError(f"--parts {parts}: the {config.architecture} in {folder} has no experts; use --parts all")
+    parts = parts or ("all" if config.moe is None else "experts")
+    model = load_model(folder, dtype=torch.float32 if device.type == "cpu" else None, device=device)
+    with_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(folder, config) if with_tokenizer else None
+    sequences = compared_sequences(config, tokenizer, count=num_sequences, seed=seed)
+    stored_bytes = weight_bytes(model)
+    stored = {masked: logits(model, sequences, masked=masked) for masked in (False, True)}
+    quantize_weights(model, parts)
+    rows = []
+    for masked, expected in stored.items():
+        error = logit_error(expected, logits(model, sequences, masked=masked))
+        rows.append(
+            {
+                "model": folder.name,
+                "parts": parts,
+                "inputs": ("masked" if masked else "clean") + (" text" if with_tokenizer else " random ids"),
+                **dataclasses.asdict(error),
+                "logit_std": float(expected.std()),
+                "bytes_before": stored_bytes,
+                "bytes_after": weight_bytes(model),
+                "dtype": str(model.model.norm.weight.dtype).removeprefix("torch."),
+                "device": device.type,
+            }
+        )
+    return rows
+
+
+def compared_sequences(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, *, count: int, seed: int
+) -> list[ComparedSequence]:
+    """`count` sequences that depend on the seed alone, each with half of its solution's positions."""
+    rng = random.Random(seed)
+    pairs = _random_pairs(config, rng, count) if tokenizer is None else _task_pairs(tokenizer, count, seed)
+    sequences = []
+    for prompt, solution in pairs:
+        tokens = (prompt + solution)[: config.max_positions]
+        solved = range(min(len(prompt), len(tokens) - 1), len(tokens))
+        sequences.append(ComparedSequence(tokens, sorted(rng.sample(solved, -(-len(solved) // 2)))))
+    return sequences
+
+
+def _random_pairs(config: ModelConfig, rng: random.Random, count: int) -> list[tuple[list[int], list[int]]]:
+    special = {config.mask_token_id, *config.eos_token_ids}
+    ids = [i for i in range(config.vocab_size) if i not in special]
+    half = min(RANDOM_LENGTH, config.max_positions) // 2
+    return [(rng.choices(ids, k=half), rng.choices(ids, k=half)) for _ in range(count)]
+
+
+def _task_pairs(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[tuple[list[int], list[int]]]:
+    gsm = ((p["question"], p["answer"]) for p in gsm_mini.generate(split="test", seed=seed))
+    code = ((p["prompt"], p["canonical_solution"]) for p in code_mini.generate(split="test", seed=seed))
+    problems = itertools.chain.from_iterable(zip(gsm, code, strict=False))
+    return [
+        (question_prompt(tokenizer, question), tokenizer(solution, add_special_tokens=False)["input_ids"])
+        for question, solution in itertools.islice(problems, count)
+    ]
+
+
+@torch.inference_mode()
+def logits(model: Decoder, sequences: Sequence[ComparedSequence], *, masked: bool) -> Tensor:
+    """Logits (A, V - 1) on the CPU that predict the compared positions, without the column of the mask id."""
+    c, device, rows_AV = model.config, model.model.norm.weight.device, []
+    for sequence in sequences:
+        tokens, at = torch.tensor(sequence.tokens), torch.tensor(sequence.positions)
+        if masked:
+            tokens[at] = c.mask_token_id
+        positions = torch.arange(len(tokens), device=device)
+        blocks = positions // c.block_size if c.attention == "block_causal" else torch.zeros_like(positions)
+        attend = DenseAttention((blocks[None, :] <= blocks[:, None])[None, None])
+        hidden = model(tokens.to(device)[None], positions[None], attend)[0]
+        predicted_from = (at - 1).clamp(min=0) if c.shift_logits else at
+        logits_AV = model.logits(hidden[predicted_from.to(device)]).float().cpu()
+        rows_AV.append(torch.cat((logits_AV[:, : c.mask_token_id], logits_AV[:, c.mask_token_id + 1 :]), dim=1))
+    return torch.cat(rows_AV)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.measuring import run_seconds
 from benchmarks.roofline import counted_experts
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -164,7 +165,7 @@ def measure_step(engine: Engine, case: StepCase, *, tick: Callable[[], object] =
     recorder = TraceRecorder(block_size=engine.block_size) if case.trace else None
     timing = _StepParts(engine, recorder)
     if on_gpu:
-        timing.seconds["step"] = [_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
+        timing.seconds["step"] = [run_seconds(engine.step) for _ in range(WARM_UP + case.steps)]
         engine.land()
     plan = engine.schedule()
     for _ in range(WARM_UP + case.steps):
@@ -192,13 +193,13 @@ class _StepParts:
         batch = self._batch
         self._sizes.append((len(batch.input_ids_T), batch.num_logits))
         device = self._engine.buffer.tokens_RNB.device
-        self.seconds["forward"].append(_seconds(self._forward_as_in_steps(), wait=device if wait else None))
+        self.seconds["forward"].append(run_seconds(self._forward_as_in_steps(), wait=device if wait else None))
         calls = 16 if wait else 1  # of microseconds: the device's own clock times several
         self.seconds["layout"].append(best_seconds(lambda: self._runner.bind(batch), device, 1, calls=calls))
         if self._recorder is not None:
             report = self._engine.last_report
             record = partial(record_step, self._recorder, plan.number, plan.decoding, report)
-            self.seconds["recorder"].append(_seconds(record))
+            self.seconds["recorder"].append(run_seconds(record))
             self._forward()  # so that every step follows a forward and finds the same CPU caches
         self._count_experts()
 
@@ -207,7 +208,7 @@ class _StepParts:
         recorder = None
         if self._recorder is not None:
             self._recorder.table()  # the first call loads code
-            recorder = median["recorder"] + _seconds(self._recorder.table) / len(self._sizes)
+            recorder = median["recorder"] + run_seconds(self._recorder.table) / len(self._sizes)
         return StepTimes(
             step=median["step"],
             forward=median["forward"],
@@ -244,7 +245,8 @@ class _StepParts:
             return self._forward
         key = id(self._batch)
         if key not in self._graphs:
-            self._graphs[key] = _captured(self._forward, self._engine.buffer.tokens_RNB.device)
+            graph, _ = capture(self._forward, device=self._engine.buffer.tokens_RNB.device, warm_up=1)
+            self._graphs[key] = graph.replay
         return self._graphs[key]
 
 
@@ -296,17 +298,3 @@ def _without_forward(runner: ModelRunner) -> Iterator[None]:
         yield
     finally:
         del runner.forward, runner.logits  # those of its class again
-
-
-def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`run`, captured as a CUDA graph."""
-    graph, _ = capture(run, device=device, warm_up=1)
-    return graph.replay
-
-
-def _seconds(run: Callable[[], object], *, wait: torch.device | None = None) -> float:
-    start = time.perf_counter()
-    run()
-    if wait is not None:
-        torch.cuda.synchronize(wait)
-    return time.perf_counter() - start

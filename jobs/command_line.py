@@ -127,16 +127,16 @@ def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | 
 
 
 def sub_commands(package: str, modules: Mapping[str, tuple[str, str]]) -> Main:
-    """`python -m PACKAGE NAME ...`: calls `main` of the module that `modules` has for NAME, beside what it does.
+    """`python -m PACKAGE NAME ...`: calls what `modules` has for NAME, beside a sentence on what it does.
 
-    Only that module is imported.
+    That is the `main` of a module, or with "MODULE:ENTRY" another entry; only that module is imported.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
         name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
         if name in modules:
-            entry: Main = importlib.import_module(modules[name][0]).main
-            return entry(rest)
+            module, _, entry = modules[name][0].partition(":")
+            return int(getattr(importlib.import_module(module), entry or "main")(rest))
         if name not in ("--help", "-h"):
             print(f"{package}: there is no {name}; the names are {', '.join(modules)}", file=sys.stderr)
             return 2

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu.sections import Day, Row, toy_day
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown
 from mbd_core.files import check_new_file, write_json, write_text
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.graphs import static_step

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.load.sides import ALONE, Asking, measure, own_sides, url_sides
 from benchmarks.load.stream_client import Route
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown
 from jobs.command_line import (
     CLUSTER,
     DATA,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown
 from jobs.command_line import (
     CLUSTER,
     OUTPUT,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from sweep_cluster import put_in_place
 
-from benchmarks.sweep import SweepCost, differing, main, problems_in
+from benchmarks.evaluation import SweepCost, differing, problems_in
+from benchmarks.evaluation import sweep as main
 
 COST = SweepCost(num_samples=80, num_differing=1, load=2.0, decode=298.0, ray_start=15.0, sweep=324.0)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.buffer import main
-from benchmarks.buffer_load import Buffer, engine_for, load_model_and_requests, measure_load, predict_load, run_at_load
+from benchmarks.buffer import BufferCase, engine_for, load_model_and_requests, measure_load, predict_load, run_at_load
+from benchmarks.commands import buffer as main
 from benchmarks.roofline import Machine
 from mbd_core.models.shapes import SHAPES
 
@@ -15,12 +15,13 @@ CPU = torch.device("cpu")
 
 def test_a_budget_at_constant_load_is_the_buffer_that_it_leaves() -> None:
     """Tokens and forwards of three requests at once; the clock alone differs."""
-    load = load_model_and_requests("tiny-mbd", max_tokens=48, device=CPU, number=8)
+    model, requests = load_model_and_requests("tiny-mbd", max_tokens=48, device=CPU, number=8)
     rows = {
         r["buffer"]: r
         for r in measure_load(
-            load,
-            [Buffer(size=1), Buffer(size=2), Buffer(size=4, budget=3), Buffer(size=4, budget=6)],
+            model,
+            requests,
+            [BufferCase(size=1), BufferCase(size=2), BufferCase(size=4, budget=3), BufferCase(size=4, budget=6)],
             rows=3,
             answers=6,
             repeats=1,
@@ -37,8 +38,8 @@ def test_a_budget_at_constant_load_is_the_buffer_that_it_leaves() -> None:
 
 
 def test_a_run_leaves_the_engine_idle_and_counts_its_window() -> None:
-    load = load_model_and_requests("tiny-mbd", max_tokens=16, device=CPU, number=4)
-    engine, requests = engine_for(load, Buffer(size=2), rows=2, static=True)
+    model, requests = load_model_and_requests("tiny-mbd", max_tokens=16, device=CPU, number=4)
+    engine, requests = engine_for(model, requests, BufferCase(size=2), rows=2, static=True)
     first, second = (run_at_load(engine, requests, answers=4) for _ in range(2))
     assert not engine.has_work and engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
     assert (first.tokens, first.forwards, first.blocks) == (second.tokens, second.forwards, second.blocks)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decoder_cases
-from benchmarks import decoder_runs as decoders
-from benchmarks import decoders as bench_decoders
+from benchmarks import decoders
+from benchmarks.commands import decoders as bench_decoders
 from mbd_core.decoding.blocks.methods import METHODS
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.models.decoder import Decoder
@@ -18,7 +17,7 @@ from mbd_core.models.decoder import Decoder
 def benchmark_rows(folder: Path, *options: str) -> list[dict[str, Any]]:
     out = folder / "decoders.json"
     argv = ["--requests", "2", "--max-tokens", "16", "--repeats", "1", "--json", str(out), *options]
-    assert bench_decoders.main(argv) == 0
+    assert bench_decoders(argv) == 0
     rows = json.loads(out.read_text())["rows"]
     assert all(r["same_tokens_float64"] for r in rows)
     return rows
@@ -57,13 +56,13 @@ def test_other_tokens_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     monkeypatch.setattr(decoders, "plain_run", wrong)
     argv = ["--requests", "1", "--max-tokens", "8", "--repeats", "1", "--models", "sdar", "--methods", "SingleBD"]
-    assert bench_decoders.main(argv) == 1
+    assert bench_decoders(argv) == 1
     assert "same tokens: no: sdar (random) SingleBD" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("argv", "named"), [(["--models", "x"], "--models"), (["--fixtures", "nowhere"], "nowhere")])
 def test_nothing_to_decode_is_one_sentence(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_decoders.main(argv) == 2
+    assert bench_decoders(argv) == 2
     assert named in capsys.readouterr().err
 
 
@@ -73,7 +72,7 @@ def test_fixtures_give_the_models(request: pytest.FixtureRequest, tmp_path: Path
         pytest.skip(f"no fixtures in {folder}")
     out = tmp_path / "decoders.json"
     argv = ["--fixtures", str(folder), "--requests", "2", "--max-tokens", "8", "--repeats", "1", "--json", str(out)]
-    assert bench_decoders.main([*argv, "--methods", "SingleBD,dual cache,pipelined"]) == 0
+    assert bench_decoders([*argv, "--methods", "SingleBD,dual cache,pipelined"]) == 0
     models = {r["model"] for r in json.loads(out.read_text())["rows"]}
     assert {name.rsplit("-", 1)[0] for name in models} >= {"sdar", "llada2", "llada", "dream"}
     assert not any("random" in name for name in models)
@@ -81,9 +80,9 @@ def test_fixtures_give_the_models(request: pytest.FixtureRequest, tmp_path: Path
 
 def test_methods_are_named_as_in_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--requests", "1", "--max-tokens", "8", "--repeats", "1", "--models", "sdar", "--methods", "multi-bd-t2t"]
-    assert bench_decoders.main(argv) == 0
+    assert bench_decoders(argv) == 0
     assert "| sdar (random) | T2T, multi |" in capsys.readouterr().out
-    for model in decoder_cases.model_cases(None, num_requests=1, max_tokens=8):
+    for model in decoders.model_cases(None, num_requests=1, max_tokens=8):
         assert model.methods and all(method.name in METHODS for method in model.methods)
 
 
@@ -91,13 +90,13 @@ def test_an_existing_file_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the refusal comes before a model is loaded."""
-    monkeypatch.setattr("benchmarks.decoder_cases.model_cases", lambda *_, **__: pytest.fail("models were loaded"))
+    monkeypatch.setattr("benchmarks.decoders.model_cases", lambda *_, **__: pytest.fail("models were loaded"))
     (tmp_path / "a.json").write_text("a user's")
-    assert bench_decoders.main(["--json", str(tmp_path / "a.json")]) == 2
+    assert bench_decoders(["--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err
     assert (tmp_path / "a.json").read_text() == "a user's"
 
 
 def test_the_job_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_decoders.main(["--help"]) == 0
+    assert bench_decoders(["--help"]) == 0
     assert "--methods" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import engine as bench_engine
+from benchmarks.commands import engine as bench_engine
 from benchmarks.roofline import counted_experts, distinct_experts, moe_layers, route_uniformly, step_cost
 from mbd_core.models.shapes import SHAPES, random_model
 
@@ -69,7 +69,7 @@ def test_a_benchmark_states_the_experts_it_counted(uniform: bool, tmp_path: Path
     out = tmp_path / "engine.json"
     argv = ["--model", "tiny-llada2", "--rows", "1", "--buffer", "2", "--prefix", "64", "--steps", "2"]
     argv += ["--device", "cpu", "--json", str(out), *(["--uniform-routing"] if uniform else [])]
-    assert bench_engine.main(argv) == 0
+    assert bench_engine(argv) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["routing"] == ("uniform" if uniform else "the router's")
     assert 4 <= row["touched_experts"] <= 16 and (not uniform or row["touched_experts"] == 16)
@@ -77,5 +77,5 @@ def test_a_benchmark_states_the_experts_it_counted(uniform: bool, tmp_path: Path
 
 
 def test_uniform_routing_needs_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_engine.main(["--model", "sdar-null", "--device", "cpu", "--uniform-routing"]) == 2
+    assert bench_engine(["--model", "sdar-null", "--device", "cpu", "--uniform-routing"]) == 2
     assert "sdar-null has no experts" in capsys.readouterr().err

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fp8 as fp8_report
-from benchmarks import fp8_logits
-from benchmarks.fp8_logits import compared_sequences
+from benchmarks import fp8 as fp8_logits
+from benchmarks.commands import fp8 as fp8_report
+from benchmarks.fp8 import compared_sequences
 from mbd_core.models.shapes import SHAPES
 
 
@@ -27,6 +27,6 @@ def test_an_existing_file_is_kept(
 ) -> None:
     monkeypatch.setattr(fp8_logits, "fp8_rows", lambda *_, **__: pytest.fail("a model was measured"))
     (tmp_path / "a.json").write_text("a user's")
-    assert fp8_report.main(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
+    assert fp8_report(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err
     assert (tmp_path / "a.json").read_text() == "a user's"

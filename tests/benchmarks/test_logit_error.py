@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.fp8_logits import logit_error
+from benchmarks.fp8 import logit_error
 
 
 def test_logit_error_counts_what_changed() -> None:

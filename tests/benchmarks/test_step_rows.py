@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine as bench_engine
-from benchmarks import step_rows
+from benchmarks import engine as step_rows
+from benchmarks.commands import engine as bench_engine
 
 
 def test_the_engine_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "engine.json"
     argv = ["--model", "sdar-null", "--rows", "1,2", "--buffer", "1,2", "--prefix", "64", "--steps", "2"]
-    assert bench_engine.main([*argv, "--device", "cpu", "--trace", "--json", str(out)]) == 0
+    assert bench_engine([*argv, "--device", "cpu", "--trace", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert [(r["rows"], r["buffer_size"]) for r in report["rows"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     for row in report["rows"]:
@@ -30,7 +30,7 @@ def test_the_engine_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_engine_benchmark_takes_a_folder(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", str(tiny_model_dir), "--rows", "1", "--buffer", "1", "--prefix", "16", "--steps", "1"]
-    assert bench_engine.main([*argv, "--device", "cpu", "--tpf", "2.5"]) == 0
+    assert bench_engine([*argv, "--device", "cpu", "--tpf", "2.5"]) == 0
     assert "| 2.50 |" in capsys.readouterr().out
 
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_is_one_sentence(
     argv = [str(tmp_path / "a.json") if text == "EXISTING" else text for text in argv]
     if argv[0] != "--device":
         argv = [*argv, "--device", "cpu"]
-    assert bench_engine.main([*argv, "--rows", "1", "--buffer", "1", "--steps", "1"]) == 2
+    assert bench_engine([*argv, "--rows", "1", "--buffer", "1", "--steps", "1"]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("engine:")]
     assert named in line
     assert (tmp_path / "a.json").read_text() == "a user's"
@@ -81,11 +81,11 @@ def test_what_cannot_be_measured_is_one_sentence(
     ],
 )
 def test_a_bad_argument_is_one_sentence(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_engine.main(["--model", "sdar-null", *argv]) == 2
+    assert bench_engine(["--model", "sdar-null", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("engine: ") and named in line
 
 
 def test_the_job_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_engine.main(["--help"]) == 0
+    assert bench_engine(["--help"]) == 0
     assert "--buffer" in capsys.readouterr().out

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.tables import buffer_ratios, host_growth, interleaved, markdown
+from benchmarks.engine import buffer_ratios, host_growth
+from benchmarks.measuring import interleaved, markdown
 
 
 def test_runs_take_turns_and_begin_in_turn() -> None:

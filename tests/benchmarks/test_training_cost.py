@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.training_cost import (
+from benchmarks.training import (
     FLEX_BLOCK,
     computed_pairs,
     count_row,

@@ -8,8 +8,8 @@ import pytest
 from chat_rows import chat, write_rows
 from family_models import FAMILIES, random_model
 
-from benchmarks import train as bench_train
-from benchmarks.training_cost import padding_row
+from benchmarks.commands import train as bench_train
+from benchmarks.training import padding_row
 from jobs import prepare_data
 from mbd_core.multitf.config import TrainConfig
 from mbd_core.multitf.data.encoding import Example
@@ -50,9 +50,9 @@ def test_the_command_counts_prepared_data(
     assert prepare_data.main([str(rows), "--model", str(tiny_model_dir), "--out", str(tmp_path / "data")]) == 0
     argv = ["--data", str(tmp_path / "data"), "--model", "tiny", "--batch", "4"]
     argv += ["--pack", "64,256", "--micro-batch", "2"]
-    assert bench_train.main([*argv, "--json", str(tmp_path / "rows.json")]) == 0
+    assert bench_train([*argv, "--json", str(tmp_path / "rows.json")]) == 0
     assert "tiny: 12 samples in blocks of 8, 4 a step" in capsys.readouterr().out
     found = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["pack"] for row in found] == [64, 256] and found[1]["packed_sequences"] < 4
-    assert bench_train.main(["--data", str(tmp_path)]) == 2
+    assert bench_train(["--data", str(tmp_path)]) == 2
     assert "holds no prepared training data" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
-    "benchmarks.decoders", "benchmarks.engine", "benchmarks.fp8", "benchmarks.train", "jobs.grade",
+    "benchmarks.__main__", "jobs.grade",
     "jobs.report_sweep", "jobs.trace_report", "research.alignment.study",
     "research.block_batch.study", "research.ledger.gate",
 )  # fmt: skip

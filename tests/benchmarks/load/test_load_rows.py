@@ -16,7 +16,7 @@ from benchmarks.load.load_rows import (
     percentile,
     ratio_row,
 )
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown
 
 
 def record(first: float, *, last: float | None = None, error: str | None = None) -> RequestRecord:

@@ -97,7 +97,7 @@ def test_ids_that_contradict_each_other_are_refused(folder: Path, values: dict[s
 
 
 @CONTRADICTIONS
-@pytest.mark.parametrize("job", ["benchmarks.engine", "benchmarks.fp8", "jobs.convert_checkpoint"])
+@pytest.mark.parametrize("job", ["benchmarks.commands:engine", "benchmarks.commands:fp8", "jobs.convert_checkpoint"])
 def test_jobs_refuse_such_ids_too(
     folder: Path, capsys: pytest.CaptureFixture[str], job: str, values: dict[str, object], sentence: str
 ) -> None:
@@ -105,7 +105,8 @@ def test_jobs_refuse_such_ids_too(
     given = {"jobs.convert_checkpoint": ["--from", folder, "--to", folder.parent / "out"]}.get(
         job, ["--model", folder]
     )
-    assert importlib.import_module(job).main([str(a) for a in given]) == 2
+    module, _, entry = job.partition(":")
+    assert getattr(importlib.import_module(module), entry or "main")([str(a) for a in given]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and re.search(sentence, said)
     assert not (folder.parent / "out").exists()

@@ -9,6 +9,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,10 +20,11 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from benchmarks.tables import interleaved, medians
-from mbd_core.models.decoder import Decoder
+from benchmarks.measuring import interleaved, medians, run_seconds
+from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, matrix_flops, mlp_flops, pair_flops
 from mbd_core.multitf.data.encoding import IGNORE, Example
+from mbd_core.multitf.data.prepared import PreparedExamples
 from mbd_core.multitf.states.layout import GroupLayout, StateConfig, layout_set
 from mbd_core.multitf.states.mask import TrainingAttention, dual_stream_mask
 from mbd_core.multitf.states.sample import MultiTFBatch, Together, alone, collate, corrupt, lay_out, packed_together
@@ -34,6 +38,19 @@ from mbd_core.multitf.step.trainer import batch_indices
 # the forward.
 
 Attention = Literal["dense", "flex"]
+COUNTED = {
+    "max_group": "G",
+    "num_random": "N",
+    "layouts": "layouts n",
+    "length": "length",
+    "token_ratio": "2n / (n + 1)|.2f",
+    "separate_dense_tflop": "separate, dense|.4g",
+    "shared_dense_tflop": "shared, dense|.4g",
+    "separate_flex_tflop": "separate, flex|.4g",
+    "shared_flex_tflop": "shared, flex|.4g",
+    "dense_gain": "gain, dense|.2f",
+    "flex_gain": "gain, flex|.2f",
+}
 FLEX_BLOCK = 128
 """Positions on a side of a block that FlexAttention computes whole or not at all."""
 
@@ -93,6 +110,12 @@ def sample_cost(
     return SampleCost(tokens=tokens, pairs=pairs, flops=tokens * everywhere + pairs * pair_flops(config))
 
 
+def check_length(length: int, block_size: int) -> None:
+    """Raise `ValueError` for a sample that is no whole number of blocks."""
+    if length % block_size or length < block_size:
+        raise ValueError(f"--length {length} is no whole number of blocks of {block_size}")
+
+
 def count_row(
     config: ModelConfig, *, max_group: int, num_random: int, length: int, seed: int = 0
 ) -> dict[str, float | int]:
@@ -101,8 +124,7 @@ def count_row(
     Raises `ValueError` for a length that is no whole number of the model's blocks.
     """
     size = config.block_size
-    if length % size or length < size:
-        raise ValueError(f"--length {length} is no whole number of blocks of {size}")
+    check_length(length, size)
     layouts = layout_set(length // size, max_group=max_group, num_random=num_random, rng=random.Random(seed))
     row: dict[str, float | int] = {
         "max_group": max_group,
@@ -127,7 +149,7 @@ def count_row(
 # but for the last clean blocks, which these leave out.
 
 MOST_STEPS = 200
-PADDING_COLUMNS = {
+PADDING = {
     "micro_batch": "at once",
     "pack": "packed up to",
     "separate_sequences": "sequences a step|.1f",
@@ -135,6 +157,17 @@ PADDING_COLUMNS = {
     "separate_padding": "padding|.3f",
     "packed_padding": "packed padding|.3f",
 }
+
+
+def padding_rows(
+    config: ModelConfig, data: Path, *, micro_batches: Sequence[int], packs: Sequence[int], batch_size: int
+) -> list[dict[str, Any]]:
+    """A row for each size of micro-batch and of packs, for prepared data in the blocks of this shape."""
+    lengths = PreparedExamples(data, block_size=config.block_size, max_length=config.max_positions).lengths
+    return [
+        padding_row(lengths, batch_size=batch_size, micro_batch=together, pack=pack)
+        for together, pack in product(micro_batches, packs)
+    ]
 
 
 def padding_row(lengths: Sequence[int], *, batch_size: int, micro_batch: int, pack: int) -> dict[str, Any]:
@@ -146,7 +179,7 @@ def padding_row(lengths: Sequence[int], *, batch_size: int, micro_batch: int, pa
         raise ValueError(f"{len(lengths)} training samples are fewer than a batch of {batch_size}")
     steps = min(MOST_STEPS, len(lengths) // batch_size)
     batches = [[lengths[i] for i in batch_indices(lengths, batch_size, seed=0, step=step)] for step in range(steps)]
-    row: dict[str, Any] = {"micro_batch": micro_batch, "pack": pack}
+    row: dict[str, Any] = {"samples": len(lengths), "micro_batch": micro_batch, "pack": pack}
     for name, packed in (("separate", False), ("packed", True)):
         counted = [
             _positions(batch, packed_together(batch, pack) if packed else alone(batch_size), micro_batch)
@@ -186,6 +219,13 @@ COLUMNS = {
 }
 
 
+def random_model(config: ModelConfig, device: torch.device) -> Decoder:
+    """A shape with random weights, in float32, ready to train."""
+    model = Decoder(config).to(device)
+    init_weights(model, seed=0)
+    return model.train()
+
+
 def measure_row(
     model: Decoder, attention: TrainingAttention, *, max_group: int, num_random: int, length: int, repeats: int
 ) -> dict[str, Any]:
@@ -203,8 +243,11 @@ def measure_row(
         loss_everywhere(model, batch, attention).backward()
         model.zero_grad(set_to_none=True)
 
-    runs = {name: _timed(step, batch, device) for name, batch in placed.items()}
-    runs["everywhere"] = _timed(step_everywhere, placed["shared"], device)
+    on_gpu = device.type == "cuda"
+    timed = partial(run_seconds, wait=device if on_gpu else None)
+    timed = partial(timed, clock=time.perf_counter if on_gpu else time.process_time)
+    runs = {name: partial(timed, partial(step, batch)) for name, batch in placed.items()}
+    runs["everywhere"] = partial(timed, partial(step_everywhere, placed["shared"]))
     for run in runs.values():
         run()
     seconds = medians(interleaved(runs, repeats=repeats))
@@ -251,19 +294,6 @@ def sample_batches(model: Decoder, *, max_group: int, num_random: int, length: i
         "separate": collate([lay_out(example, [stream], config, first_block=0) for stream in streams]),
         "shared": collate([lay_out(example, streams, config, first_block=0)]),
     }
-
-
-def _timed(step: Callable[[MultiTFBatch], None], batch: MultiTFBatch, device: torch.device) -> Callable[[], float]:
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-
-    def run() -> float:
-        started = clock()
-        step(batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return clock() - started
-
-    return run
 
 
 def _peak_bytes(

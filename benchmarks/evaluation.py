@@ -1,7 +1,9 @@
-"""What a sweep on Ray costs over calling the engine: the same samples both ways, and the ratio of their wall times."""
+"""What a sweep on Ray costs over calling the engine, and what the sandbox costs a program that does nothing."""
 
 from __future__ import annotations
 
+import os
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -12,18 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.tables import markdown
+from benchmarks.measuring import markdown, run_seconds
 from cluster.storage import Folder
 from jobs.command_line import CLUSTER, DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
 from jobs.eval_sweep import cut_sweep, run_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
+from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
 from mbd_core.evaluation.sweep.parts import Shard
 from mbd_core.evaluation.sweep.timing import Timing
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel
     from mbd_core.evaluation.sweep.plan import Sweep
+
+# The same samples by the engine and by a sweep, and the ratio of their wall times.
 
 TRIAL = 32  # problems by which the length of the run is found
 MOST = 1.10  # what the ratio is to stay below on a run of 5 minutes
@@ -79,7 +85,7 @@ class SweepCost:
         )
 
 
-def run(
+def run_sweep(
     model: ModelName = "tiny-mbd",
     tasks: Annotated[
         str, typer.Option(metavar="NAME,...", help="Generated tasks.", rich_help_panel=DATA)
@@ -142,7 +148,7 @@ def run(
 
 def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
     """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
-    ray_start, swept, found = run_sweep(sweep)
+    ray_start, swept, found = time_sweep(sweep)
     return SweepCost(
         num_samples=len(texts),
         num_differing=differing(texts, found),
@@ -151,7 +157,7 @@ def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_acto
         ray_start=ray_start,
         sweep=swept,
         num_actors=num_actors,
-        several=run_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
+        several=time_sweep(sweep, num_actors=num_actors)[1] if num_actors > 1 else None,
     )
 
 
@@ -173,7 +179,7 @@ def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple
     return time.perf_counter() - began, texts
 
 
-def run_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
+def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Texts]:
     """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
     import ray
 
@@ -207,4 +213,42 @@ def differing(first: Texts, second: Texts) -> int:
     return sum(first[sample] != second[sample] for sample in first)
 
 
-main = command(run, "python -m benchmarks sweep")
+# The start of a program's process, by inputs and by tests.
+
+PROGRAM = "def same(x):\n    return x\n"
+LIMITS = Limits()
+TESTS = "def check(candidate):\n    assert candidate(2) == 2\n"
+
+
+def run_sandbox(
+    repeats: Annotated[int, typer.Option(help="Runs of each kind.", min=1, rich_help_panel=DATA)] = 20,
+) -> None:
+    """Time a program that returns its input: a process that gets inputs, and the two processes of tests.
+
+    It prints the median and the slowest of the repeats in milliseconds, and the machine's load, on which they depend.
+    """
+
+    def by_inputs() -> None:
+        calls = [Call(arguments=[2], seconds=1.0, longest=1000)]
+        _passed(run_calls(PROGRAM, "same", calls, lambda _number, out: bool(out.value == 2), limits=LIMITS))
+
+    def by_tests() -> None:
+        _passed(run_tests(PROGRAM, tests=TESTS, check="check", entry_point="same", limits=LIMITS))
+
+    print(f"Programs run under {describe_isolation()}")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {repeats} repeats")
+    rows = []
+    for name, once in (("inputs", by_inputs), ("tests, two processes", by_tests)):
+        seconds = [run_seconds(once) for _ in range(repeats)]
+        rows.append({"kind": name, "median": statistics.median(seconds), "slowest": max(seconds)})
+    print(markdown(rows, {"kind": "kind", "median": "median (ms)|.0f", "slowest": "slowest (ms)|.0f"}))
+
+
+def _passed(verdict: Verdict) -> None:
+    """Raise `RuntimeError` for a program that did not end as it must."""
+    if verdict.reason != "passed":
+        raise RuntimeError(f"a program that returns its input ended as {verdict.reason}: {verdict.detail}")
+
+
+sweep = command(run_sweep, "python -m benchmarks sweep")
+sandbox = command(run_sandbox, "python -m benchmarks sandbox")
