@@ -6,7 +6,7 @@ chosen so that its kernels take them: bfloat16, 128 channels, 32-token pages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -156,7 +156,7 @@ def steady_steps_never_wait(model: Decoder, case: StepCase) -> Row:
     for _ in range(4):
         engine.step()
     on_gpu = model.model.norm.weight.is_cuda
-    with _waits_are_errors() if on_gpu else _nothing():
+    with _waits_are_errors() if on_gpu else nullcontext():
         for _ in range(case.steps):
             engine.step()
     engine.land()
@@ -171,11 +171,6 @@ def _waits_are_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
@@ -240,8 +235,8 @@ def _attention(
     )
     wanted = paged_attention(q.float(), k.float(), v.float(), layout)
     found = kernel.bind(layout)(q, k, v)
-    size_said = f"{len(prefixes)} x {slots} slots, prefix up to {max(prefixes)}"
-    return _row(f"attention: {kernel.name}", size_said, found, wanted, rtol=2e-2, atol=1e-2)
+    size_text = f"{len(prefixes)} x {slots} slots, prefix up to {max(prefixes)}"
+    return _row(f"attention: {kernel.name}", size_text, found, wanted, rtol=2e-2, atol=1e-2)
 
 
 def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:

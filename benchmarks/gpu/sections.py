@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import StepBenchmark
 from benchmarks.gpu import checks as gpu_checks
 from benchmarks.gpu import kernel_checks
+from benchmarks.measuring import device_name
 from benchmarks.roofline import Machine, measure_bandwidth, measure_machine, moe_layers, route_uniformly
-from benchmarks.step_rows import StepBenchmark, device_name
 from benchmarks.step_timing import StepCase, filled_engine
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
@@ -353,12 +354,12 @@ def _request(number: int, rng: random.Random, vocabulary: int, *, tokens: int, p
     )
 
 
-_left: dict[str, Engine] = {}  # what is there until the interpreter ends
+_until_exit: dict[str, Engine] = {}  # engines that live until the interpreter ends
 
 
 def clean_exit(day: Day) -> list[Row]:
     """An engine with graphs is left as it is, a step still under way: the process must end by itself, with code 0."""
-    engine = _left["engine"] = filled_engine(
+    engine = _until_exit["engine"] = filled_engine(
         gpu_checks.check_model("sdar", day.device), StepCase(rows=2, buffer_size=2, prefix=64)
     )
     for _ in range(3):

@@ -1,7 +1,8 @@
 """The nodes of a captured decoding step, counted without a GPU: `python -m benchmarks.gpu.step_nodes`.
 
-Code that runs on these tensors takes the ways that it takes on a GPU of compute capability 9.0. Whatever asks for a
-value fails, as it would while a CUDA graph is captured.
+The step's own code runs on tensors that have shapes and no values, with the kernels that a GPU of compute capability
+9.0 gets; a read of a value fails, as it would while a CUDA graph is captured. Each operation that computes something
+counts as one node; where torch launches several kernels for one (`SEVERAL`), the step has more nodes than are counted.
 """
 
 import argparse
@@ -28,8 +29,6 @@ from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shapes import SHAPES
 from mbd_core.ops.launch import watched_launches
-
-# A CUDA device without a GPU: its tensors have shapes and no values, and what would be launched on it is counted.
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
 aten = torch.ops.aten
@@ -95,13 +94,13 @@ class ShapeDevice(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            asked = kwargs.get("device")
+            device = kwargs.get("device")
             on_device = any(isinstance(t, Shape) for t in _leaves((args, kwargs)))
-            if asked is not None:
-                on_device = torch.device(asked).type == "cuda"
+            if device is not None:
+                on_device = torch.device(device).type == "cuda"
             if not on_device:
                 return func(*args, **kwargs)
-            kwargs |= {} if asked is None else {"device": META}
+            kwargs |= {} if device is None else {"device": META}
             kwargs.pop("pin_memory", None)
             out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
             if not func.is_view and func.overloadpacket.__name__ not in _ALLOCATIONS:
@@ -123,8 +122,8 @@ class ShapeDevice(TorchDispatchMode):
         return module
 
 
-class _Untold(TorchFunctionMode):
-    """What torch does without telling a dispatch mode."""
+class _UndispatchedCalls(TorchFunctionMode):
+    """The calls of torch that no dispatch mode sees."""
 
     def __init__(self, device: ShapeDevice) -> None:
         super().__init__()
@@ -148,7 +147,7 @@ def shape_device() -> Iterator[ShapeDevice]:
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         stack.enter_context(watched_launches(lambda name: device.nodes.update([f"triton: {name}"])))
-        stack.enter_context(_Untold(device))
+        stack.enter_context(_UndispatchedCalls(device))
         stack.enter_context(device)
         yield device
 
@@ -172,12 +171,6 @@ def _inner(value: Any) -> Any:
 def _wrap(value: Any) -> Any:
     return Shape.of(value) if isinstance(value, Tensor) else value
 
-
-# The nodes of a captured decoding step, counted without a GPU: `python -m benchmarks.gpu.step_nodes`.
-#
-# The step's own code runs on tensors that have shapes and no values (`ShapeDevice`), with the kernels that a GPU
-# of compute capability 9.0 with torch and Triton gets. Each operation that computes something counts as one node.
-# torch launches more than one kernel for some of them (`SEVERAL`); such a step has more nodes than are counted.
 
 WORKS = {
     "greedy": Work(),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.load.sides import ALONE, Asking, measure, own_sides, url_sides
+from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
 from benchmarks.load.stream_client import Route
-from benchmarks.measuring import markdown
 from jobs.command_line import (
     CLUSTER,
     DATA,
@@ -39,8 +38,7 @@ from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.models.shapes import SHAPES
 
 if TYPE_CHECKING:
-    from benchmarks.load.load_generator import Load, LoadRun
-    from benchmarks.load.load_rows import Objective
+    from benchmarks.load.loads import Load
 
 LOAD = "Load"
 OWN_OPTIONS = ("replicas", "max_rows", "buffer_size", "num_pages", "threads")
@@ -149,7 +147,7 @@ def run(
     Without --url our own endpoint is started on a Ray of its own and measured beside its engine alone: the same
     prompts, decoding and load, in the same run, in turn. benchmarks/README.md explains the columns.
     """
-    from benchmarks.load.load_rows import parse_objective
+    from benchmarks.load.rows import build_report, draw_load, parse_objective, print_report
 
     for path in filter(None, (json, plot)):
         check_new_file(path)
@@ -176,8 +174,12 @@ def run(
         "load_average": {"before": busy, "after": os.getloadavg()[0]},
         "requests": {str(load): count for load, count in zip(loads, counts, strict=True)},
     }
-    _write(report, json=json, plot=plot)
-    _print(report)
+    if json is not None:
+        write_json(json, report)
+    if plot is not None:
+        with file_beside(plot) as beside:
+            draw_load(report["rows"], beside)
+    print_report(report)
 
 
 # -- what is asked for --------------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def run(
 
 def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
     """The loads in the order of the options."""
-    from benchmarks.load.load_generator import Concurrency, Poisson
+    from benchmarks.load.loads import Concurrency, Poisson
 
     if concurrency is None and rate is None:
         concurrency = "1,4,16,64"
@@ -199,7 +201,7 @@ def _loads(concurrency: str | None, rate: str | None, seed: int) -> list[Load]:
 
 
 def _requests_of(load: Load) -> int:
-    from benchmarks.load.load_generator import Concurrency
+    from benchmarks.load.loads import Concurrency
 
     return max(16, 2 * load.size if isinstance(load, Concurrency) else round(20 * load.rate))
 
@@ -227,56 +229,6 @@ def _prompts(task: str, data: str | None, seed: int, *, count: int) -> list[str]
     if len(problems) < count:
         raise ValueError(f"{data} holds {len(problems)} prompts and {count} are sent; lower --requests or --repeats")
     return [problem.prompt for problem in problems]
-
-
-def build_report(
-    runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: Objective | None
-) -> dict[str, Any]:
-    """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
-    from benchmarks.load.load_rows import load_row, ratio_row
-
-    names = list(runs)
-    pairs = [(name, names[0]) for name in names[1:]]
-    if names[0] == ALONE:
-        pairs += [(name, names[1]) for name in names[2:]]
-    return {
-        "rows": [load_row(n, load, runs[n][i], objective) for i, load in enumerate(loads) for n in names],
-        "ratios": [
-            ratio_row(name, over, load, runs[name][i], runs[over][i])
-            for name, over in pairs
-            for i, load in enumerate(loads)
-        ],
-        "slo": None if objective is None else {name: limit * 1e3 for name, limit in objective.limits.items()},
-    }
-
-
-def _write(report: dict[str, Any], *, json: Path | None, plot: Path | None) -> None:
-    from benchmarks.load.load_rows import draw_load
-
-    if json is not None:
-        write_json(json, report)
-    if plot is not None:
-        with file_beside(plot) as beside:
-            draw_load(report["rows"], beside)
-
-
-def _print(report: dict[str, Any]) -> None:
-    from benchmarks.load.load_rows import PERCENTILES, RATIO_COLUMNS, ROW_COLUMNS
-
-    rows = report["rows"]
-    goodput = report["slo"] is not None
-    settings = report["settings"]
-    before, after = settings["load_average"].values()
-    print(f"{settings['machine']}; the machine's load average was {before:.1f} before and {after:.1f} after\n")
-    print(markdown(rows, {key: text for key, text in ROW_COLUMNS.items() if goodput or key != "goodput"}))
-    print(f"\nsizes of the samples (requests, or gaps between events), from which p{PERCENTILES[-1]} needs 100:\n")
-    sizes = [{"target": row["target"], "load": row["load"], **row["counts"]} for row in rows]
-    print(markdown(sizes, {k: k for k in ("target", "load", "ttft", "tpot", "itl", "gap", "e2e")}))
-    if report["ratios"]:
-        print("\n" + markdown(report["ratios"], RATIO_COLUMNS))
-    for row in rows:
-        for kind, count in row["errors"].items():
-            print(f"\n{row['target']}, {row['load']}: {count} x {kind}")
 
 
 main = command(run, "python -m benchmarks serve")

@@ -6,12 +6,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.load.endpoints import OwnEndpoint, own_endpoint
+from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
+from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
 from jobs.command_line import (
     CLUSTER,
@@ -52,23 +54,6 @@ RecoverySeconds = Annotated[
 Replicas = Annotated[int, typer.Option(help="Replicas of the engine.", min=1, rich_help_panel=CLUSTER)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoakOptions:
-    """What is served and sent, and for how long."""
-
-    model: str
-    replicas: int
-    max_rows: int
-    num_pages: int
-    minutes: float
-    clients: int
-    kill_every: float
-    sample_every: float
-    recovery_seconds: float
-    max_tokens: int
-    seed: int
-
-
 def run(
     context: typer.Context,
     *,
@@ -92,20 +77,24 @@ def run(
     """
     if json is not None:
         check_new_file(json)
-    options = SoakOptions(
-        model=model,
-        replicas=replicas,
-        max_rows=max_rows,
-        num_pages=num_pages or 400,
-        minutes=minutes,
-        clients=clients,
-        kill_every=kill_every,
-        sample_every=sample_every,
-        recovery_seconds=recovery_seconds,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    report = soak(options)
+    serve = ["--model", model, "--replicas", str(replicas), "--max-rows", str(max_rows)]
+    serve += ["--num-pages", str(num_pages or 400), "--batch-invariant"]
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as scratch,
+        own_endpoint(serve, log=Path(scratch) / "serve.log") as endpoint,
+    ):
+        load = soak(
+            endpoint,
+            replicas=replicas,
+            seconds=60 * minutes,
+            clients=clients,
+            kill_every=kill_every,
+            sample_every=sample_every,
+            limit=recovery_seconds,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+        report = asyncio.run(load)
     report["settings"] = {"command": command_text(context)}
     if json is not None:
         write_json(json, report)
@@ -113,47 +102,41 @@ def run(
     return 1 if report["failures"] else 0
 
 
-def soak(options: SoakOptions) -> dict[str, Any]:
-    """Serve, load, and report; `failures` are sentences, none where all is well."""
-    from benchmarks.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
-
-    serve = ["--model", options.model, "--replicas", str(options.replicas), "--max-rows", str(options.max_rows)]
-    serve += ["--num-pages", str(options.num_pages), "--batch-invariant"]
-    with (
-        tempfile.TemporaryDirectory(prefix="soak-") as scratch,
-        own_endpoint(serve, log=Path(scratch) / "serve.log") as endpoint,
-    ):
-        return asyncio.run(_load(options, endpoint))
-
-
-async def _load(options: SoakOptions, endpoint: Any) -> dict[str, Any]:
-    from benchmarks.load.soak_parts import SoakClient, SoakWatch, memory_rows
-    from benchmarks.load.stream_client import Target, open_session, served_models
-
-    problems = load_problems(find_task("gsm-mini"), seed=options.seed, limit=NUM_PROMPTS).problems
-    rng, seconds = random.Random(options.seed), 60 * options.minutes
-    async with open_session(seconds=options.recovery_seconds) as session:
+async def soak(
+    endpoint: OwnEndpoint,
+    *,
+    replicas: int,
+    seconds: float,
+    clients: int,
+    kill_every: float,
+    sample_every: float,
+    limit: float,
+    max_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Load, kill, and report; `failures` are sentences, none where all is well."""
+    problems = load_problems(find_task("gsm-mini"), seed=seed, limit=NUM_PROMPTS).problems
+    rng = random.Random(seed)
+    async with open_session(seconds=limit) as session:
         (name,) = await served_models(session, endpoint.url)
-        target = Target(name=name, url=endpoint.url, model=name, max_tokens=options.max_tokens)
+        target = Target(name=name, url=endpoint.url, model=name, max_tokens=max_tokens)
         client = SoakClient(session, target, [p.prompt for p in problems], rng)
         watch = SoakWatch(endpoint, session)
-        ends: list[Any] = []
+        ends: list[Ended] = []
 
         async def send_until_the_end() -> None:
             while watch.seconds < seconds:
                 ends.append(await client.send())
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(options.clients):
+            for _ in range(clients):
                 group.create_task(send_until_the_end())
-            group.create_task(watch.sample_memory(every=options.sample_every, until=seconds))
-            if options.kill_every:
-                kills = watch.kill_replicas(
-                    rng, every=options.kill_every, until=seconds, limit=options.recovery_seconds
-                )
+            group.create_task(watch.sample_memory(every=sample_every, until=seconds))
+            if kill_every:
+                kills = watch.kill_replicas(rng, every=kill_every, until=seconds, limit=limit)
                 group.create_task(kills)
         idle = await watch.wait_until(
-            lambda states: len(states) == options.replicas and not any(map(held_pages, states)), limit=SETTLE_SECONDS
+            lambda states: len(states) == replicas and not any(map(held_pages, states)), limit=SETTLE_SECONDS
         )
         states = await watch.replicas()
     rows, memory = end_rows(ends), memory_rows(watch.samples, seconds)
@@ -173,7 +156,7 @@ def held_pages(state: dict[str, Any]) -> int:
     return 1 if kv_cache is None else kv_cache["num_pages"] - 1 - kv_cache["free_pages"]
 
 
-def end_rows(ends: Sequence[Any]) -> list[dict[str, Any]]:
+def end_rows(ends: Sequence[Ended]) -> list[dict[str, Any]]:
     """How many requests of each kind ended how."""
     kinds = sorted({ended.kind for ended in ends})
     counts = Counter((ended.kind, ended.end) for ended in ends)

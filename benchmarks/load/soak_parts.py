@@ -13,7 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import psutil
 
-from benchmarks.load.own_endpoint import OwnEndpoint
+from benchmarks.load.endpoints import OwnEndpoint
 from benchmarks.load.stream_client import StreamError, Target, failure_kind, stream_chunks
 
 # The requests of a soak, drawn at random (streams, whole answers, clients that hang up, bad ones), and their ends.

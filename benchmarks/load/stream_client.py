@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from benchmarks.load.load_records import Arrival, RequestRecord, shared_out
+from benchmarks.load.loads import Arrival, RequestRecord, shared_out
 
 Route = Literal["chat/completions", "completions"]
 LINE_BYTES = 2**24  # the longest event that is read

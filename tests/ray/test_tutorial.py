@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from living_processes import living_with
 
-from benchmarks.random_folder import write_random_folder
 from cluster.local import free_ports, local_cluster
 from mbd_core.checkpoint.loading import load_model
-from mbd_core.checkpoint.shape_tokenizer import LEARNED
+from mbd_core.checkpoint.saving import save_random
+from mbd_core.checkpoint.shape_tokenizer import LEARNED, shape_tokenizer
 from mbd_core.models.shapes import SHAPES
 from mbd_core.multitf.run.log import LOSSES, PLOT
 from mbd_core.tasks import ledger_mini
@@ -123,7 +124,8 @@ def test_the_page_typed_into_one_shell_gives_what_it_says(tmp_path: Path) -> Non
 def random_base(family: str, folder: Path) -> Path:
     """A tiny model with random weights in the family's real layout, and a tokenizer with a chat template."""
     words = {"vocab_size": LEARNED, "mask_token_id": LEARNED - 2, "eos_token_ids": (LEARNED - 1,)}
-    write_random_folder(replace(SHAPES[f"tiny-{family}"], **words), folder)
+    config = replace(SHAPES[f"tiny-{family}"], **words)
+    save_random(config, folder, tokenizer=shape_tokenizer(config), dtype=torch.float32)
     return folder
 
 

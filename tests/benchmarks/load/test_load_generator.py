@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.load.load_generator import Concurrency, Poisson, load_engine_alone, send_load
-from benchmarks.load.load_records import Arrival, RequestRecord
+from benchmarks.load.loads import Arrival, Concurrency, Poisson, RequestRecord, load_engine_alone, send_load
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load.load_records import Arrival, RequestRecord, shared_out
+from benchmarks.load.loads import Arrival, RequestRecord, shared_out
 
 ARRIVALS = (Arrival(at=11.0, num_tokens=3), Arrival(at=11.5, num_tokens=1), Arrival(at=13.0, num_tokens=2))
 RECORD = RequestRecord(due=10.0, arrivals=ARRIVALS, ended=13.25)

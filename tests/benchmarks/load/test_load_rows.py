@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.load_generator import Concurrency, LoadRun, Poisson
-from benchmarks.load.load_records import Arrival, RequestRecord
-from benchmarks.load.load_rows import (
+from benchmarks.load.loads import Arrival, Concurrency, LoadRun, Poisson, RequestRecord
+from benchmarks.load.rows import (
     RATIO_COLUMNS,
     ROW_COLUMNS,
     Objective,

@@ -1,29 +1,35 @@
-"""The targets of a load test, each as a function that sends it a load, and the rounds in which they take turns."""
+"""The targets of a load test: any endpoint, ours, its engine alone; and the rounds in which they take turns."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from tqdm import tqdm
 
-from benchmarks.load.load_records import RequestRecord
 from benchmarks.load.stream_client import Route, Target, open_session, record_stream, served_models
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from benchmarks.load.load_generator import Load, LoadRun
+    from benchmarks.load.loads import Load, LoadRun, RequestRecord
     from mbd_core.serving.tokens.endpoint_args import EndpointArgs
     from mbd_core.serving.tokens.load import LoadedModel
 
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS, STOP_SECONDS = 300.0, 120.0
+MAX_POSITIONS = 4096  # of a model with random weights, so that a CPU's KV memory is that of short requests
 ALONE = "engine alone"
 Side = Callable[["Load", Sequence[str]], "LoadRun"]
 """Sends a load of prompts to one target and waits for its end."""
@@ -68,7 +74,7 @@ async def _target(name: str, url: str, asking: Asking, extra: Mapping[str, Any])
 
 def http_side(target: Target, *, seconds: float) -> Side:
     """A target behind HTTP; each load has connections of its own."""
-    from benchmarks.load.load_generator import send_load
+    from benchmarks.load.loads import send_load
 
     async def sent(load: Load, prompts: Sequence[str]) -> LoadRun:
         async with open_session(seconds=seconds, api_key=os.environ.get("OPENAI_API_KEY")) as session:
@@ -83,7 +89,7 @@ def http_side(target: Target, *, seconds: float) -> Side:
 
 def engine_side(loaded: LoadedModel, asking: Asking) -> Side:
     """The engine in this process, given prompts that are tokenised before the load begins."""
-    from benchmarks.load.load_generator import load_engine_alone
+    from benchmarks.load.loads import load_engine_alone
     from mbd_core.checkpoint.chat import plain_prompt, question_prompt
 
     decoding = loaded.decoding(asking.extra_of(0).get("decoding", {}))
@@ -111,7 +117,8 @@ def own_sides(
     """The engine alone in this process, and an endpoint of ours for each number of replicas."""
     import torch
 
-    from benchmarks.random_folder import write_random_folder
+    from mbd_core.checkpoint.saving import save_random
+    from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
     from mbd_core.models.shapes import SHAPES
     from mbd_core.serving.tokens.endpoint_args import endpoint_args
     from mbd_core.serving.tokens.load import load_engine
@@ -121,13 +128,13 @@ def own_sides(
         model = asking.model or "sdar-50m"
         folder = scratch / model if model in SHAPES else model_folder(model).resolve()
         if model in SHAPES:
-            write_random_folder(SHAPES[model], folder)
+            config = SHAPES[model]
+            config = replace(config, max_positions=min(config.max_positions, MAX_POSITIONS))
+            save_random(config, folder, tokenizer=shape_tokenizer(config), dtype=torch.float32)
         args = endpoint_args(str(folder), engine=engine, num_threads=threads)  # bad input before anything is started
         torch.set_num_threads(threads)
         loaded = started.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
         sides = {ALONE: engine_side(loaded, asking)}
-        from benchmarks.load.own_endpoint import own_endpoint  # importing Ray takes seconds: bad input first
-
         for count in replicas:
             options = _serve_options(args, count)
             endpoint = started.enter_context(own_endpoint(options, log=scratch / f"serve-{count}.log"))
@@ -144,6 +151,63 @@ def _serve_options(args: EndpointArgs, replicas: int) -> list[str]:
     return options + ([] if engine.num_pages is None else ["--num-pages", str(engine.num_pages)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnEndpoint:
+    """A running endpoint; `process` supervises it, and all its processes are descendants of that one."""
+
+    url: str
+    process: psutil.Process
+
+
+@contextmanager
+def own_endpoint(options: Sequence[str], *, log: Path) -> Iterator[OwnEndpoint]:
+    """`jobs/serve.py` with these options on a free port, for as long as the block lasts; its output goes to `log`.
+
+    It runs on a Ray of its own, also where RAY_ADDRESS is set, and ends with this process, however that ends; the
+    folder of `log` is then removed. Raises `RuntimeError` with the last line of its output
+    if it does not serve, with all its replicas, within `START_SECONDS`.
+    """
+    from cluster.local import SUPERVISOR, free_ports
+
+    (port,) = free_ports(1)
+    command = [sys.executable, "-P", str(SUPERVISOR), str(os.getpid()), str(log.parent)]
+    command += [sys.executable, str(ROOT / "jobs" / "serve.py"), *options, "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with log.open("w") as output:
+        supervisor = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    process = psutil.Process(supervisor.pid)
+    try:
+        _wait_until_served(supervisor, log)
+        yield OwnEndpoint(url=f"http://127.0.0.1:{port}", process=process)
+    finally:
+        _stop(supervisor, process)
+
+
+def _wait_until_served(supervisor: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the job says so, which it does when all replicas are there; /health answers with the first."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        lines = log.read_text().splitlines()
+        if any(line.startswith("serving ") for line in lines):
+            return
+        if supervisor.poll() is not None or time.monotonic() > deadline:
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise RuntimeError(f"the endpoint did not start: {last}")
+        time.sleep(0.2)
+
+
+def _stop(supervisor: subprocess.Popen[bytes], process: psutil.Process) -> None:
+    """Let the job clear away; its supervisor then ends too, and after the time limit it kills what is left."""
+    if supervisor.poll() is None:
+        for job in process.children():
+            with suppress(psutil.Error):
+                job.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            supervisor.wait(timeout=STOP_SECONDS)
+    supervisor.terminate()
+    supervisor.wait()
+
+
 def measure(
     sides: Mapping[str, Side],
     loads: Sequence[Load],
@@ -154,7 +218,7 @@ def measure(
     repeats: int,
 ) -> dict[str, list[list[LoadRun]]]:
     """The runs of each target, load by load. In a round all get the same prompts; each round begins with another."""
-    from benchmarks.load.load_generator import Concurrency
+    from benchmarks.load.loads import Concurrency
 
     names = list(sides)
     runs: dict[str, list[list[LoadRun]]] = {name: [[] for _ in loads] for name in names}

@@ -1,4 +1,10 @@
-"""Loads: so many requests at once, or Poisson arrivals at a rate; given to a coroutine, or to an engine by itself."""
+"""Loads: so many requests at once, or Poisson arrivals at a rate, and the records of their requests.
+
+The generator is ours because one load must go, with the same arrivals and records, to an endpoint and to an engine in
+this process, and because a stream of block diffusion brings several tokens in an event, which others count as one.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import math
@@ -7,10 +13,92 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from benchmarks.load.load_records import Arrival, RequestRecord
-from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.engine import Engine
+if TYPE_CHECKING:
+    from mbd_core.decoding.blocks.request import Request
+    from mbd_core.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Tokens that came together: an event of a stream, or a step of an engine; `at` is a time in seconds."""
+
+    at: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """One request. Times are seconds of one clock, and latencies count from `due`.
+
+    due       when the load asked for it; a generator that is late sends it later
+    arrivals  its tokens as they came
+    ended     when its end came: the last event, a whole answer, or the error
+    error     the kind of its failure; `None` for a request that ended as promised
+    """
+
+    due: float
+    arrivals: tuple[Arrival, ...]
+    ended: float
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(a.num_tokens for a in self.arrivals)
+
+    @property
+    def seconds(self) -> float:
+        """From the time it was due to its end."""
+        return self.ended - self.due
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """TTFT: to the first arrival, which in block diffusion may hold a whole block."""
+        return self.arrivals[0].at - self.due if self.arrivals else None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """TPOT: the time between the first and the last arrival for each token but the first; `None` below two."""
+        if self.num_tokens < 2:
+            return None
+        return (self.arrivals[-1].at - self.arrivals[0].at) / (self.num_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """The times between consecutive arrivals."""
+        return [b.at - a.at for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def inter_token_seconds(self) -> list[float]:
+        """ITL of every token but the first. Tokens of one arrival came at the same time, so all but one have 0.
+
+        Their mean is `token_seconds`.
+        """
+        if not self.arrivals:
+            return []
+        latencies = [0.0] * (self.arrivals[0].num_tokens - 1)
+        for gap, arrival in zip(self.gaps, self.arrivals[1:], strict=True):
+            latencies += [gap] + [0.0] * (arrival.num_tokens - 1)
+        return latencies
+
+
+def shared_out(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` tokens divided among events in proportion to `weights`, each at least 1 while there are enough.
+
+    For streams that say how many tokens they had in all, and not how many came with each event.
+    """
+    if not weights:
+        return []
+    least = min(1, total // len(weights))
+    rest, weight = total - least * len(weights), sum(weights) or len(weights)
+    exact = [rest * (w if sum(weights) else 1) / weight for w in weights]
+    shares = [least + int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (int(exact[i]) - exact[i], i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
 
 Send = Callable[[int, float], Awaitable[RequestRecord]]
 """Send the i-th request, which was due at this time of `time.perf_counter`, and record it."""
@@ -59,6 +147,10 @@ class LoadRun:
     records: tuple[RequestRecord, ...]
     seconds: float
 
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], started: float) -> LoadRun:
+        return cls(records=tuple(records), seconds=max(record.ended for record in records) - started)
+
 
 async def send_load(send: Send, load: Load, count: int) -> LoadRun:
     """Send `count` requests through a coroutine. A request's failure belongs into its record; what `send` raises ends
@@ -72,7 +164,7 @@ async def send_load(send: Send, load: Load, count: int) -> LoadRun:
             records = await _send_at_times(send, [started + at for at in load.times(count)])
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
-    return LoadRun(records=tuple(records), seconds=_last_end(records) - started)
+    return LoadRun.of(records, started)
 
 
 async def _send_at_once(send: Send, size: int, count: int) -> list[RequestRecord]:
@@ -90,16 +182,16 @@ async def _send_at_once(send: Send, size: int, count: int) -> list[RequestRecord
 
 
 async def _send_at_times(send: Send, times: Sequence[float]) -> list[RequestRecord]:
+    records: dict[int, RequestRecord] = {}
+
+    async def send_one(number: int, due: float) -> None:
+        records[number] = await send(number, due)
+
     async with asyncio.TaskGroup() as group:
-        tasks = []
         for number, due in enumerate(times):
             await asyncio.sleep(due - time.perf_counter())
-            tasks.append(group.create_task(_recorded(send, number, due)))
-    return [task.result() for task in tasks]
-
-
-async def _recorded(send: Send, number: int, due: float) -> RequestRecord:
-    return await send(number, due)
+            group.create_task(send_one(number, due))
+    return [records[number] for number in range(len(times))]
 
 
 def load_engine_alone(engine: Engine, requests: Sequence[Request], load: Load) -> LoadRun:
@@ -130,8 +222,4 @@ def load_engine_alone(engine: Engine, requests: Sequence[Request], load: Load) -
                 ended[output.request_id] = now
     ids = [r.request_id for r in requests]
     records = tuple(RequestRecord(due=due_at[i], arrivals=tuple(arrivals[i]), ended=ended[i]) for i in ids)
-    return LoadRun(records=records, seconds=_last_end(records) - started)
-
-
-def _last_end(records: Sequence[RequestRecord]) -> float:
-    return max(record.ended for record in records)
+    return LoadRun.of(records, started)

@@ -11,8 +11,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.load.load_generator import Load, LoadRun
-from benchmarks.load.load_records import RequestRecord
+from benchmarks.load.endpoints import ALONE
+from benchmarks.load.loads import Load, LoadRun, RequestRecord
+from benchmarks.measuring import markdown
 from mbd_core.evaluation.measures.statistics import percentile
 
 PERCENTILES = (50, 90, 99)
@@ -160,6 +161,43 @@ def _range(values: Sequence[float]) -> str:
 
 def _present(values: Any) -> list[float]:
     return [value for value in values if value is not None]
+
+
+def build_report(
+    runs: Mapping[str, Sequence[Sequence[LoadRun]]], loads: Sequence[Load], objective: Objective | None
+) -> dict[str, Any]:
+    """Rows load by load, and the ratios of the later targets to the first; replicas also to the fewest replicas."""
+    names = list(runs)
+    pairs = [(name, names[0]) for name in names[1:]]
+    if names[0] == ALONE:
+        pairs += [(name, names[1]) for name in names[2:]]
+    return {
+        "rows": [load_row(n, load, runs[n][i], objective) for i, load in enumerate(loads) for n in names],
+        "ratios": [
+            ratio_row(name, over, load, runs[name][i], runs[over][i])
+            for name, over in pairs
+            for i, load in enumerate(loads)
+        ],
+        "slo": None if objective is None else {name: limit * 1e3 for name, limit in objective.limits.items()},
+    }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the rows, the sizes of their samples, the ratios, and the kinds of failures."""
+    rows = report["rows"]
+    goodput = report["slo"] is not None
+    settings = report["settings"]
+    before, after = settings["load_average"].values()
+    print(f"{settings['machine']}; the machine's load average was {before:.1f} before and {after:.1f} after\n")
+    print(markdown(rows, {key: text for key, text in ROW_COLUMNS.items() if goodput or key != "goodput"}))
+    print(f"\nsizes of the samples (requests, or gaps between events), from which p{PERCENTILES[-1]} needs 100:\n")
+    sizes = [{"target": row["target"], "load": row["load"], **row["counts"]} for row in rows]
+    print(markdown(sizes, {k: k for k in ("target", "load", "ttft", "tpot", "itl", "gap", "e2e")}))
+    if report["ratios"]:
+        print("\n" + markdown(report["ratios"], RATIO_COLUMNS))
+    for row in rows:
+        for kind, count in row["errors"].items():
+            print(f"\n{row['target']}, {row['load']}: {count} x {kind}")
 
 
 # Latency and throughput over the load, one curve for each target.
