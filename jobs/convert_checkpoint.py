@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from cluster.signals import interrupt_on
 from jobs.command_line import MODEL, OUTPUT, Overwrite, command
-from mbd_core.checkpoint.tensor_names import ExpertLayout, Format
+from mbd_core.checkpoint.families import ExpertLayout, Format
 from mbd_core.models.shapes import SHAPES
 
 if TYPE_CHECKING:

@@ -159,7 +159,7 @@ def held_pages(state: dict[str, Any]) -> int:
 def end_rows(ends: Sequence[Ended]) -> list[dict[str, Any]]:
     """How many requests of each kind ended how."""
     kinds = sorted({ended.kind for ended in ends})
-    counts = Counter((ended.kind, ended.end) for ended in ends)
+    counts: Counter[tuple[str, str]] = Counter((ended.kind, ended.end) for ended in ends)
     return [{"request": kind, **{end: counts[kind, end] for end in list(END_COLUMNS)[1:]}} for kind in kinds]
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mbd_core.checkpoint.safetensor_files import DTYPES, open_file, read_json
-from mbd_core.checkpoint.tensor_names import StoredTensor, TensorShape, stored_tensors
-from mbd_core.checkpoint.tensors import decoder_shapes
+from mbd_core.checkpoint.tensors import StoredTensor, TensorShape, decoder_shapes, stored_tensors
 from mbd_core.models.lora import Adapter, adapted_modules
 from mbd_core.models.model_config import ModelConfig
 from mbd_core.models.shard import Shard, split_dim

@@ -1,6 +1,6 @@
 """Conversion of checkpoints: single or stacked experts, Hugging Face folder or distributed checkpoint.
 
-All layouts store the same decoder tensors (`tensor_names`), so every tensor of the target is assembled from tensors of
+All layouts store the same decoder tensors (`tensors.py`), so every tensor of the target is assembled from tensors of
 the source, a few in memory at a time. No value is changed or cast.
 """
 
@@ -15,14 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.checkpoint.base_files import files_beside_weights, read_configs
 from mbd_core.checkpoint.config import load_config
 from mbd_core.checkpoint.dcp import DcpFolder, recorded_recipe, save_dcp
-from mbd_core.checkpoint.families import FAMILIES
+from mbd_core.checkpoint.families import FAMILIES, ExpertLayout, Format
+from mbd_core.checkpoint.folder import files_beside_weights, read_configs
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, METADATA, HfFolder, ShardWriter
 from mbd_core.checkpoint.saving import MODEL_KIND, check_room, write_configs
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, Format, StoredTensor, stored_tensors
-from mbd_core.checkpoint.tensors import TensorPieces, WeightsFolder, decoder_shapes, match_tensors
+from mbd_core.checkpoint.tensors import (
+    FLOAT32_ALWAYS,
+    StoredTensor,
+    TensorPieces,
+    WeightsFolder,
+    decoder_shapes,
+    match_tensors,
+    stored_tensors,
+)
 from mbd_core.files import check_target_folder, folder_beside
 from mbd_core.models.model_config import ModelConfig
 
@@ -38,7 +45,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights (`base_files`).
+    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights (`files_beside_weights`).
 
     `experts` and `to` are the target's layout and format, `None`: the source's (our trainer's becomes "per_expert").
     `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the

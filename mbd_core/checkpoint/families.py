@@ -1,15 +1,20 @@
 """Model families as data: their config.json keys, the settings that are supported, and their names for tensors.
 
-The `architectures` of a config.json decide a checkpoint's family; the name that a user types does not. `hf_config`
-reads and writes a config.json by this table, and `tensor_names` names tensors by it.
+The `architectures` of a config.json decide a checkpoint's family; the name that a user types does not. `config.py`
+reads and writes a config.json by this table, and `tensors.py` names tensors by it.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 Json = Mapping[str, Any]
+
+# A checkpoint as Hugging Face writes it, or as torch.distributed.checkpoint does.
+Format = Literal["hf", "dcp"]
+# One tensor an expert, a layer's experts stacked, or the decoder's own tensors.
+ExpertLayout = Literal["per_expert", "fused", "decoder"]
 
 
 @dataclass(frozen=True, kw_only=True)

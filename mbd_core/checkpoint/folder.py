@@ -1,8 +1,9 @@
-"""A model folder before its weights are read: its check, and the digest by which sweeps and trainings know it."""
+"""A model folder without its weights: its check, its digest, and what a folder that is made from it takes over."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.loading import refuse_dcp
-from mbd_core.checkpoint.safetensor_files import list_tensors
+from mbd_core.checkpoint.safetensor_files import METADATA, list_tensors, read_json
 from mbd_core.checkpoint.tensors import match_tensors
 from mbd_core.checkpoint.tokenizer import load_tokenizer
 from mbd_core.decoding.blocks.config import DecodingConfig, decoding_config
+from mbd_core.decoding.blocks.methods import KEY as SPEED_FRONT
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.files import MANIFEST
 from mbd_core.models.model_config import ModelConfig
@@ -89,7 +91,7 @@ def edit_note(name: str, defaults: Mapping[str, Any], decoding: DecodingConfig) 
 
 WHOLE_BYTES = 8 * 2**20  # a file of at most this size is read whole
 NUM_PROBES, PROBE_BYTES = 64, 64 * 2**10  # of a larger one, evenly spread
-LEFT_OUT = (MANIFEST, "generation_config.json")  # what it recommends is not what it is
+NOT_HASHED = (MANIFEST, "generation_config.json")  # what it recommends is not what it is
 
 
 def model_digest(folder: Path) -> str:
@@ -101,7 +103,7 @@ def model_digest(folder: Path) -> str:
     config = load_config(folder)
     digest = hashlib.sha256(f"{sorted(config.eos_token_ids)} {config.mask_token_id}\n".encode())
     for file in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-        if file.name in LEFT_OUT or file.suffix == ".md":
+        if file.name in NOT_HASHED or file.suffix == ".md":
             continue
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
@@ -113,3 +115,112 @@ def model_digest(folder: Path) -> str:
                 content.seek(number * (size - PROBE_BYTES) // (NUM_PROBES - 1))
                 digest.update(content.read(PROBE_BYTES))
     return digest.hexdigest()[:16]
+
+
+# What a folder made from a model takes over: files beside the weights, and JSON fields.
+#
+# A release's folder holds more than we read: the code that transformers runs for it (`auto_map`), its licence, files
+# of its tokenizer, settings of other engines. Whoever loads the new folder needs them. What the new weights make
+# untrue is left out or written anew.
+
+# Weights in any format, and states of other trainers.
+WEIGHTS_ENDINGS = (
+    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx",
+    ".onnx_data", ".index.json", METADATA,
+)  # fmt: skip
+# Of no folder whose weights were changed: an adapter beside them would be applied a second time.
+NEVER_CARRIED = (MANIFEST, "adapter_config.json", "trainer_state.json")
+# Settings of weights that are quantized, which ours are not.
+QUANTIZATION_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
+CHOSEN = "chosen_decoding"  # of generation_config.json, beside the decoding that `--write-best` chose
+# Of generation_config.json: how this model is best decoded, and what trained it. Other weights ask for other values.
+OF_THE_WEIGHTS = METHOD_FIELDS | {CHOSEN, SPEED_FRONT, "trained_with"}
+MOST_BYTES = 2**29  # beside the weights; a training keeps them in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFiles:
+    """A base's config.json and generation_config.json, and the content of its other files by name."""
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    others: dict[str, bytes]
+
+    def write_others(self, folder: Path) -> None:
+        """Write the files that hold neither weights nor one of the two configurations."""
+        for name, content in self.others.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def read_base(folder: Path) -> BaseFiles:
+    """Read what a model that is trained from `folder` takes over, so that it is there when the training ends.
+
+    Raises `ValueError` as `files_beside_weights` does, and for more than `MOST_BYTES`.
+    """
+    files, configs = files_beside_weights(folder), read_configs(folder)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if sum(sizes.values()) > MOST_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ValueError(
+            f"{folder} holds {sum(sizes.values()):,} bytes beside its weights, of which a trained model takes over at "
+            f"most {MOST_BYTES:,}: move what is not the model's, such as {largest}, to another folder"
+        )
+    own = ("config.json", "generation_config.json")
+    return replace(configs, others={name: path.read_bytes() for name, path in files.items() if name not in own})
+
+
+def read_configs(folder: Path) -> BaseFiles:
+    """A folder's two configurations, without its other files."""
+    return BaseFiles(config=read_json(folder / "config.json"), generation=load_generation_defaults(folder), others={})
+
+
+def files_beside_weights(folder: Path) -> dict[str, Path]:
+    """The files of a model folder that a model made from it takes over, by name relative to the folder.
+
+    They are all regular files but weights, states of trainers, settings of quantized weights, and what is hidden; a
+    subfolder that holds weights, or that the project wrote, is another model's and is left out whole. In a snapshot of
+    Hugging Face's cache every file is a link to a blob beside it; any other link out of the folder is a `ValueError`.
+    """
+    root = folder.resolve()
+    inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    found = {}
+    for path in _walk(folder):
+        if path.is_symlink() and not (path.is_file() and any(path.resolve().is_relative_to(one) for one in inside)):
+            raise ValueError(f"{path} is a link to no file in {folder}, and is not copied; put the file itself there")
+        if stat.S_ISREG(path.stat().st_mode):
+            found[str(path.relative_to(folder))] = path
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files and links below a folder, without what is another's."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "__pycache__" or _is_never_carried(path.name):
+            continue
+        if not path.is_dir() or path.is_symlink():
+            yield path
+        elif not any(p.name.endswith(WEIGHTS_ENDINGS) or p.name == MANIFEST for p in path.rglob("*")):
+            yield from _walk(path)
+
+
+def _is_never_carried(name: str) -> bool:
+    """Whether a file of this name is of weights, of a trainer, or the manifest."""
+    return name.endswith(WEIGHTS_ENDINGS) or name in (*NEVER_CARRIED, *QUANTIZATION_FILES) or ".tfevents." in name
+
+
+def carried_config(base: Mapping[str, Any], written: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A base's config.json with the fields that we write, for unquantized weights of `dtype`.
+
+    The padding id and the name of the key of the dtype stay the base's.
+    """
+    kept = {key: value for key, value in base.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    names = [name for name in ("torch_dtype", "dtype") if name in base] or ["dtype"]
+    padding = {"pad_token_id": base["pad_token_id"]} if base.get("pad_token_id") is not None else {}
+    return {**kept, **written, **padding, **dict.fromkeys(names, dtype)}
+
+
+def carried_generation(base: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """A base's generation_config.json with the fields that we write, without those that were its weights' own."""
+    return {**{key: value for key, value in base.items() if key not in OF_THE_WEIGHTS}, **written}

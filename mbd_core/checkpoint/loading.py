@@ -28,8 +28,7 @@ from mbd_core.checkpoint.safetensor_files import (
     open_file,
     read_json,
 )
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, StoredTensor
-from mbd_core.checkpoint.tensors import match_tensors
+from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, StoredTensor, match_tensors
 from mbd_core.models.decoder import Decoder, Reduce
 from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantize_weights

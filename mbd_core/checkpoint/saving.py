@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mbd_core.checkpoint.base_files import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.config import write_config
+from mbd_core.checkpoint.families import ExpertLayout
+from mbd_core.checkpoint.folder import BaseFiles, carried_config, carried_generation
 from mbd_core.checkpoint.safetensor_files import MAX_SHARD_BYTES, ShardWriter
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS, ExpertLayout, stored_tensors
-from mbd_core.checkpoint.tensors import decoder_shapes
+from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS, decoder_shapes, stored_tensors
 from mbd_core.files import check_target_folder, folder_beside, write_json
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig

@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens, check_canvas
 from mbd_core.decoding.grammar.grammar import GrammarRefused
@@ -142,8 +143,7 @@ class Admission:
     def _check_grammar(self, request: Request) -> None:
         if request.grammar is None:
             return
-        decoding = request.decoding
-        changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+        changes = _revising_part(request.decoding)
         if changes is not None:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
             if changes == "canvas":
@@ -163,8 +163,7 @@ class Admission:
     def _check_template(self, request: Request) -> None:
         if not request.template:
             return
-        decoding = request.decoding
-        changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+        changes = _revising_part(request.decoding)
         if changes is not None:
             reason = f"a template's text is fixed and cannot be decoded with {changes}"
         elif not request.ignore_eos:
@@ -259,10 +258,14 @@ def compile_guide(grammars: Grammars, request: Request) -> Guide | None:
         raise RequestRefused("grammar", str(error)) from None
 
 
+def _revising_part(decoding: DecodingConfig) -> str | None:
+    """The part of a decoding that changes tokens after they were filled, if it has one."""
+    return next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+
+
 def _check_rollout(request: Request) -> None:
     """A step map tells what forwards have seen only where a filled token stays."""
-    decoding = request.decoding
-    changes = next((name for name in ("t2t", "soft", "canvas") if getattr(decoding, name) is not None), None)
+    changes = _revising_part(request.decoding)
     if request.rollout and changes is not None:
         raise RequestRefused(
             "rollout",

@@ -6,7 +6,6 @@ import torch
 
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.engine.adapters import ResidentAdapters
 from mbd_core.engine.admission import Admission
 from mbd_core.engine.batch import Rows, pack
 from mbd_core.engine.config import EngineConfig
@@ -18,6 +17,7 @@ from mbd_core.engine.scheduler import Scheduler
 from mbd_core.engine.seating import Ledger, Seating
 from mbd_core.engine.step import StepState
 from mbd_core.engine.step_kind import StepKinds
+from mbd_core.engine.weights import ResidentAdapters
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.lora import AdapterSlots
 from mbd_core.models.model_config import ModelConfig

@@ -14,7 +14,6 @@ from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request, StepOutput, aborted_step
 from mbd_core.decoding.grammar.guide import STEP_TRIES, Grammars, Guide, GuideState
-from mbd_core.engine.adapters import AdapterInUse
 from mbd_core.engine.admission import Admitted, RequestRefused, compile_guide
 from mbd_core.engine.build import build_parts
 from mbd_core.engine.collector import Collector, LaunchedStep, StepAhead, StepPlan
@@ -28,6 +27,7 @@ from mbd_core.engine.sequence import SequenceState
 from mbd_core.engine.steering import Decided
 from mbd_core.engine.step import decode_step, store_step
 from mbd_core.engine.weights import (
+    AdapterInUse,
     DormantMemory,
     StagedWeights,
     SwapMode,
@@ -35,7 +35,6 @@ from mbd_core.engine.weights import (
     gpu_tensors,
     overwrite,
     stage_weights,
-    swap_is_due,
 )
 from mbd_core.models.decoder import Decoder
 from mbd_core.ops.attention.choice import AttentionKernel
@@ -296,7 +295,7 @@ class Engine:
 
     @torch.inference_mode()
     def _swap_if_due(self) -> None:
-        if self._staged is None or not swap_is_due(self._staged.mode, self.scheduler):
+        if self._staged is None or not self.scheduler.may_swap(self._staged.mode):
             return
         self._unsent += self.land()
         while (sequence := self.scheduler.preempt_youngest()) is not None:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.engine.adapters import ResidentAdapter
 from mbd_core.engine.pages import PagePool, chain_root, page_hash
 from mbd_core.engine.sequence import SequenceState
+from mbd_core.engine.weights import ResidentAdapter, SwapMode
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,12 @@ class Scheduler:
         """Keys depend on the weights and on the adapter, not on the tokens alone."""
         adapter = 0 if sequence.adapter is None else sequence.adapter.serial
         return chain_root(f"{self._namespace} weights {self._weights_version} adapter {adapter}")
+
+    def may_swap(self, mode: SwapMode) -> bool:
+        """Whether no request is in the way of other weights."""
+        if mode == "wait":
+            return not self.running and not any(s.num_preemptions for s in self.waiting)
+        return not any(s.is_canvas and s.emitted for s in (*self.running.values(), *self.waiting))
 
     def weights_changed(self, version: int) -> None:
         """What pages hold is of no use any more; nobody runs."""

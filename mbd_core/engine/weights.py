@@ -1,9 +1,9 @@
-"""Other weights for a running engine, and the large tensors that it gives back while it sleeps.
+"""What changes between two steps of a running engine: LoRA adapters, all weights, and its memory while it sleeps.
 
 The parameters keep their addresses, so that CUDA graphs and the fused forward's joint weights stay valid.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -11,14 +11,86 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from mbd_core.checkpoint.adapter import read_adapter
 from mbd_core.checkpoint.loading import has_blocks, load_model
-from mbd_core.checkpoint.tensor_names import FLOAT32_ALWAYS
-from mbd_core.engine.scheduler import Scheduler
+from mbd_core.checkpoint.tensors import FLOAT32_ALWAYS
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import Parts
+from mbd_core.models.lora import Adapter, AdapterSlots
+from mbd_core.models.model_config import ModelConfig, Parts
 from mbd_core.models.quantize import quantized_parts
-from mbd_core.models.shard import served_dim
+from mbd_core.models.shard import Shard, served_dim
 from mbd_core.ops.experts.fp8 import FP8, Block, Fp8Module, quantize
+
+# LoRA adapters: each is loaded under a name and has a slot until it is unloaded, when no request uses it.
+
+
+class AdapterInUse(ValueError):
+    """Requests use the adapter that was to be unloaded."""
+
+
+@dataclass(frozen=True)
+class ResidentAdapter:
+    """An adapter in its slot. `serial` is its own among all that were ever loaded: what was stored with one adapter is
+    not found with another, also where both had one name."""
+
+    name: str
+    slot: int
+    serial: int
+    rank: int
+
+
+class ResidentAdapters:
+    """The adapters of one engine; `names` is theirs, live. Without `slots` none can be loaded.
+
+    Iterates over the adapters in the order of their loading.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard, slots: AdapterSlots | None) -> None:
+        self._config, self._shard, self._slots = config, shard, slots
+        self._of: dict[str, ResidentAdapter] = {}
+        self._num_loaded = 0
+        self.names: set[str] = set()
+
+    def __iter__(self) -> Iterator[ResidentAdapter]:
+        return iter(tuple(self._of.values()))
+
+    def get(self, name: str | None) -> ResidentAdapter | None:
+        return None if name is None else self._of.get(name)
+
+    def read(self, name: str, folder: Path) -> Adapter:
+        """The adapter in `folder`, to be placed under `name`; `ValueError` if it cannot be."""
+        if self._slots is None:
+            raise ValueError("this engine loads no adapters; start it with max_adapters")
+        if not name:
+            raise ValueError("an adapter needs a name")
+        if name in self._of:
+            raise ValueError(f"an adapter '{name}' is loaded already; unload it first")
+        if len(self._of) == self._slots.num_slots:
+            raise ValueError(
+                f"{len(self._of)} adapters are loaded, which is all that max_adapters allows; unload one first"
+            )
+        adapter = read_adapter(folder, self._config, shard=self._shard)
+        if adapter.rank > self._slots.max_rank:
+            raise ValueError(f"{folder}: r={adapter.rank} exceeds this engine's max_rank={self._slots.max_rank}")
+        return adapter
+
+    def place(self, name: str, adapter: Adapter) -> None:
+        """Put an adapter that was read for `name` into a free slot."""
+        assert self._slots is not None and name not in self._of
+        slot = min(set(range(1, self._slots.num_slots + 1)) - {a.slot for a in self._of.values()})
+        self._slots.write(slot, adapter)
+        self._num_loaded += 1
+        self._of[name] = ResidentAdapter(name, slot, self._num_loaded, adapter.rank)
+        self.names.add(name)
+
+    def remove(self, name: str) -> None:
+        """Free the slot of an adapter that nobody uses."""
+        assert self._slots is not None
+        self.names.discard(name)
+        self._slots.clear(self._of.pop(name).slot)
+
+
+# Other weights in the place of the model's.
 
 SwapMode = Literal["wait", "preempt"]
 WeightSource = Path | Iterable[tuple[str, Tensor]]
@@ -38,14 +110,6 @@ class StagedWeights:
     tensors: Mapping[str, Tensor]
     mode: SwapMode
     version: int | None = None
-
-
-def swap_is_due(mode: SwapMode, scheduler: Scheduler) -> bool:
-    """Whether no request is in the way of weights that are staged."""
-    running, waiting = scheduler.running.values(), scheduler.waiting
-    if mode == "wait":
-        return not running and not any(s.num_preemptions for s in waiting)
-    return not any(s.is_canvas and s.emitted for s in (*running, *waiting))
 
 
 def stage_weights(model: Decoder, source: WeightSource, mode: SwapMode) -> StagedWeights:

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mbd_core.checkpoint.tensor_names import stored_tensors
-from mbd_core.checkpoint.tensors import decoder_shapes
+from mbd_core.checkpoint.tensors import decoder_shapes, stored_tensors
 from mbd_core.models.decoder import Decoder
 from mbd_core.models.model_config import ModelConfig
 

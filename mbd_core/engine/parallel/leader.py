@@ -25,13 +25,12 @@ from mbd_core.decoding.grammar.guide import Grammars, GuideState
 from mbd_core.engine.admission import Admitted
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import NOT_ASLEEP, Engine
-from mbd_core.engine.parallel.followers import Followers
-from mbd_core.engine.parallel.group import Group, RankLost, sized_alike
-from mbd_core.engine.parallel.orders import (
+from mbd_core.engine.parallel.followers import (
     Abort,
     Add,
     Change,
     Command,
+    Followers,
     ForgetPrefixes,
     LoadAdapter,
     Orders,
@@ -45,6 +44,7 @@ from mbd_core.engine.parallel.orders import (
     change,
     fingerprint,
 )
+from mbd_core.engine.parallel.group import Group, RankLost, sized_alike
 from mbd_core.engine.parallel.shared_sums import GroupSums, SharedSums
 from mbd_core.engine.steering import Decided
 from mbd_core.engine.weights import SwapMode, WeightSource

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mbd_core.checkpoint.base_files import CHOSEN
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
-from mbd_core.checkpoint.folder import METHOD_FIELDS
+from mbd_core.checkpoint.folder import CHOSEN, METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
 from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config, from_fields
 from mbd_core.decoding.blocks.methods import read_front

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from mbd_core.decoding.blocks.methods import read_front
-from mbd_core.engine.adapters import AdapterInUse
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.measures import EngineMeasures
 from mbd_core.engine.parallel.group import RankLost
 from mbd_core.engine.parallel.leader import ParallelEngine
-from mbd_core.engine.weights import SwapMode
+from mbd_core.engine.weights import AdapterInUse, SwapMode
 from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT
 from mbd_core.serving.api.shapes import Front, ReplicaState
 from mbd_core.serving.tokens.async_engine import AsyncEngine
