@@ -148,10 +148,10 @@ def run_sweep(
 
 def compared(sweep: Sweep, texts: Texts, *, load: float, decode: float, num_actors: int) -> SweepCost:
     """The sweep on Ray beside the direct run that gave these texts, and again with several engines."""
-    ray_start, swept, found = time_sweep(sweep)
+    ray_start, swept, sweep_texts = time_sweep(sweep)
     return SweepCost(
         num_samples=len(texts),
-        num_differing=differing(texts, found),
+        num_differing=differing(texts, sweep_texts),
         load=load,
         decode=decode,
         ray_start=ray_start,
@@ -175,7 +175,9 @@ def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple
     began = time.perf_counter()
     stops, decode = sample_stops(rows), partial(decode_text, model.tokenizer)
     outputs = generate_until(model.engine, sample_requests(model, rows), stops, decode)
-    texts = {int(one.request_id): before_stop(decode(one.tokens), stops[one.request_id]) for one in outputs}
+    texts = {
+        int(output.request_id): before_stop(decode(output.tokens), stops[output.request_id]) for output in outputs
+    }
     return time.perf_counter() - began, texts
 
 

@@ -111,11 +111,11 @@ def graphs_are_eager(
         names = cycle((None, *adapters))
         requests = [replace(request, adapter=next(names)) for request in requests]
     eager = _with_adapters(Engine(model, replace(sizes, graphs=False)), adapters or {})
-    wanted, kinds = _served(eager, requests)
+    expected, kinds = _served(eager, requests)
     replayed = _with_adapters(Engine(model, sizes), adapters or {})
     captured = replayed._graphs.capture(kinds)
-    found, _ = _served(replayed, requests)
-    differing = [name for name, output in wanted.items() if found[name].tokens != output.tokens]
+    result, _ = _served(replayed, requests)
+    differing = [name for name, output in expected.items() if result[name].tokens != output.tokens]
     if differing:
         raise CheckFailed(f"replayed steps decode other tokens than eager ones, for {', '.join(sorted(differing))}")
     report = replayed.graph_report()
@@ -190,10 +190,10 @@ def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
         raise CheckFailed(f"not its definition: {', '.join(wrong)}")
 
 
-def _row(kernel: str, size: str, found: Tensor, wanted: Tensor, *, rtol: float, atol: float) -> Row:
+def _row(kernel: str, size: str, result: Tensor, expected: Tensor, *, rtol: float, atol: float) -> Row:
     """`found` beside `wanted`; both errors are allowed in sum, as in `torch.testing.assert_close`."""
-    error = (found.float() - wanted.float()).abs()
-    right = bool(found.isfinite().all()) and bool((error <= atol + rtol * wanted.float().abs()).all())
+    error = (result.float() - expected.float()).abs()
+    right = bool(result.isfinite().all()) and bool((error <= atol + rtol * expected.float().abs()).all())
     return {"kernel": kernel, "size": size, "largest_error": float(error.max()), "right": right}
 
 
@@ -233,10 +233,10 @@ def _attention(
         max_q=size,
         rows_each=slots,
     )
-    wanted = paged_attention(q.float(), k.float(), v.float(), layout)
-    found = kernel.bind(layout)(q, k, v)
+    expected = paged_attention(q.float(), k.float(), v.float(), layout)
+    result = kernel.bind(layout)(q, k, v)
     size_text = f"{len(prefixes)} x {slots} slots, prefix up to {max(prefixes)}"
-    return _row(f"attention: {kernel.name}", size_text, found, wanted, rtol=2e-2, atol=1e-2)
+    return _row(f"attention: {kernel.name}", size_text, result, expected, rtol=2e-2, atol=1e-2)
 
 
 def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
@@ -256,10 +256,10 @@ def _expert_layer(dtype: torch.dtype, generator: torch.Generator, small: bool) -
 def _experts_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
     x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
     experts = resolve_experts(device, dtype, expert_size=gate.shape[1], hidden_size=gate.shape[2])
-    found = experts.call(x, gate, up, down, ids, weights)
-    wanted = loop_experts(x, gate, up, down, ids, weights)
+    result = experts.call(x, gate, up, down, ids, weights)
+    expected = loop_experts(x, gate, up, down, ids, weights)
     return _row(
-        f"experts: {experts.name}", f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2
+        f"experts: {experts.name}", f"{len(x)} tokens, {len(gate)} experts", result, expected, rtol=3e-2, atol=2e-2
     )
 
 
@@ -270,13 +270,13 @@ def _shared_experts_row(device: torch.device, dtype: torch.dtype, generator: tor
         why = "needs CUDA and Triton"
         return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": why}
     x, gate, up, down, ids, weights = _expert_layer(dtype, generator, small)
-    wanted = loop_experts(x, gate, up, down, ids, weights).float()
+    expected = loop_experts(x, gate, up, down, ids, weights).float()
     wide_gate, wide_up, wide_down = gate[:2].flatten(0, 1), up[2:4].flatten(0, 1), torch.cat((*down[:2],), 1)
-    wanted += F.linear(F.silu(F.linear(x, wide_gate)) * F.linear(x, wide_up), wide_down).float()
+    expected += F.linear(F.silu(F.linear(x, wide_gate)) * F.linear(x, wide_up), wide_down).float()
     joint = with_shared(ids, weights, len(gate), 2)
     parts = expert_parts(x, gate, up, down, *joint, shared=SharedExperts(wide_gate, wide_up, wide_down))
-    found = sum_experts(parts, dtype)
-    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+    result = sum_experts(parts, dtype)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", result, expected, rtol=3e-2, atol=2e-2)
 
 
 def _fp8_experts_row(
@@ -293,10 +293,10 @@ def _fp8_experts_row(
     obstacle = fp8.fp8_obstacle(stacks[0], block=block)
     if obstacle is not None:
         return {"kernel": name, "size": "", "largest_error": None, "right": None, "not_run": obstacle}
-    found = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
+    result = fp8.fp8_experts(x, rounded[0], rounded[1], rounded[2], ids, weights)
     gate, up, down = (fp8.dequantize(stack, dtype) for stack in rounded)
-    wanted = loop_experts(x, gate, up, down, ids, weights)
-    return _row(name, f"{len(x)} tokens, {len(gate)} experts", found, wanted, rtol=3e-2, atol=2e-2)
+    expected = loop_experts(x, gate, up, down, ids, weights)
+    return _row(name, f"{len(x)} tokens, {len(gate)} experts", result, expected, rtol=3e-2, atol=2e-2)
 
 
 def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:
@@ -307,9 +307,9 @@ def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.G
     if obstacle is not None:
         return {"kernel": "product in FP8", "size": "", "largest_error": None, "right": None, "not_run": obstacle}
     x = torch.randn(tokens, inner, generator=generator, device=device).to(dtype)
-    found = fp8.linear(x, fp8.quantize(weight))
+    result = fp8.linear(x, fp8.quantize(weight))
     bound = (x.float().abs() @ weight.abs().T) * 0.14 + 1e-2
-    error = (found.float() - x.float() @ weight.T).abs()
+    error = (result.float() - x.float() @ weight.T).abs()
     return {
         "kernel": "product in FP8", "size": f"{tokens} x {inner} x {outer}", "largest_error": float(error.max()),
         "right": bool((error <= bound).all()),
@@ -323,6 +323,6 @@ def _confidence_row(device: torch.device, dtype: torch.dtype, generator: torch.G
     logits = torch.randn(positions, vocabulary, generator=generator, device=device).mul_(4).to(dtype)
     vocab = Vocab(mask_token_id=3, size=vocabulary - vocabulary // 10)
     token, probability = confidence(logits, mask_token_id=vocab.mask_token_id, size=vocab.size)
-    wanted_token, wanted = vocab.likeliest(logits)
-    row = _row("confidence", f"{positions} x {vocabulary}", probability, wanted, rtol=1e-3, atol=1e-7)
-    return {**row, "right": row["right"] is True and torch.equal(token, wanted_token)}
+    expected_token, expected = vocab.likeliest(logits)
+    row = _row("confidence", f"{positions} x {vocabulary}", probability, expected, rtol=1e-3, atol=1e-7)
+    return {**row, "right": row["right"] is True and torch.equal(token, expected_token)}

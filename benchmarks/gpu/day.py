@@ -112,8 +112,8 @@ def _run_here(options: argparse.Namespace) -> int:
     """One section, in this process; each row goes to standard output, as a line, as soon as it is known."""
     day = toy_day(options.out) if options.toy else Day(device=torch.device("cuda", 0), out=options.out)
     for row in PARTS[options.part][options.section].run(day):
-        known = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-        print(ROW + json.dumps(known), flush=True)
+        values = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+        print(ROW + json.dumps(values), flush=True)
     return 0
 
 

@@ -45,10 +45,10 @@ def router_row(device: torch.device) -> Row:
     router.expert_bias.normal_(0.0, 0.1, generator=generator)
     x_TD = torch.randn(256, config.hidden_size, generator=generator, device=device).bfloat16()
     with torch.no_grad():
-        wanted, weights = router(x_TD)
+        expected, weights = router(x_TD)
     with torch.inference_mode():
-        found, its = router(x_TD)
-    same = (found.sort(-1).values == wanted.sort(-1).values).all(-1)
+        result, its = router(x_TD)
+    same = (result.sort(-1).values == expected.sort(-1).values).all(-1)
     error = float((its.sum(-1) - weights.sum(-1)).abs().max())
     share = float(same.float().mean())
     if share < 0.98 or error > 1e-3:
@@ -74,8 +74,8 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
         attend = PagedAttention(runner.cache, batch.write_loc_T, runner.bind(batch))
         hidden.append(form.forward(batch.input_ids_T, batch.positions_T, attend, live=batch.live_T).float())
     live = slice(None) if batch.live_T is None else batch.live_T
-    found, wanted = (states[live] for states in hidden)
-    error_T = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    result, expected = (states[live] for states in hidden)
+    error_T = (result - expected).norm(dim=-1) / expected.norm(dim=-1)
     engine.close()
     if model.config.moe is None:
         error, right = float(error_T.max()), bool((error_T < 5e-2).all())

@@ -153,7 +153,7 @@ def steps(
 
 def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: Machine) -> Row:
     row = benchmark.row(model, case, speed, lambda: None)
-    found = {
+    row_of_step = {
         **{key: row[key] for key in ("model", "rows", "prefix", "buffer_size", "fp8", "routing", "graphs", "backend")},
         "step_ms": row["step_seconds"] * 1e3, "forward_ms": row["forward_seconds"] * 1e3,
         "floor_ms": row["floor_seconds"] * 1e3, "step_over_floor": row["step_over_floor"],
@@ -163,8 +163,8 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
     with torch.inference_mode():
         fused = moe is not None and moe_layers(model)[0].fuses(tokens)
     if moe is not None and fused:
-        found["tiles"] = [*_tiles_in_use(moe, tokens, 1 if benchmark.fp8 else benchmark.dtype.itemsize)]
-    return found
+        row_of_step["tiles"] = [*_tiles_in_use(moe, tokens, 1 if benchmark.fp8 else benchmark.dtype.itemsize)]
+    return row_of_step
 
 
 def _tiles_in_use(moe: MoEConfig, tokens: int, size: int) -> experts_triton.ExpertTiles:
@@ -181,8 +181,8 @@ def _nodes_row(day: Day, shape: str, model: Decoder, case: StepCase) -> Row:
     nodes, top = profiled(engine.step, day.device)
     graphs = engine.graphs
     engine.close()
-    found = {"model": shape, "rows": case.rows, "prefix": case.prefix, "buffer_size": case.buffer_size}
-    return {**found, "graphs": graphs, "nodes": nodes, "top": top}
+    case_fields = {"model": shape, "rows": case.rows, "prefix": case.prefix, "buffer_size": case.buffer_size}
+    return {**case_fields, "graphs": graphs, "nodes": nodes, "top": top}
 
 
 def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20) -> tuple[int | None, list[Row]]:
@@ -199,9 +199,9 @@ def profiled(run: Callable[[], object], device: torch.device, *, most: int = 20)
         if on_gpu:
             torch.cuda.synchronize(device)
     total: dict[str, tuple[int, float]] = {}
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     for event in profile.events() or ():
-        if event.device_type == wanted:
+        if event.device_type == device_type:
             count, spent = total.get(event.name, (0, 0.0))
             total[event.name] = count + 1, spent + (event.device_time if on_gpu else event.self_cpu_time_total)
     top = sorted(total.items(), key=lambda item: -item[1][1])[:most]
@@ -320,14 +320,14 @@ def soak(day: Day) -> list[Row]:
     rng, deadline = random.Random(0), time.monotonic() + day.soak_seconds
     counts = dict.fromkeys(("added", "finished", "aborted", "preempted", "steps"), 0)
     used: list[int] = []
-    known: list[str] = []
+    ids: list[str] = []
     while time.monotonic() < deadline or engine.has_work:
         if time.monotonic() < deadline and engine.num_known < 8:
             engine.add(_request(counts["added"], rng, model.config.vocab_size - 8, tokens=rng.randint(4, 96)))
-            known.append(str(counts["added"]))
+            ids.append(str(counts["added"]))
             counts["added"] += 1
-        if known and rng.random() < 0.02:
-            counts["aborted"] += engine.abort(known.pop(rng.randrange(len(known)))) is not None
+        if ids and rng.random() < 0.02:
+            counts["aborted"] += engine.abort(ids.pop(rng.randrange(len(ids)))) is not None
         if rng.random() < 0.02:
             counts["preempted"] += engine.preempt() is not None
         counts["finished"] += sum(step.output is not None for step in engine.step())

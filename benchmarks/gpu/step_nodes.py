@@ -154,8 +154,8 @@ def shape_device() -> Iterator[ShapeDevice]:
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
     elif isinstance(value, dict):
         yield from _leaves(tuple(value.values()))
     else:
@@ -230,9 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --rows {options.rows} --buffer {options.buffer}: both must be at least 1", file=sys.stderr)
         return 2
     config = SHAPES[options.model]
-    asked = -(-3 * options.rows * options.buffer * config.block_size // 4)
+    num_logits = -(-3 * options.rows * options.buffer * config.block_size // 4)
     counted = {
-        name: step_nodes(config, work, num_rows=options.rows, num_slots=options.buffer, num_asked=asked)
+        name: step_nodes(config, work, num_rows=options.rows, num_slots=options.buffer, num_asked=num_logits)
         for name, work in WORKS.items()
     }
     rows = [

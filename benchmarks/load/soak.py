@@ -165,18 +165,18 @@ def end_rows(ends: Sequence[Ended]) -> list[dict[str, Any]]:
 
 def failures(report: dict[str, Any], *, idle: bool) -> list[str]:
     """What should not have been, each as a sentence."""
-    found = []
+    sentences = []
     for end, text in (("lost", "were lost"), ("wrong", "ended in another way than promised")):
         if count := sum(row[end] for row in report["ends"]):
-            found.append(f"{count} requests {text}")
+            sentences.append(f"{count} requests {text}")
     if not idle:
         pages = ", ".join(map(str, report["held_pages"]))
-        found.append(f"{SETTLE_SECONDS:g} s after the last request the replicas hold pages: {pages}")
+        sentences.append(f"{SETTLE_SECONDS:g} s after the last request the replicas hold pages: {pages}")
     for row in report["memory"]:
         if row["flat"] is False:
             grown = row["quarter_4"] - row["quarter_2"]
-            found.append(f"the memory of a {row['role']} grew by {grown:.0f} MiB")
-    return found
+            sentences.append(f"the memory of a {row['role']} grew by {grown:.0f} MiB")
+    return sentences
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -215,7 +215,7 @@ class SoakWatch:
     async def sample_memory(self, *, every: float, until: float) -> None:
         """Sample until so many seconds have passed."""
         while self.seconds < until:
-            self.samples += [Sample(self.seconds, *found) for found in self._memory()]
+            self.samples += [Sample(self.seconds, *process) for process in self._memory()]
             await asyncio.sleep(min(every, max(0.0, until - self.seconds)))
 
     async def kill_replicas(self, rng: random.Random, *, every: float, until: float, limit: float) -> None:
@@ -239,14 +239,14 @@ class SoakWatch:
             self.recoveries.append(self.seconds - at)
 
     def _memory(self) -> list[tuple[str, int, int]]:
-        found = []
+        memory = []
         for process in self.endpoint.process.children(recursive=True):
             with suppress(psutil.Error, IndexError):
                 title = process.cmdline()[0]
                 role = next((role for role, begin in ROLES.items() if title.startswith(begin)), None)
                 if role is not None:
-                    found.append((role, process.pid, process.memory_info().rss))
-        return found
+                    memory.append((role, process.pid, process.memory_info().rss))
+        return memory
 
 
 def memory_rows(samples: Sequence[Sample], seconds: float) -> list[dict[str, Any]]:

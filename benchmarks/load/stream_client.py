@@ -29,12 +29,12 @@ class Target:
 
     def body(self, prompt: str, *, stream: bool) -> dict[str, Any]:
         """The request's JSON object; a stream says at its end how many tokens it had."""
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
+        body: dict[str, Any] = {"model": self.model, "max_tokens": self.max_tokens, **self.extra}
         if self.route == "completions":
-            asked["prompt"] = prompt
+            body["prompt"] = prompt
         else:
-            asked["messages"] = [{"role": "user", "content": prompt}]
-        return asked | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+            body["messages"] = [{"role": "user", "content": prompt}]
+        return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
 class NoUsage(RuntimeError):

@@ -99,7 +99,7 @@ def _read_factors(
         raise ValueError(f"{folder} lacks {WEIGHTS}; save the adapter as safetensors")
     stored = stored_tensors(config, shapes, "per_expert")
     adaptable = {f"{module}.weight" for _, _, module in adapted_modules(config)}
-    found: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     with open_file(path) as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
             match = _KEY.fullmatch(key)
@@ -114,22 +114,22 @@ def _read_factors(
                     f"{path}: adapters of '{module}' are not supported; only those of the attention's projections and "
                     "of dense MLPs are"
                 )
-            wanted = (rank, weight.shape[1]) if match["factor"] == "A" else (weight.shape[0], rank)
-            found.setdefault(module, {})[match["factor"]] = _read_matrix(path, file, key, wanted)
-    for module, pair in found.items():
+            shape = (rank, weight.shape[1]) if match["factor"] == "A" else (weight.shape[0], rank)
+            pairs.setdefault(module, {})[match["factor"]] = _read_matrix(path, file, key, shape)
+    for module, pair in pairs.items():
         if len(pair) < 2:
             raise ValueError(f"{path}: module '{module}' has only lora_{next(iter(pair))} of its two matrices")
-    if not found:
+    if not pairs:
         raise ValueError(f"{path} holds no tensors")
-    return {module: (stored[f"{module}.weight"], pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: (stored[f"{module}.weight"], pair["A"], pair["B"]) for module, pair in pairs.items()}
 
 
-def _read_matrix(path: Path, file: Any, key: str, wanted: tuple[int, int]) -> Tensor:
+def _read_matrix(path: Path, file: Any, key: str, shape: tuple[int, int]) -> Tensor:
     part = file.get_slice(key)
     if part.get_dtype() not in DTYPES:
         raise ValueError(f"{path}: tensor '{key}' has dtype {part.get_dtype()}; known: {', '.join(DTYPES)}")
-    if tuple(part.get_shape()) != wanted:
-        raise ValueError(f"{path}: tensor '{key}' has shape {tuple(part.get_shape())}; this model asks for {wanted}")
+    if tuple(part.get_shape()) != shape:
+        raise ValueError(f"{path}: tensor '{key}' has shape {tuple(part.get_shape())}; this model asks for {shape}")
     matrix: Tensor = part[:].to(torch.float32)
     if not bool(matrix.isfinite().all()):
         raise ValueError(f"{path}: tensor '{key}' has values that are not finite")

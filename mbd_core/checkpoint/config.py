@@ -86,18 +86,18 @@ def _typed(hint: Any, value: Any, subject: str, least: int) -> Any:
         return type(number) is int and least <= number <= MOST
 
     if hint is bool:
-        fits, wanted = type(value) is bool, "true or false"
+        fits, rule = type(value) is bool, "true or false"
     elif hint is float:
-        fits, wanted = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+        fits, rule = type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
     elif hint == tuple[int, ...]:
         numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
         if all(whole(number) for number in numbers):
             return numbers
-        fits, wanted = False, f"a list of whole numbers from {least}"
+        fits, rule = False, f"a list of whole numbers from {least}"
     else:
-        fits, wanted = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
+        fits, rule = whole(value) or (value is None and hint == int | None), f"a whole number from {least} to {MOST}"
     if not fits:
-        raise ValueError(f"{subject}={value!r}; it must be {wanted}")
+        raise ValueError(f"{subject}={value!r}; it must be {rule}")
     return float(value) if hint is float else value
 
 

@@ -45,7 +45,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights (`files_beside_weights`).
+    """Write the checkpoint `source` as a new folder `target`, and copy the files beside its weights.
 
     `experts` and `to` are the target's layout and format, `None`: the source's (our trainer's becomes "per_expert").
     `config_from` is the folder with config.json and tokenizer if the source has none. `progress` is called with the

@@ -185,13 +185,14 @@ def files_beside_weights(folder: Path) -> dict[str, Path]:
     """
     root = folder.resolve()
     inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    found = {}
+    files: dict[str, Path] = {}
     for path in _walk(folder):
-        if path.is_symlink() and not (path.is_file() and any(path.resolve().is_relative_to(one) for one in inside)):
+        is_inside = path.is_file() and any(path.resolve().is_relative_to(parent) for parent in inside)
+        if path.is_symlink() and not is_inside:
             raise ValueError(f"{path} is a link to no file in {folder}, and is not copied; put the file itself there")
         if stat.S_ISREG(path.stat().st_mode):
-            found[str(path.relative_to(folder))] = path
-    return found
+            files[str(path.relative_to(folder))] = path
+    return files
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -109,13 +109,15 @@ def token_ids(
     """
     if not texts:
         return []
-    for one in texts:
-        if half := HALF.search(one.text):
+    for masked in texts:
+        if half := HALF.search(masked.text):
             raise ValueError(f"a text holds {half[0]!r}, half of a surrogate pair, which is no character; remove it")
-    found = tokenizer([one.text for one in texts], add_special_tokens=add_special_tokens)["input_ids"]
+    plain_ids = tokenizer([masked.text for masked in texts], add_special_tokens=add_special_tokens)["input_ids"]
     return [
-        _masked_ids(tokenizer, one, add_special_tokens=add_special_tokens) if one.masking.hides_in(one.text) else ids
-        for one, ids in zip(texts, found, strict=True)
+        _masked_ids(tokenizer, masked, add_special_tokens=add_special_tokens)
+        if masked.masking.hides_in(masked.text)
+        else ids
+        for masked, ids in zip(texts, plain_ids, strict=True)
     ]
 
 
@@ -126,7 +128,7 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
             "a text spells a control token, which only a tokenizer with a tokenizer.json can keep as text"
         )
     text, masking = masked.text, masked.masking
-    found = tokenizer(
+    encoding = tokenizer(
         text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True
     )
     controls = set(tokenizer.convert_tokens_to_ids(sorted(control_tokens(tokenizer))))
@@ -143,7 +145,7 @@ def _masked_ids(tokenizer: PreTrainedTokenizerBase, masked: MaskedText, *, add_s
         stretch.clear()
 
     for number, (begin, end), is_around in zip(
-        found["input_ids"], found["offset_mapping"], found["special_tokens_mask"], strict=True
+        encoding["input_ids"], encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True
     ):
         if is_around:  # it has no characters, and stands before all of the text or after it
             if stretch:
@@ -169,19 +171,19 @@ def _without_controls(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> To
     """
     assert num_tokens == len(tokenizer)
     whole, controls = tokenizer.backend_tokenizer, control_tokens(tokenizer)
-    other = Tokenizer(whole.model)
+    plain = Tokenizer(whole.model)
     added = whole.get_added_tokens_decoder()
     for _, token in sorted(added.items()):
-        (other.add_special_tokens if token.content in controls else other.add_tokens)([token])
-    if {number: token.content for number, token in other.get_added_tokens_decoder().items()} != {
+        (plain.add_special_tokens if token.content in controls else plain.add_tokens)([token])
+    if {number: token.content for number, token in plain.get_added_tokens_decoder().items()} != {
         number: token.content for number, token in added.items()
     }:  # its added tokens were numbered with gaps: a copy keeps their numbers
-        other = Tokenizer.from_str(whole.to_str())
-        other.no_truncation()
-        other.no_padding()
-    other.normalizer, other.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
-    other.encode_special_tokens = True
-    return other
+        plain = Tokenizer.from_str(whole.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+    plain.normalizer, plain.pre_tokenizer = whole.normalizer, whole.pre_tokenizer
+    plain.encode_special_tokens = True
+    return plain
 
 
 def _json(value: Any) -> str:

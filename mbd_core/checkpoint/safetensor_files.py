@@ -181,7 +181,7 @@ def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -
         raise ValueError(
             f"{tensors[fp8[0]].path}: tensor '{fp8[0]}' is FP8, and config.json has no quantization_config"
         )
-    found = dict(tensors)
+    matrices = dict(tensors)
     for name in fp8:
         info, scales = tensors[name], tensors.get(name + SUFFIX)
         if scales is None:
@@ -191,9 +191,9 @@ def _with_scales(folder: Path, tensors: dict[str, TensorInfo], fp8: list[str]) -
                 f"{scales.path}: tensor '{name}{SUFFIX}' has shape {scales.shape}, and '{name}' of shape {info.shape} "
                 f"has blocks of {blocks[0]} x {blocks[1]}"
             )
-        del found[name + SUFFIX]
-        found[name] = replace(info, scales=Scales(scales.path, name + SUFFIX, blocks))
-    return found
+        del matrices[name + SUFFIX]
+        matrices[name] = replace(info, scales=Scales(scales.path, name + SUFFIX, blocks))
+    return matrices
 
 
 class LastFile:

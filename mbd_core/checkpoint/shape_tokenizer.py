@@ -114,15 +114,15 @@ def special_ids(config: ModelConfig) -> dict[str, int]:
     chat, published = CHAT_TOKENS[config.architecture], FAMILIES[config.architecture].published
     released = chat.ids if config.vocab_size == published["vocab_size"] else {}
     names = {number: name for name, number in released.items()}
-    found = {chat.mask: config.mask_token_id}
+    ids = {chat.mask: config.mask_token_id}
     for number in config.eos_token_ids:
         free = [names.get(number), *chat.ends, f"<|end_{number}|>"]
-        found[next(name for name in free if name is not None and name not in found)] = number
+        ids[next(name for name in free if name is not None and name not in ids)] = number
     for name in chat.ids:
-        if name not in found:
+        if name not in ids:
             wanted = itertools.chain([released[name]] if name in released else [], itertools.count())
-            found[name] = next(number for number in wanted if number not in found.values())
-    return found
+            ids[name] = next(number for number in wanted if number not in ids.values())
+    return ids
 
 
 def _lessons() -> Iterator[str]:

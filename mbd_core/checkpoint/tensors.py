@@ -76,9 +76,9 @@ def _stored_name(ours: str, names: Mapping[str, str]) -> str:
 
 
 def _stored_tensor(parts: list[TensorPart], shapes: Mapping[str, TensorShape]) -> StoredTensor:
-    each = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
-    lengths = tuple(shape[0] for shape in each)
-    return StoredTensor((sum(lengths), *each[0][1:]), tuple(parts), lengths)
+    part_shapes = [shapes[p.target] if p.expert is None else shapes[p.target][1:] for p in parts]
+    lengths = tuple(shape[0] for shape in part_shapes)
+    return StoredTensor((sum(lengths), *part_shapes[0][1:]), tuple(parts), lengths)
 
 
 # The check of a checkpoint's tensors against those that its config.json asks for.
@@ -113,15 +113,15 @@ def _check_tensors(
     for name, info in listed.items():
         if name not in expected:
             raise ValueError(f"{info.path} has an unexpected tensor '{name}' for {config.architecture}")
-        wanted = expected[name].shape
-        if info.shape == wanted:
+        shape = expected[name].shape
+        if info.shape == shape:
             continue
         vocabulary = {"model.embed_tokens.weight", "lm_head.weight"} & {p.target for p in expected[name].parts}
-        if vocabulary and info.shape[1:] == wanted[1:]:
+        if vocabulary and info.shape[1:] == shape[1:]:
             raise ValueError(
-                f"{info.path}: tensor '{name}' has {info.shape[0]} rows, config.json says vocab_size={wanted[0]}"
+                f"{info.path}: tensor '{name}' has {info.shape[0]} rows, config.json says vocab_size={shape[0]}"
             )
-        raise ValueError(f"{info.path}: tensor '{name}' has shape {info.shape}, config.json asks for {wanted}")
+        raise ValueError(f"{info.path}: tensor '{name}' has shape {info.shape}, config.json asks for {shape}")
     missing = sorted(expected.keys() - listed.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -48,7 +48,7 @@ def fit_num_pages(
 ) -> int:
     """The number of pages, the null page included; `ValueError` where not even one sequence's block fits."""
     model, weights = runner.model.config, runner.model.model.norm.weight
-    each = bytes_per_page(model, page_size, weights.dtype)
+    page_bytes = bytes_per_page(model, page_size, weights.dtype)
     if weights.device.type == "cuda":
         try:
             _profile(runner, config, block_size=block_size, page_size=page_size, logits_at_once=logits_at_once)
@@ -63,13 +63,13 @@ def fit_num_pages(
         # graphs keep the temporary memory of a step for themselves, beside that of steps that run eagerly
         steps = 1 if config.graphs is False else 2
         budget = free - steps * activations - int((1 - config.kv_memory_fraction) * total)
-        most = budget // each
+        most = budget // page_bytes
     else:
         budget = int(config.kv_memory_fraction * free_host_memory() / 2)
-        most = min(budget // each, config.max_rows * longest_in_pages(model, config, page_size) + 1)
+        most = min(budget // page_bytes, config.max_rows * longest_in_pages(model, config, page_size) + 1)
     if most < 2:
         raise ValueError(
-            f"no KV page of {each:,} bytes fits into the {max(0, budget):,} bytes that are left beside the weights; "
+            f"no KV page of {page_bytes:,} bytes fits into the {max(0, budget):,} bytes left beside the weights; "
             "raise kv_memory_fraction, lower max_prefill_tokens, or use a larger device"
         )
     return int(most)

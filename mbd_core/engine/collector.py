@@ -183,8 +183,8 @@ class Collector:
     def _commit(self, sequence: SequenceState, committed: list[int], confidence: np.ndarray) -> StepOutput:
         """Hand out the useful ones of newly committed tokens: behind the prompt, within the budget, before EOS."""
         request, start = sequence.request, sequence.committed
-        known = len(request.prompt) + len(request.committed)
-        useful = slice(max(0, known - start), max(0, sequence.end - start))
+        num_known = len(request.prompt) + len(request.committed)
+        useful = slice(max(0, num_known - start), max(0, sequence.end - start))
         self._seating.scheduler.commit(sequence, committed)
         ended = start + len(committed) >= sequence.end
         logprobs = rollout = None
@@ -256,14 +256,14 @@ class Collector:
             sequence.decode_seconds += seconds
             if self._trace is not None:
                 self._trace.extend(_canvas_traces(plan.number, run, update))
-            known = len(sequence.emitted)
-            tokens = decoder.tokens[known:]
+            num_emitted = len(sequence.emitted)
+            tokens = decoder.tokens[num_emitted:]
             if not decoder.done and not sequence.request.ignore_eos:
                 # an EOS counts when the blocks up to its own are complete
                 tokens = list(itertools.takewhile(lambda t: t not in self._eos, tokens))
             if tokens or decoder.done:
-                logprobs = decoder.log_probs[known:] if sequence.request.logprobs else None
-                rollout = run.rollout(known, len(tokens)) if sequence.request.has_rollout else None
+                logprobs = decoder.log_probs[num_emitted:] if sequence.request.logprobs else None
+                rollout = run.rollout(num_emitted, len(tokens)) if sequence.request.has_rollout else None
                 outputs.append(self._emit(sequence, tokens, logprobs, ended=decoder.done, rollout=rollout))
         return outputs
 

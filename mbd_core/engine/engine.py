@@ -259,8 +259,8 @@ class Engine:
         """Free an adapter's place; `ValueError` for one that is not loaded, `AdapterInUse` where requests use it."""
         if self.adapters.get(name) is None:
             raise ValueError(f"adapter '{name}' is not loaded")
-        known = (*self.scheduler.running.values(), *self.scheduler.waiting)
-        if users := sum(sequence.request.adapter == name for sequence in known):
+        sequences = (*self.scheduler.running.values(), *self.scheduler.waiting)
+        if users := sum(sequence.request.adapter == name for sequence in sequences):
             raise AdapterInUse(f"adapter '{name}' cannot be unloaded while {users} requests use it")
         self.adapters.remove(name)
 

@@ -115,10 +115,10 @@ class PagePool:
     def publish(self, page: int, digest: bytes) -> bool:
         """Make an owned page, stored for good, known under `digest`; false if another page is known under it."""
         assert self._num_owners[page], f"page {page} has no owner, so nobody can know what it holds"
-        known = self._page_of.setdefault(digest, page)
-        if known == page:
+        holder = self._page_of.setdefault(digest, page)
+        if holder == page:
             assert self._hash_of.setdefault(page, digest) == digest, f"page {page} is published with other content"
-        return known == page
+        return holder == page
 
     def release(self, pages: Sequence[int], chain: Sequence[bytes] = ()) -> None:
         """Remove an owner from a sequence's pages, given in their order; the caller must not use them any more.
@@ -181,9 +181,9 @@ class PagePool:
                 counted[page] += 1
         for page, count in counted.items():
             assert count == self._num_owners[page], f"page {page} has {count} owners, {self._num_owners[page]} counted"
-            known = page in self._hash_of
-            assert known or page not in self._cached, f"page {page} is cached but not published"
-            assert count or page in self._cached or not known, f"page {page} is free but published"
+            is_published = page in self._hash_of
+            assert is_published or page not in self._cached, f"page {page} is cached but not published"
+            assert count or page in self._cached or not is_published, f"page {page} is free but published"
         assert {p: d for d, p in self._page_of.items()} == self._hash_of, "hashes and pages do not name each other"
 
 

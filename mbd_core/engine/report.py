@@ -212,12 +212,12 @@ class FrameLog:
         self._keep(tokens_NB, masked_NB, num_stored)
         slots = []
         for slot in np.flatnonzero(states_N[:n] != SlotState.DUMMY).tolist():
-            known = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)
+            pairs = zip(tokens_NB[slot].tolist(), masked_NB[slot].tolist(), strict=True)
             state = SlotState.IN_CACHE if slot < num_stored else SlotState(int(states_N[slot]))
             slots.append(
                 FrameSlot(
                     state=state.name,
-                    tokens=tuple(None if m else t for t, m in known)[: min(size, int(inside_NB[slot].sum()))],
+                    tokens=tuple(None if m else t for t, m in pairs)[: min(size, int(inside_NB[slot].sum()))],
                     accepted=tuple(np.flatnonzero(accepted_NB[slot]).tolist()),
                     edited=tuple(np.flatnonzero(edited_NB[slot]).tolist()),
                 )

@@ -169,10 +169,10 @@ class SequenceState:
         if not tokens:
             return
         if not self.is_canvas:
-            known = self.tokens[self.committed :]
+            remainder = self.tokens[self.committed :]
             assert len(tokens) % self.block_size == 0, f"{len(tokens)} tokens are not whole blocks"
-            assert tokens[: len(known)] == known, "a committed block changes the prompt's remainder"
-            tokens = tokens[len(known) :]
+            assert tokens[: len(remainder)] == remainder, "a committed block changes the prompt's remainder"
+            tokens = tokens[len(remainder) :]
         self.tokens += tokens
         self.committed = len(self.tokens)
 

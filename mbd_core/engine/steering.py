@@ -103,7 +103,7 @@ class Steering:
 
     def watch(self, logits_of: LogitsOf, at_A: Tensor, buffer: BlockBuffer) -> LogitsOf:
         """`logits_of`, which also keeps the logits at the first block's worth of each guided row's open positions."""
-        wanted: dict[int, tuple[_Row, int]] = {}
+        row_at: dict[int, tuple[_Row, int]] = {}
         size = buffer.num_slots * buffer.block_size
         index_of = {place: index for index, place in enumerate(at_A.tolist())}
         for number, sequence in self._sequences.items():
@@ -115,11 +115,11 @@ class Steering:
             row = _Row(guide, decoding.tau_m2t, decoding.tokens_per_step, sequence.request.sampling.draws, places)
             self._rows.append(row)
             for i, place in enumerate(places[: buffer.block_size if isinstance(guide, GuideState) else 1]):
-                wanted[index_of[place]] = (row, i)
+                row_at[index_of[place]] = (row, i)
 
         def watched(part: slice) -> Tensor:
             logits_PV = logits_of(part)
-            for index, (row, i) in wanted.items():
+            for index, (row, i) in row_at.items():
                 if part.start <= index < part.stop:
                     row.logits[i] = logits_PV[index - part.start].to(torch.float32, copy=True)
             return logits_PV

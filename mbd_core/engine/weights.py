@@ -154,13 +154,13 @@ def _check_tensors(model: Decoder, given: dict[str, Tensor], dtype: torch.dtype)
     """Copies of whole tensors, or of this rank's part of them."""
     given = _without_tied_head(model, given)
     with torch.device("meta"):
-        wanted = _without_tied_head(model, Decoder(model.whole_config).state_dict())
-    for names, what in ((given.keys() - wanted.keys(), "are no"), (wanted.keys() - given.keys(), "lack")):
+        expected = _without_tied_head(model, Decoder(model.whole_config).state_dict())
+    for names, what in ((given.keys() - expected.keys(), "are no"), (expected.keys() - given.keys(), "lack")):
         if names:
             raise ValueError(f"the new weights {what} tensor of this model: '{min(names)}'")
     shard, staged = model.shard, {}
     for name, tensor in given.items():
-        shape, cut = tuple(wanted[name].shape), served_dim(name)
+        shape, cut = tuple(expected[name].shape), served_dim(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"the new weights' '{name}' has shape {tuple(tensor.shape)}; the model asks for {shape}")
         own = tensor if cut is None else tensor.chunk(shard.size, dim=cut)[shard.rank]
@@ -255,10 +255,10 @@ def gpu_tensors(model: nn.Module) -> list[Tensor]:
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Each storage of the tensors once, as a tensor of bytes."""
-    found = {t.untyped_storage().data_ptr(): t for t in tensors}
+    by_address = {t.untyped_storage().data_ptr(): t for t in tensors}
     with torch.inference_mode(False):
         return [
             torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-            for t in found.values()
+            for t in by_address.values()
             if t.untyped_storage().nbytes()
         ]

@@ -26,8 +26,8 @@ class Shard:
 
     def part(self, length: int) -> range:
         """Its part of `length` rows, as `Tensor.chunk` cuts them: the last rank has fewer if they do not divide."""
-        each = -(-length // self.size)
-        return range(min(self.rank * each, length), min((self.rank + 1) * each, length))
+        rows = -(-length // self.size)
+        return range(min(self.rank * rows, length), min((self.rank + 1) * rows, length))
 
 
 def split_dim(name: str) -> int | None:

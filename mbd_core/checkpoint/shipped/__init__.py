@@ -21,7 +21,7 @@ def model_folder(model: str) -> Path:
             return folder
     if Path(model).exists():
         raise ValueError(f"{model} is no model folder: it holds no config.json")
-    known = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
+    names = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
     raise ValueError(
-        f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(known) or 'none'}"
+        f"unknown model '{model}': neither a model folder nor a known name; known: {', '.join(names) or 'none'}"
     )

@@ -204,9 +204,9 @@ class BlockBuffer:
     def join(self, row: int, request: Request) -> None:
         """Seat a request: slot 0 gets its boundary block, with the prompt's remainder, and becomes ACTIVE."""
         self._clear(row)
-        known = (*request.prompt, *request.committed)
+        tokens = (*request.prompt, *request.committed)
         origin = request.decoding.grid_origin(len(request.prompt))
-        remainder = known[len(known) - (len(known) - origin) % self.block_size :]
+        remainder = tokens[len(tokens) - (len(tokens) - origin) % self.block_size :]
         if remainder:
             self.tokens_RNB[row, 0, : len(remainder)] = torch.tensor(remainder)
             self.masked_RNB[row, 0, : len(remainder)] = False

@@ -153,11 +153,11 @@ T = TypeVar("T")
 
 def from_fields(kind: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
     """Build a config dataclass and its parts from JSON values; `ValueError` names an unknown or invalid field."""
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - known.keys())
+    by_name = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - by_name.keys())
     if unknown:
-        raise ValueError(f"unknown decoding field '{path}{unknown[0]}'; known: {', '.join(known)}")
-    missing = [n for n, f in known.items() if n not in values and f.default is MISSING]
+        raise ValueError(f"unknown decoding field '{path}{unknown[0]}'; known: {', '.join(by_name)}")
+    missing = [n for n, f in by_name.items() if n not in values and f.default is MISSING]
     if missing:
         raise ValueError(f"decoding field '{path}{missing[0]}' is missing")
     hints = typing.get_type_hints(kind)

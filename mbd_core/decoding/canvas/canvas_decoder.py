@@ -1,12 +1,36 @@
-"""The decoder of a request that fills a canvas, and the limits within which a request fits one."""
+"""The decoder of a request that fills a canvas: its limits, and decoding along one trajectory.
+
+    prompt | block | block | block        the current block is the first with a mask; only it is filled
+             ^start  ^stop
+
+Vanilla LLaDA and Dream, Fast-dLLM, dLLM-Cache and LocalLeap have one trajectory. Every forward recomputes a range of
+positions (`cache`, `refresh`) and gives logits at the current block's masks; `unmasking.py` decides which of them
+become tokens. BlockBatch, with several trajectories, is in `branches.py`.
+
+Shape legend: P open positions, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
-from mbd_core.decoding.blocks.sampling import Vocab
+from mbd_core.decoding.blocks.sampling import Vocab, log_probability
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
-from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasTask
-from mbd_core.decoding.canvas.single_lane import SingleCanvas
-from mbd_core.decoding.canvas.unmasking import steps_of_block
+from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
+from mbd_core.decoding.canvas.unmasking import (
+    Guesses,
+    accept_best,
+    accept_by_chance,
+    accept_by_factor,
+    accept_over_threshold,
+    guess,
+    noisy_scores,
+    quota,
+    scheduled_quota,
+    steps_of_block,
+    unmasking_share,
+)
 
 # The limits of a canvas: whether a request fits its settings, and how many tokens it decodes by default.
 
@@ -79,3 +103,143 @@ def canvas_decoder(
             shift=shift,
         )
     )
+
+
+class SingleCanvas:
+    """One trajectory: blocks from left to right on one lane; guidance has a second lane, whose prompt is masked."""
+
+    def __init__(self, task: CanvasTask) -> None:
+        canvas, prompt, max_tokens = task.canvas, task.prompt, task.max_tokens
+        self.canvas, self.sampling = canvas, task.sampling
+        self.prompt_length, self.max_tokens = len(prompt), max_tokens
+        self.length = len(prompt) + max_tokens
+        self.num_lanes = num_lanes(canvas, max_tokens)
+        self.num_forwards = 0
+        self.done = False
+        self._vocab, self._eos = task.vocab, task.eos_token_ids
+        self._shift = int(task.shift)
+        self._lane = Lane.fresh(prompt, max_tokens, task.vocab.mask_token_id)
+        self._block_length = canvas.block_length or max_tokens
+        self._begin_block(0)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+
+    @property
+    def steps(self) -> list[int]:
+        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+
+    def plan(self) -> CanvasPlan:
+        """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
+        assert not self.done
+        logits_at = self._predictors(self._lane.open_positions(self._start, self._stop))
+        queries = []
+        for index in range(self.num_lanes):
+            lane = self._lane if index == 0 else self._unconditional_lane()
+            for start, stop in self._ranges():
+                inside = (logits_at >= start) & (logits_at < stop)
+                queries.append(lane.query(index, start, stop, logits_at[inside]))
+        return CanvasPlan([], queries)
+
+    def update(self, logits: list[Tensor]) -> CanvasUpdate:
+        """Accept tokens from this forward's logits, one tensor (len(logits_at), V) for each query."""
+        per_lane = len(logits) // self.num_lanes
+        logits_PV = torch.cat(logits[:per_lane])
+        if self.num_lanes == 2:
+            conditional_PV, unconditional_PV = logits_PV.float(), torch.cat(logits[per_lane:]).float()
+            logits_PV = unconditional_PV + (self.canvas.cfg_scale + 1) * (conditional_PV - unconditional_PV)
+        if self.canvas.forbid_eos:
+            logits_PV[:, list(self._eos)] = -torch.inf
+        positions = self._lane.open_positions(self._start, self._stop)
+        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
+        accepted = self._accept(guesses)
+        mask_ratio = len(positions) / (self._stop - self._start)
+        block = (self._start - self.prompt_length) // self._block_length
+        tokens = guesses.select(accepted)
+        self.num_forwards += 1
+        log_probs = log_probability(tokens.confidence_P)
+        self._lane.fill(tokens.position_P, tokens.token_P, log_probs, step=self.num_forwards)
+        self._step += 1
+        if bool(accepted.all()):
+            self._finish_block(block)
+        return CanvasUpdate({(0, block): int(accepted.sum())}, {(0, block): mask_ratio})
+
+    def _begin_block(self, block: int) -> None:
+        self._start = self.prompt_length + block * self._block_length
+        self._stop = min(self._start + self._block_length, self.length)
+        self._step = self._leftover = 0
+        offset = self._start - self.prompt_length
+        steps = self.canvas.steps or self.max_tokens
+        self._num_steps = steps_of_block(steps, self.max_tokens, offset, self._stop - self.prompt_length)
+
+    def _finish_block(self, block: int) -> None:
+        """End the request after the last block or a block with an EOS; otherwise begin the next block."""
+        if self._stop == self.length or self._lane.find(self._eos, self._start, self._stop) is not None:
+            self.done = True
+        else:
+            self._begin_block(block + 1)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """The ranges that this forward computes. With `shift` the block's window begins one position earlier, at the
+        position that predicts the block's first position."""
+        window = (max(self._start - self._shift, 0), self._stop)
+        refresh = self.canvas.refresh
+        if refresh is None:
+            if self.canvas.cache == "none" or self._step == 0:
+                return [(0, self.length)]
+            return [(window[0], self.length) if self.canvas.cache == "prefix" else window]
+        if self.num_forwards % refresh.response_interval == 0:
+            window = (self.prompt_length - self._shift, self.length)
+        if self.num_forwards % refresh.prompt_interval:
+            return [window]
+        if window[0] <= self.prompt_length:
+            return [(0, window[1])]
+        return [(0, self.prompt_length), window]
+
+    def _predictors(self, positions: Tensor) -> Tensor:
+        """The positions whose logits predict `positions`."""
+        return (positions - 1).clamp(min=0) if self._shift else positions
+
+    def _unconditional_lane(self) -> Lane:
+        """The canvas with its prompt masked (classifier-free guidance)."""
+        lane = self._lane.copy()
+        lane.tokens[: self.prompt_length] = self._vocab.mask_token_id
+        return lane
+
+    def _accept(self, guesses: Guesses) -> Tensor:
+        """Which open positions become tokens (P,)."""
+        canvas, num_masked = self.canvas, len(guesses.position_P)
+        match canvas.accept:
+            case "quota":
+                return self._accept_number(guesses, quota(self._stop - self._start, self._num_steps, self._step))
+            case "schedule":
+                return self._accept_number(
+                    guesses, scheduled_quota(num_masked, self._num_steps, self._step, canvas.eps)
+                )
+            case "origin":
+                share = unmasking_share(self._num_steps, self._step, canvas.eps)
+                return accept_by_chance(guesses, share, self.sampling, self.num_forwards)
+            case "factor":
+                return accept_by_factor(guesses, canvas.factor)
+            case "threshold":
+                return self._accept_by_threshold(guesses)
+
+    def _accept_number(self, guesses: Guesses, count: int) -> Tensor:
+        """The `count` best positions, or with `score_temperature` positions drawn by their scores."""
+        return accept_best(noisy_scores(guesses, self.canvas, self.sampling, self.num_forwards), count)
+
+    def _accept_by_threshold(self, guesses: Guesses) -> Tensor:
+        """The positions over the threshold, at least the best. With `steps`, at most the step's quota plus
+        the quota that earlier steps of the block left unused."""
+        accepted = accept_over_threshold(guesses, self.canvas.tau, self.canvas.leap) | accept_best(guesses.score_P, 1)
+        if self.canvas.steps is None:
+            return accepted
+        room = quota(self._stop - self._start, self._num_steps, self._step) + self._leftover
+        accepted &= accept_best(guesses.score_P, room)
+        self._leftover = room - int(accepted.sum())
+        return accepted

@@ -65,17 +65,17 @@ def _joins(root: Any, before: dict[int, Any], part: dict[str, Any]) -> Iterator[
     alternative of each."""
     joined, left = dict(before), [part]
     while left:
-        one = left.pop()
-        if id(one) in joined:
+        inner = left.pop()
+        if id(inner) in joined:
             continue
-        joined[id(one)] = one
-        left += _parts(one, "allOf")
-        if isinstance(referred := _referred(root, one.get("$ref")), dict):
+        joined[id(inner)] = inner
+        left += _parts(inner, "allOf")
+        if isinstance(referred := _referred(root, inner.get("$ref")), dict):
             left.append(referred)
     yield joined
-    for one in list(joined.values())[len(before) :]:
-        for other in (*_parts(one, "anyOf"), *_parts(one, "oneOf")):
-            yield from _joins(root, joined, other)
+    for inner in list(joined.values())[len(before) :]:
+        for option in (*_parts(inner, "anyOf"), *_parts(inner, "oneOf")):
+            yield from _joins(root, joined, option)
 
 
 def _parts(part: dict[str, Any], name: str) -> list[dict[str, Any]]:

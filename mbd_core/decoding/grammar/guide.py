@@ -92,14 +92,14 @@ class Closings:
         """The tokens of plain words and marks that stand in a grammar's text."""
         if grammar.syntax == "json_schema":
             return []
-        found = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
-        return [self._tokenizer.tokenize_str(text) for text in list(found)[:MAX_LITERALS]]
+        words = dict.fromkeys(re.findall(r"[^\\.^$|?*+()\[\]{}\"\s]{2,}", grammar.text))
+        return [self._tokenizer.tokenize_str(text) for text in list(words)[:MAX_LITERALS]]
 
     def special_in(self, grammar: Grammar) -> str:
         """Why an answer may not be found, if a special token's text stands in the grammar; else empty."""
         text = grammar.text.replace("\\", "")
-        found = next((special for special in self._special if special in text), None)
-        return "" if found is None else f"'{found}' is a special token's text, which no answer has"
+        spelled = next((special for special in self._special if special in text), None)
+        return "" if spelled is None else f"'{spelled}' is a special token's text, which no answer has"
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray | None:
         """The tokens (V,) that may come next; `None` where the matcher cannot say."""

@@ -169,10 +169,10 @@ def _check_nvlink(size: int) -> None:
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]  # no stub
 
     links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    for one in range(size):
-        for other in range(size):
-            if one != other and not links[one][other]:
-                raise ValueError(f"GPUs {one} and {other} are not joined by NVLink")
+    for first in range(size):
+        for second in range(size):
+            if first != second and not links[first][second]:
+                raise ValueError(f"GPUs {first} and {second} are not joined by NVLink")
 
 
 def _first_line(error: Exception) -> str:

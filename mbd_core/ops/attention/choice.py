@@ -1,6 +1,6 @@
 """The choice of an attention kernel for a device, with the reason why each other kernel is not used.
 
-All kernels compute `attention_definition.paged_attention`. GPU packages are imported only for a CUDA device.
+All kernels compute `definition.paged_attention`. GPU packages are imported only for a CUDA device.
 `AttentionKernel.bind` prepares, once a step, what all layers share.
 """
 
@@ -28,7 +28,7 @@ class AttentionKernel:
 
     A `capturable` kernel reads nothing on the host where a layout has its `max_q`: a CUDA graph can hold its calls.
     `bind` prepares a batch once a step for all layers: row r's queries attend to the first `kv_lens_R[r]` keys of its
-    pages (`attention_definition.paged_attention`).
+    pages (`definition.paged_attention`).
     """
 
     name: str
@@ -42,7 +42,7 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class KernelCase:
     """What a kernel must support. `capability` is the CUDA device's, None elsewhere."""
 
     device: torch.device
@@ -56,7 +56,7 @@ class Setting:
 
 
 class UnavailableError(Exception):
-    """A kernel cannot serve a setting; the message says why."""
+    """A kernel cannot serve a case; the message says why."""
 
 
 def resolve(
@@ -71,11 +71,11 @@ def resolve(
     capability: tuple[int, int] | None = None,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> AttentionKernel:
-    """The first kernel that can serve the setting, or `preference` if it can.
+    """The first kernel that can serve the case, or `preference` if it can.
 
-    On a CPU that is "reference" (`attention_cpu`); on CUDA the order is that of `KERNELS`, and "reference" comes last.
+    On a CPU that is "reference" (`cpu.py`); on CUDA the order is that of `KERNELS`, and "reference" comes last.
     `capability` and `load` (an importer) default to the device's and Python's. Raises `ValueError` for sizes that no
-    kernel takes, for an unknown preference, and for a preference that the setting rules out, with the reason.
+    kernel takes, for an unknown preference, and for a preference that the case rules out, with the reason.
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
@@ -83,7 +83,7 @@ def resolve(
         raise ValueError(f"attention={preference!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}")
     if capability is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-    setting = Setting(
+    case = KernelCase(
         device=device,
         dtype=dtype,
         head_dim=head_dim,
@@ -94,7 +94,7 @@ def resolve(
         load=load,
     )
     reasons: dict[str, str] = {}
-    chosen = _first_flash(setting, preference, reasons)
+    chosen = _first_flash(case, preference, reasons)
     if preference not in (None, "reference" if chosen is None else chosen[0]):
         raise ValueError(
             f"attention={preference!r} cannot be used: {reasons[str(preference)]}; leave it unset to choose"
@@ -116,8 +116,8 @@ def flash_attention(name: str, kernel: flash.Kernel, reasons: dict[str, str]) ->
     return AttentionKernel(name=name, bind=bind, capturable=True, reasons=reasons)
 
 
-def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
-    """The first of `KERNELS` that can serve the setting, or `None`; adds to `reasons` why each other kernel is not."""
+def _first_flash(case: KernelCase, preference: str | None, reasons: dict[str, str]) -> tuple[str, flash.Kernel] | None:
+    """The first of `KERNELS` that can serve the case, or `None`; adds to `reasons` why each other kernel is not."""
     chosen: tuple[str, flash.Kernel] | None = None
     for name, build in KERNELS.items():
         if chosen is not None:
@@ -128,29 +128,29 @@ def _first_flash(setting: Setting, preference: str | None, reasons: dict[str, st
             reasons[name] = "it is fetched from the network, so it is used only when asked for by name"
         else:
             try:
-                chosen = name, build(setting)
+                chosen = name, build(case)
             except UnavailableError as error:
                 reasons[name] = str(error)
     return chosen
 
 
-def _require(setting: Setting, *, page_multiple: int) -> None:
+def _require(case: KernelCase, *, page_multiple: int) -> None:
     """Raise `UnavailableError` for what no kernel for GPUs supports."""
-    if setting.device.type != "cuda" or setting.capability is None:
-        raise UnavailableError(f"it needs a CUDA device, this is {setting.device.type}")
-    if setting.capability < (8, 0):
-        raise UnavailableError("it needs compute capability 8.0, this device has {}.{}".format(*setting.capability))
-    if setting.dtype not in (torch.float16, torch.bfloat16):
-        raise UnavailableError(f"it takes float16 and bfloat16, not {str(setting.dtype).removeprefix('torch.')}")
-    if setting.head_dim > 256 or setting.head_dim % 8:
-        raise UnavailableError(f"it takes head sizes up to 256 in steps of 8, not {setting.head_dim}")
-    if setting.page_size % page_multiple:
-        raise UnavailableError(f"its pages are multiples of {page_multiple} tokens, these have {setting.page_size}")
+    if case.device.type != "cuda" or case.capability is None:
+        raise UnavailableError(f"it needs a CUDA device, this is {case.device.type}")
+    if case.capability < (8, 0):
+        raise UnavailableError("it needs compute capability 8.0, this device has {}.{}".format(*case.capability))
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        raise UnavailableError(f"it takes float16 and bfloat16, not {str(case.dtype).removeprefix('torch.')}")
+    if case.head_dim > 256 or case.head_dim % 8:
+        raise UnavailableError(f"it takes head sizes up to 256 in steps of 8, not {case.head_dim}")
+    if case.page_size % page_multiple:
+        raise UnavailableError(f"its pages are multiples of {page_multiple} tokens, these have {case.page_size}")
 
 
-def _load(setting: Setting, module: str, *attributes: str) -> tuple[Any, ...]:
+def _load(case: KernelCase, module: str, *attributes: str) -> tuple[Any, ...]:
     try:
-        package = setting.load(module)
+        package = case.load(module)
         return tuple(getattr(package, attribute) for attribute in attributes)
     except (ImportError, OSError, AttributeError) as error:
         raise UnavailableError(f"{module} cannot be imported ({error})") from error
@@ -162,24 +162,24 @@ def _takes(function: Callable[..., Any], *arguments: str) -> None:
         raise UnavailableError(f"the installed {function.__name__} takes no {missing[0]}; a newer one does")
 
 
-def _vllm(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=16)
-    (function,) = _load(setting, "vllm.vllm_flash_attn", "flash_attn_varlen_func")
-    (supports,) = _load(setting, "vllm.vllm_flash_attn.flash_attn_interface", "is_fa_version_supported")
+def _vllm(case: KernelCase) -> flash.Kernel:
+    _require(case, page_multiple=16)
+    (function,) = _load(case, "vllm.vllm_flash_attn", "flash_attn_varlen_func")
+    (supports,) = _load(case, "vllm.vllm_flash_attn.flash_attn_interface", "is_fa_version_supported")
     return flash.vllm_flash(function, fa_version=3 if supports(3) else 2)
 
 
-def _torch_paged(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=16)
-    (varlen_attn,) = _load(setting, "torch.nn.attention.varlen", "varlen_attn")
+def _torch_paged(case: KernelCase) -> flash.Kernel:
+    _require(case, page_multiple=16)
+    (varlen_attn,) = _load(case, "torch.nn.attention.varlen", "varlen_attn")
     _takes(varlen_attn, "block_table", "num_splits")
-    major = setting.capability[0] if setting.capability is not None else 0
+    major = case.capability[0] if case.capability is not None else 0
     packages = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute.interface")}
     if major not in packages:
         raise UnavailableError("torch takes block tables only with FlashAttention 3 or 4 (capability 9 or 10)")
     implementation, package = packages[major]
-    _load(setting, package)
-    (activate,) = _load(setting, "torch.nn.attention", "activate_flash_attention_impl")
+    _load(case, package)
+    (activate,) = _load(case, "torch.nn.attention", "activate_flash_attention_impl")
     try:
         activate(implementation)
     except (RuntimeError, ValueError) as error:
@@ -187,19 +187,19 @@ def _torch_paged(setting: Setting) -> flash.Kernel:
     return flash.torch_varlen(varlen_attn)
 
 
-def _flash_attn(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=256)
-    (function,) = _load(setting, "flash_attn", "flash_attn_varlen_func")
+def _flash_attn(case: KernelCase) -> flash.Kernel:
+    _require(case, page_multiple=256)
+    (function,) = _load(case, "flash_attn", "flash_attn_varlen_func")
     return flash.flash_2(function)
 
 
-def _hub(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=16)
-    if setting.capability is not None and setting.capability[0] > 9:
+def _hub(case: KernelCase) -> flash.Kernel:
+    _require(case, page_multiple=16)
+    if case.capability is not None and case.capability[0] > 9:
         raise UnavailableError(
-            "FlashAttention 3 is built for capability 8 and 9, this device has {}.{}".format(*setting.capability)
+            "FlashAttention 3 is built for capability 8 and 9, this device has {}.{}".format(*case.capability)
         )
-    (get_kernel,) = _load(setting, "kernels", "get_kernel")
+    (get_kernel,) = _load(case, "kernels", "get_kernel")
     _takes(get_kernel, "version")
     try:
         module = get_kernel("kernels-community/vllm-flash-attn3", version=1)
@@ -208,13 +208,13 @@ def _hub(setting: Setting) -> flash.Kernel:
     return flash.flash_3(module.flash_attn_with_kvcache)
 
 
-def _triton(setting: Setting) -> flash.Kernel:
-    _require(setting, page_multiple=1)
-    _load(setting, "triton")
+def _triton(case: KernelCase) -> flash.Kernel:
+    _require(case, page_multiple=1)
+    _load(case, "triton")
     return split_attention
 
 
-KERNELS: dict[str, Callable[[Setting], flash.Kernel]] = {
+KERNELS: dict[str, Callable[[KernelCase], flash.Kernel]] = {
     "vllm-flash-attn": _vllm,
     "torch-varlen": _torch_paged,
     "flash-attn": _flash_attn,

@@ -1,6 +1,6 @@
 """The CPU engine's attention: a sequence's keys are read once for all its rows; similar sequences share one call.
 
-It computes `attention_definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the
+It computes `definition.paged_attention`. Neighbouring rows of one sequence (the slots of a buffer, the
 blocks of a prompt chunk) become one call with a mask; sequences with about as many keys are bundled into one call.
 
 Shape legend: T packed query tokens, R rows (one block of one sequence each), P pages a row, S page size, H query

@@ -162,7 +162,7 @@ def plan(*, sequences: int, queries: int, share: int, kv_heads: int, head_dim: i
 
 
 def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLayout) -> Tensor:
-    """`attention_definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`.
+    """`definition.paged_attention` (T, H, C) of a `RowLayout.for_kernels`.
 
     Every shape depends on the layout's alone, so a CUDA graph can capture the call. Raises `ValueError` for tensors
     whose channels are not adjacent.

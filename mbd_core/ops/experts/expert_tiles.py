@@ -3,8 +3,7 @@
 
 An assignment's place is the number of those before it, which are counted: for the few that a decoding step has, that
 is less work than a sort, and needs one launch. Some programs place assignments; the others count every expert's and
-find the tiles. `expert_order.sort_by_expert` defines the
-order.
+find the tiles. `choice.sort_by_expert` defines the order.
 
 Triton is imported by the first call, so that this file can be imported where Triton is not installed.
 
@@ -46,14 +45,14 @@ def _tiles_kernel(
     if program < placing:
         mine = program * BLOCK + tl.arange(0, BLOCK)
         expert = tl.load(ids_ptr + mine, mask=mine < A, other=0).to(tl.int32)
-        found = tl.zeros((BLOCK, CHUNK), tl.int32)  # summed once, behind the loop: a sum takes all threads
+        rank = tl.zeros((BLOCK, CHUNK), tl.int32)  # summed once, behind the loop: a sum takes all threads
         for start in range(0, A, CHUNK):
             other = start + step
             their = tl.load(ids_ptr + other, mask=other < A, other=2147483647).to(tl.int32)
             less = their[None, :] < expert[:, None]
             earlier = (their[None, :] == expert[:, None]) & (other[None, :] < mine[:, None])
-            found += (less | earlier).to(tl.int32)
-        place = tl.sum(found, 1)
+            rank += (less | earlier).to(tl.int32)
+        place = tl.sum(rank, 1)
         tl.store(order_ptr + place, mine.to(tl.int64), mask=mine < A)
         return
     every = tl.arange(0, BLOCK_E)

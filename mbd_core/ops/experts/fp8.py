@@ -77,8 +77,8 @@ def quantize(weight: Tensor, *, block: Block | None = None) -> Fp8Weight:
     if not bool(largest.isfinite().all()):
         raise ValueError("the weight has values that are not finite; FP8 cannot hold them")
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    each = scale if block is None else _spread(scale, weight.shape, block)
-    values = (weight.float() / each).clamp(-_LARGEST, _LARGEST).to(FP8)
+    scale_of_weight = scale if block is None else _spread(scale, weight.shape, block)
+    values = (weight.float() / scale_of_weight).clamp(-_LARGEST, _LARGEST).to(FP8)
     return Fp8Weight(values, scale[:, 0] if block is None else scale, block)
 
 
