@@ -1,8 +1,8 @@
-"""Where Triton kernels are used, and where all of them are launched, so that launches can be counted without a GPU."""
+"""Triton kernels: where they are used, compiled and launched; launches can be counted without a GPU or Triton."""
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -11,6 +11,35 @@ import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _watcher: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", default=None)
+
+
+class Kernel:
+    """A Triton kernel, which its first call compiles (or, where Triton's interpreter is on, prepares for that).
+
+    Triton is imported then and not before, so that the kernel's file can be imported where Triton is not installed.
+    The file's global `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, become Triton's.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, parts: Sequence[Callable[..., Any]] = (), changing: Sequence[str] = ()
+    ) -> None:
+        """`changing` are arguments whose values differ from call to call, and for which nothing is compiled anew."""
+        self.fn, self._parts, self._changing = fn, parts, changing
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        import triton
+        import triton.language
+
+        names = self.fn.__globals__
+        names["tl"] = triton.language
+        for part in self._parts:
+            if names[part.__name__] is part:
+                names[part.__name__] = triton.jit(part)
+        return triton.jit(self.fn, do_not_specialize=list(self._changing))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.compiled[grid]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
@@ -22,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: ob
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             kernel[grid](*arguments, **options)
     else:
-        function = kernel.fn  # of triton.jit
+        function = kernel.fn
         see(f"{function.__module__.rpartition('.')[2]}.{function.__name__.strip('_').removesuffix('_kernel')}")
 
 

@@ -6,7 +6,6 @@ captured as graphs and replayed, and nothing in a capture waits for the device, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +165,6 @@ def likeliest_of_part(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tu
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The fake device, with stand-ins for the Triton kernels."""
     with fake_device() as found:
-        triton = SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=lambda n, m: -(-n // m))
         monkeypatch.setattr(triton_launch, "_installed", lambda: False)  # layers and steps in torch's own operations
         monkeypatch.setattr(moe_triton, "sorted_tiles", found.kernel(tiles_by_sorting))
         summed = found.kernel(sum_of_parts)
@@ -174,10 +172,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
             monkeypatch.setattr(
                 module, "sum_experts", lambda p, dtype: summed(p.y_TKD, p.ids_TK, p.num_experts, dtype)
             )
-        kernels = (triton, Launcher(found, swiglu_kernel), Launcher(found, down_kernel))
-        attends = (triton, Launcher(found, split_kernel), Launcher(found, join_kernel))
-        monkeypatch.setattr(moe_triton, "_compiled", lambda: kernels)
-        monkeypatch.setattr(attention_triton, "_compiled", lambda: attends)
+        for module, stand_ins in (
+            (moe_triton, {"SWIGLU": swiglu_kernel, "DOWN": down_kernel}),
+            (attention_triton, {"SPLIT": split_kernel, "JOIN": join_kernel}),
+        ):
+            for name, kernel in stand_ins.items():
+                monkeypatch.setattr(module, name, Launcher(found, kernel))
         monkeypatch.setattr(device_vocab, "confidence", found.kernel(likeliest))
         monkeypatch.setattr(device_vocab, "part_confidence", found.kernel(likeliest_of_part))
         yield found

@@ -92,7 +92,7 @@ FORMS: dict[str, tuple[str, int, int]] = {
 def test_the_experts_kernels_fit(form: str, shares: bool, each: int, capability: int, tmp_path: Path) -> None:
     """`each` tokens an expert."""
     weights, rows, columns = FORMS[form]
-    _, swiglu, down = experts_triton._compiled()
+    swiglu, down = experts_triton.SWIGLU.compiled, experts_triton.DOWN.compiled
     scale = "*fp32" if rows else "*bf16"
     layout = {"order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32"}
     size = 1 if rows else 2
@@ -124,7 +124,7 @@ def test_the_experts_kernels_fit(form: str, shares: bool, each: int, capability:
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path) -> None:
-    _, stretch, join = confidence._compiled()
+    stretch, join = confidence.STRETCH.compiled, confidence.JOIN.compiled
     parts = {"top_ptr": "*fp32", "total_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32"}
     reads = {
         "logits_ptr": "*" + dtype, **parts, "stride": "i32", "V": "i32", "size": "i32!", "mask": "i32!",
@@ -145,7 +145,7 @@ ATTENTION = {"llada2-mini, sdar": (4, 128), "dream-7b": (7, 128), "narrow": (2, 
 def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) -> None:
     """A captured step's call with splits, and without for the models that are served; rows of a prompt."""
     share, channels = ATTENTION[model]
-    _, split, join = attention_triton._compiled()
+    split, join = attention_triton.SPLIT.compiled, attention_triton.JOIN.compiled
     strides = dict.fromkeys(("q_token", "q_head", "k_page", "k_place", "k_head", "v_page", "v_place", "v_head"), "i32")
     steps = {"table_row": "i32!", "tiles": "i32!", "length": "i32", "num_out": "i32!", "scale": "fp32!"}
     for sequences, each in ((1, 2), (300, 1)) if model.startswith("llada2") else ((1, 2),):
@@ -174,7 +174,7 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
     """At LLaDA2-mini's sizes; the norm also at the widest model's, in all of its forms."""
-    _, residual = residual_norm._compiled()
+    residual = residual_norm.ADD_NORM.compiled
     forms = (
         (2048, 8, True, True, 0), (2048, 0, True, True, 0), (4096, 8, True, True, 0), (2048, 8, False, False, 0),
         (2048, 0, True, True, 2), (4096, 0, True, True, 8),
@@ -190,7 +190,7 @@ def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
         check(binary, capability, tmp_path)
         wide = re.findall(r"ld\.global[.\w]*\.v4", binary.asm["ptx"])
         assert len(wide) >= 2 + ranks, "x, the gain, and every rank's part, each in loads of 16 bytes"
-    _, heads = heads_triton._compiled()
+    heads = heads_triton.HEADS.compiled
     pointers = {
         "qkv_ptr": "*bf16", "gain_ptr": "*bf16", "table_ptr": "*bf16", "positions_ptr": "*i64", "places_ptr": "*i64",
         "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "eps": "fp32!",
@@ -198,7 +198,7 @@ def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
     for count, rotated, norms in ((16, 64, True), (28, 128, False)):
         sizes = {"H": count, "K": 4, "C": 128, "ROTATED": rotated, "NORMS": norms, "BLOCK": 128}
         check(compiled(heads, {**pointers, **sizes}, capability, num_warps=1), capability, tmp_path)
-    _, swiglu = swiglu_triton._compiled()
+    swiglu = swiglu_triton.GATED.compiled
     gate = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "F": "i32", "BLOCK": swiglu_triton._BLOCK}
     check(compiled(swiglu, gate, capability), capability, tmp_path)
 
@@ -206,7 +206,7 @@ def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
     """LLaDA2's grouped choice and SDAR-MoE's of 128 by softmax."""
-    _, choice = router_triton._compiled()
+    choice = router_triton.ROUTE.compiled
     pointers = {
         "logits_ptr": "*fp32", "bias_ptr": "*fp32", "live_ptr": "*i1", "ids_ptr": "*i64", "weights_ptr": "*fp32",
         "scaling": "fp32!",
@@ -218,7 +218,7 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
             "BLOCK_K": 8 << shared,
         }  # fmt: skip
         check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
-    _, tiles = expert_tiles._compiled()
+    tiles = expert_tiles.TILES_KERNEL.compiled
     layout = {
         "ids_ptr": "*i64", "order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32",
         "A": "i32!", "E": "i32", "N": "i32!", "placing": "i32!", "TILE": "i32", "BLOCK": expert_tiles._PLACED,
@@ -245,8 +245,8 @@ BUFFER = {
 def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
     """For two and four slots of 32 positions, one of 128: everything that a step may have to do, and a greedy step."""
     places = {name.upper(): column for name, column in RowSettings(1, torch.device("cpu")).places.items()}
-    _, opens, lists = buffer_open._compiled()
-    _, settles, slides = buffer_close._compiled()
+    opens, lists = buffer_open.OPEN.compiled, buffer_open.LIST.compiled
+    settles, slides = buffer_close.SETTLE.compiled, buffer_close.SLIDE.compiled
     for slots, size, most in ((2, 32, True), (4, 32, True), (1, 128, True), (2, 32, False)):
         constants = {
             **places, "WHOLE": 15, "REAL": 8, "N": slots, "SLOTS": slots, "SIZE": size, "PAGE": 32, "PAGES": 128,

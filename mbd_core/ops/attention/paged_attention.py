@@ -12,15 +12,12 @@ once. Nothing is read on the host.
 Values past the longest row of a tile are never multiplied, whatever they are. Values past a row's own length that
 another row of its sequence sees are multiplied by zero, so they must be finite.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T packed query tokens, R rows, P pages a row, S page size, H query heads, K key/value heads, C channels,
 N splits.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -28,14 +25,14 @@ import torch
 from torch import Tensor
 
 from mbd_core.ops.attention.definition import RowLayout
-from mbd_core.ops.launch import launch, power_of_two
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _MOST_ROWS = 128  # queries times heads that a program holds: more would not fit into its registers
 _EXACT_ROWS = 64  # the same for `exact` layouts, whatever else is in the batch
 _PROGRAMS = 132  # one for each multiprocessor of an H100: two of the largest do not fit
 _STAGES = 5  # of the loop over keys: page numbers, then keys and values; with fewer than 5 no load passes a product
 _MOST_SPLITS = 16  # each split's sums are written and read again
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _split_kernel(
@@ -114,21 +111,10 @@ def _join_kernel(
     tl.store(out_ptr + place * C + channel, out.to(out_ptr.dtype.element_ty), mask=channel < C)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any, Any]:
-    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    # these change from step to step; a kernel for each of their kinds would be compiled in mid-service
-    changing = ["tiles", "table_row", "num_out"]
-    return (
-        triton,
-        triton.jit(_split_kernel, do_not_specialize=changing),
-        triton.jit(_join_kernel, do_not_specialize=["num_out"]),
-    )
+# "tiles", "table_row" and "num_out" change from step to step: a kernel for each of their kinds would be compiled in
+# mid-service
+SPLIT = Kernel(_split_kernel, changing=["tiles", "table_row", "num_out"])
+JOIN = Kernel(_join_kernel, changing=["num_out"])
 
 
 class Launch(NamedTuple):
@@ -170,7 +156,6 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
     for name, tensor in (("queries", q_THC), ("keys", k_pages), ("values", v_pages)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"the {name} have strides {tensor.stride()}; make their last dimension contiguous")
-    _, split_kernel, join_kernel = _compiled()
     (num_tokens, heads, channels), (page_size, kv_heads) = q_THC.shape, k_pages.shape[1:3]
     assert rows.max_q is not None
     each = 1 if rows.exact else rows.rows_each
@@ -189,7 +174,7 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         parts = torch.empty((cut.splits, *q_THC.shape), dtype=torch.float32, device=q_THC.device)
         lse = torch.empty((cut.splits, num_tokens, heads), dtype=torch.float32, device=q_THC.device)
     launch(
-        split_kernel, (sequences * cut.tiles, kv_heads, cut.splits),
+        SPLIT, (sequences * cut.tiles, kv_heads, cut.splits),
         q_THC, k_pages, v_pages, parts, lse, rows.cu_seqlens_q, rows.kv_lens_R, rows.page_table_RP,
         *q_THC.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
         rows.page_table_RP.stride(0), cut.tiles, rows.max_q, num_tokens, channels**-0.5 * math.log2(math.e),
@@ -198,7 +183,7 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
     )  # fmt: skip
     if cut.splits > 1:
         launch(
-            join_kernel, (num_tokens * heads,),
+            JOIN, (num_tokens * heads,),
             parts, lse, out, num_tokens * heads,
             C=channels, SPLITS=cut.splits, BLOCK_S=_MOST_SPLITS, BLOCK_C=cut.block_c,
         )  # fmt: skip

@@ -5,23 +5,20 @@ They do what `BlockBuffer.commit` and `step_report.pack_report` do, to the bit. 
 slot. The first kernel decides (`_settle_kernel`) and writes tokens, masks and confidences into the report and the
 slots' other state into scratch memory; the second (`_slide_kernel`) reads them from there and moves the slots forward.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: R rows (sequences), N slots, B block size, A positions with logits, X numbers of a report.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mbd_core.ops.buffer.before_forward import BufferMemory, OpenStep
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _predicted(
@@ -224,22 +221,8 @@ def _slide_kernel(
     tl.store(report_ptr + 2 * R + row, num_asked.to(tl.float64))
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any, Any]:
-    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
-    global tl, _predicted, _accepted, _decide, _write
-    import triton
-    import triton.language
-
-    tl = triton.language
-    _predicted, _accepted = triton.jit(_predicted), triton.jit(_accepted)
-    _decide, _write = triton.jit(_decide), triton.jit(_write)
-    changing = ["R"]
-    return (
-        triton,
-        triton.jit(_settle_kernel, do_not_specialize=changing),
-        triton.jit(_slide_kernel, do_not_specialize=[*changing, "mask_token"]),
-    )
+SETTLE = Kernel(_settle_kernel, parts=(_predicted, _accepted, _decide, _write), changing=["R"])
+SLIDE = Kernel(_slide_kernel, parts=(_predicted, _accepted, _decide, _write), changing=["R", "mask_token"])
 
 
 def close_step(
@@ -259,7 +242,6 @@ def close_step(
 
     `leftmost` is that fallback's number; `revises` and `quotas` are those of `BlockBuffer.commit`.
     """
-    triton, settle_kernel, slide_kernel = _compiled()
     rows, slots, size = memory.tokens_RNB.shape
     new_weight_RNB = torch.empty_like(memory.weight_RNB)
     kept_RN3 = torch.empty((rows, slots, 3), dtype=torch.float64, device=memory.device)
@@ -268,10 +250,10 @@ def close_step(
         "quota", "fallback", "edits", "max_edits", "softens", "forward", "tau_semi", "tau_m2t", "tau_t2t",
         "stop_confidence",
     )  # fmt: skip
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     options = {"BLOCK": block, "num_warps": max(1, min(4, block // 32))}
     launch(
-        settle_kernel, (rows,),
+        SETTLE, (rows,),
         memory.tokens_RNB, memory.masked_RNB, memory.confidence_RNB, memory.weight_RNB, memory.state_RN,
         memory.num_steps_RN, memory.stability_RN, memory.editable_RNB, memory.num_editable_RN, memory.whole_RI,
         memory.real_RF, num_blocks_R if opened.asked_RNB is None else opened.asked_RNB, token_A, confidence_A,
@@ -282,7 +264,7 @@ def close_step(
     constants = memory.places("first_block", "origin", "begin", "end", "edits", "softens")
     del constants["REAL"]
     launch(
-        slide_kernel, (rows,),
+        SLIDE, (rows,),
         memory.tokens_RNB, memory.masked_RNB, memory.confidence_RNB, memory.weight_RNB, memory.state_RN,
         memory.num_steps_RN, memory.stability_RN, memory.positions_RNB, memory.editable_RNB, memory.num_editable_RN,
         memory.whole_RI, opened.report_X, new_weight_RNB, kept_RN3, num_blocks_R, rows, memory.mask_token_id,

@@ -3,15 +3,12 @@
 They do what `BlockBuffer.activate`, `rows.static_rows` and `batch.pack` do for a static step, to the bit. A program of
 the first kernel takes one sequence, slot by slot. The second, one program, lists the positions that need logits.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: R rows (sequences), N slots, S slots of the step, B block size, K = R * S rows of the forward, T = K * B
 tokens, P pages, A positions with logits, X numbers of a report.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 # What the Block Buffer's kernels read and write, and where a step's report has its parts.
 #
@@ -71,7 +68,7 @@ class BufferMemory:
 
 _LISTED, _LIST_WARPS = 1024, 8  # positions that the second kernel looks at at once, and its warps
 _PAGES = 128  # page numbers copied at once
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,20 +219,8 @@ def _list_kernel(
         tl.store(logits_at_ptr + number, tl.full((BLOCK,), 0, tl.int64), mask=padding)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any, Any]:
-    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
-    global tl, _progress, _lay_out
-    import triton
-    import triton.language
-
-    tl = triton.language
-    _progress, _lay_out = triton.jit(_progress), triton.jit(_lay_out)
-    return (
-        triton,
-        triton.jit(_open_kernel, do_not_specialize=["R", "table_row", "P"]),
-        triton.jit(_list_kernel, do_not_specialize=["R", "A"]),
-    )
+OPEN = Kernel(_open_kernel, parts=(_progress, _lay_out), changing=["R", "table_row", "P"])
+LIST = Kernel(_list_kernel, parts=(_progress, _lay_out), changing=["R", "A"])
 
 
 def open_step(
@@ -246,7 +231,6 @@ def open_step(
 
     Nothing is read on the host and every shape depends on the arguments' alone, so a CUDA graph can capture the call.
     """
-    triton, open_kernel, list_kernel = _compiled()
     rows, slots, size = memory.tokens_RNB.shape
     device, count, width = memory.device, rows * num_slots, tables_RP.shape[1]
     assert tables_RP.stride(1) == 1
@@ -257,9 +241,9 @@ def open_step(
     pages_KP = torch.empty((count, width), dtype=torch.int32, device=device)
     live_T = torch.empty(count * size, dtype=torch.bool, device=device)
     names = ("first_block", "origin", "end", "limit", "kept", "eos_stops", "tau_add", "tau_stable")
-    block = triton.next_power_of_2(size)
+    block = power_of_two(size)
     launch(
-        open_kernel, (rows,),
+        OPEN, (rows,),
         memory.tokens_RNB, memory.masked_RNB, memory.state_RN, memory.stability_RN, memory.positions_RNB,
         memory.editable_RNB, memory.num_editable_RN, memory.whole_RI, memory.real_RF, memory.max_blocks, memory.eos,
         tables_RP, report_X, tokens_T, positions_T, bounds, kv_lens_K, pages_KP, write_loc_T, live_T,
@@ -275,7 +259,7 @@ def open_step(
         constants = memory.places("edits", "softens")
         del constants["REAL"]
         launch(
-            list_kernel, (1,),
+            LIST, (1,),
             memory.masked_RNB, memory.editable_RNB, memory.state_RN, memory.whole_RI, at_A, logits_at_A, asked_RNB,
             rows, asked,
             N=slots, SLOTS=num_slots, SIZE=size, **constants, ALL=num_asked is None, SHIFT=shift, BLOCK=_LISTED,

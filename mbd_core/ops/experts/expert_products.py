@@ -11,22 +11,19 @@ Weights may be FP8, with a scale per output channel or per block of a matrix. Th
 exact, and each partial product is multiplied by its scale in float32: half the bytes are read, and the inputs keep
 their dtype. Rounding them too would save no byte that counts and cost a kernel and accuracy.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, K experts a token, A = T * K assignments, D model width, E experts, F expert width, S shared
 experts.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mbd_core.ops.experts.expert_tiles import sorted_tiles
-from mbd_core.ops.launch import launch, power_of_two
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 from mbd_core.ops.layer.residual_norm import ExpertParts
 
 
@@ -53,9 +50,7 @@ LEAST_DEPTH = 16
 """Input channels of a partial product, at least: those of one instruction of the chip."""
 TILES: dict[tuple[int, int, int], ExpertTiles] = {}
 """By (tokens, an expert's width, bytes of a weight), from a sweep on a GPU (`benchmarks/gpu`); empty so far."""
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
-_gate_up: Any = None  # compiled, likewise
-_down: Any = None
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 class SharedExperts(NamedTuple):
@@ -77,7 +72,7 @@ class Scales(NamedTuple):
     columns: int = 0
 
 
-def _gate_up_product(
+def _gate_up(
     x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, tokens, live, channels, D, F,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +155,7 @@ def _swiglu_kernel(
     tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & (channels < F)[None, :])
 
 
-def _down_product(
+def _down(
     hidden_ptr, down_ptr, scale_ptr, rows, live, channels, D, F, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -247,24 +242,16 @@ def down_depth(cut: ExpertTiles, width: int, columns: int) -> int:
     return _within(columns, max(16, min(max(cut.depth, power_of_two(least)), power_of_two(width))))
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any, Any]:
-    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
-    global tl, _gate_up, _down
-    import triton
-    import triton.language
-
-    tl = triton.language
-    _gate_up, _down = triton.jit(_gate_up_product), triton.jit(_down_product)
-    return triton, triton.jit(_swiglu_kernel), triton.jit(_down_kernel)
+SWIGLU = Kernel(_swiglu_kernel, parts=(_gate_up,))
+DOWN = Kernel(_down_kernel, parts=(_down,))
 
 
 def too_large() -> type[Exception]:
     """What a call raises whose tiles do not fit into the chip's shared memory."""
     from triton.runtime.errors import OutOfResources
 
-    found: type[Exception] = OutOfResources
-    return found
+    error: type[Exception] = OutOfResources
+    return error
 
 
 def expert_parts(
@@ -289,7 +276,6 @@ def expert_parts(
     for name, weight in (*zip(("gate", "up", "down"), (gate_EFD, up_EFD, down_EDF), strict=True), *_named(shared)):
         if not weight.is_contiguous():
             raise ValueError(f"the {name} weights of shape {tuple(weight.shape)} are not contiguous; copy them first")
-    triton, swiglu_kernel, down_kernel = _compiled()
     num_tokens, per_token = ids_TK.shape
     num_experts, width, depth = gate_EFD.shape
     num_ids = num_experts + (0 if shared is None else shared.gate.shape[0] // width)
@@ -310,13 +296,13 @@ def expert_parts(
 
     block_f, block_d = block(cut.columns, width), _within(columns, block(cut.depth, depth))
     launch(
-        swiglu_kernel, (expert.shape[0], triton.cdiv(width, block_f)),
+        SWIGLU, (expert.shape[0], -(-width // block_f)),
         x_TD, gate_EFD, up_EFD, gate_scale, up_scale, shared_gate, shared_up, hidden_AF, order_A, expert, first, end,
         depth, width, num_experts, per_token, _each(gate_scale, rows), BLOCK_F=block_f, BLOCK_D=block_d, **options,
     )  # fmt: skip
     block_f, block_d = down_depth(cut, width, columns), block(cut.columns, depth)
     launch(
-        down_kernel, (expert.shape[0], triton.cdiv(depth, block_d)),
+        DOWN, (expert.shape[0], -(-depth // block_d)),
         hidden_AF, down_EDF, down_scale, shared_down, weights_TK.float().contiguous(), y_AD,
         order_A, expert, first, end,
         depth, width, num_experts, shared_down.shape[-1], _each(down_scale, rows),

@@ -5,24 +5,21 @@ An assignment's place is the number of those before it, which are counted: for t
 is less work than a sort, and needs one launch. Some programs place assignments; the others count every expert's and
 find the tiles. `choice.sort_by_expert` defines the order.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, K experts a token, A = T * K assignments, E experts, N tiles.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _PLACED = 32  # assignments or tiles of a program
 _CHUNK = 32  # assignments that it compares them with at once
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 class SortedTiles(NamedTuple):
@@ -76,15 +73,7 @@ def _tiles_kernel(
     tl.store(end_ptr + tile, tl.where(used, end, 0), mask=tile < N)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any]:
-    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_tiles_kernel, do_not_specialize=["A", "N", "placing"])
+TILES_KERNEL = Kernel(_tiles_kernel, changing=["A", "N", "placing"])
 
 
 def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
@@ -97,15 +86,14 @@ def sorted_tiles(ids_TK: Tensor, num_experts: int, tile: int) -> SortedTiles:
 
     Ids are 0 to E; those of the sentinel E stand last and have no tile.
     """
-    triton, kernel = _compiled()
     count, device = ids_TK.numel(), ids_TK.device
     tiles = num_tiles(count, num_experts, tile)
     order_A = torch.empty(count, dtype=torch.int64, device=device)
     expert_N, first_N, end_N = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(3))
-    placing = triton.cdiv(count, _PLACED)
+    placing = -(-count // _PLACED)
     launch(
-        kernel, (placing + triton.cdiv(tiles, _PLACED),),
+        TILES_KERNEL, (placing + -(-tiles // _PLACED),),
         ids_TK.contiguous(), order_A, expert_N, first_N, end_N, count, num_experts, tiles, placing, tile,
-        BLOCK=_PLACED, CHUNK=_CHUNK, BLOCK_E=triton.next_power_of_2(num_experts), num_warps=8,
+        BLOCK=_PLACED, CHUNK=_CHUNK, BLOCK_E=power_of_two(num_experts), num_warps=8,
     )  # fmt: skip
     return SortedTiles(order_A, expert_N, first_N, end_N)

@@ -6,24 +6,21 @@ Every program reads a stretch of one position's vocabulary, each logit once and 
 maximum and sum; a second kernel joins the stretches. A step with few positions therefore still fills the GPU. The
 stretches depend on the vocabulary alone: a position's sum has the same bits in every batch.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: P positions, V vocabulary, S stretches of a vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
 _BLOCK = 1024  # logits that a program holds at once
 _SPAN = 4 * _BLOCK  # logits of a stretch: a block of 32 positions of a large vocabulary is more than 1,000 programs
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _stretch_kernel(
@@ -76,15 +73,8 @@ def _join_kernel(
     tl.store(lse_ptr + position, highest + tl.log(total))
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any, Any]:
-    """Triton and both kernels, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_stretch_kernel), triton.jit(_join_kernel)
+STRETCH = Kernel(_stretch_kernel)
+JOIN = Kernel(_join_kernel)
 
 
 def num_stretches(vocabulary: int) -> int:
@@ -120,7 +110,6 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
         raise ValueError(
             f"logits of shape {tuple(logits_PV.shape)} have strides {logits_PV.stride()}; make their rows contiguous"
         )
-    triton, stretch_kernel, join_kernel = _compiled()
     count = num_stretches(vocabulary)
     device = logits_PV.device
     # apart, so that each begins at a multiple of 16 bytes: Triton compiles for what it sees
@@ -130,13 +119,13 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
     probability_P, logit_P, lse_P = (torch.empty(positions, dtype=torch.float32, device=device) for _ in range(3))
     if positions:
         launch(
-            stretch_kernel, (positions, count),
+            STRETCH, (positions, count),
             logits_PV, top, total, best, token, logits_PV.stride(0), vocabulary, size, mask_token_id,
             SPAN=_SPAN, BLOCK=_BLOCK,
         )  # fmt: skip
         launch(
-            join_kernel, (positions,),
+            JOIN, (positions,),
             top, total, best, token, chosen_P, probability_P, logit_P, lse_P, count,
-            BLOCK=triton.next_power_of_2(count),
+            BLOCK=power_of_two(count),
         )  # fmt: skip
     return chosen_P, probability_P, logit_P, lse_P

@@ -4,21 +4,18 @@
 A program takes one head of one token. Query heads go to a tensor of their own, key and value heads to their place in
 the cache.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, H query heads, K key/value heads, N = H + K, C head channels, P positions, L places of a cache.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _heads_kernel(
@@ -56,15 +53,7 @@ def _heads_kernel(
         tl.store(k_ptr + (place * K + head - H) * C + channel, out, mask=inside)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any]:
-    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_heads_kernel)
+HEADS = Kernel(_heads_kernel)
 
 
 def store_heads(
@@ -84,15 +73,14 @@ def store_heads(
     Queries and keys are normed over their channels with `gain_NC` (`None`: not normed), then rotated by the cosines
     and signed sines of `table_P2C` in their first `num_rotated` channels. Of tokens with the same place one remains.
     """
-    triton, kernel = _compiled()
     tokens, (kv_heads, channels) = len(qkv), keys_LKC.shape[1:]
     heads = qkv.shape[1] // channels - 2 * kv_heads
     assert qkv.is_contiguous() and keys_LKC.is_contiguous() and values_LKC.is_contiguous()
     q_THC = qkv.new_empty(tokens, heads, channels)
     launch(
-        kernel, (tokens, heads + 2 * kv_heads),
+        HEADS, (tokens, heads + 2 * kv_heads),
         qkv, qkv if gain_NC is None else gain_NC, table_P2C, positions_T, places_T, q_THC, keys_LKC, values_LKC, eps,
         H=heads, K=kv_heads, C=channels, ROTATED=num_rotated, NORMS=gain_NC is not None,
-        BLOCK=triton.next_power_of_2(channels), num_warps=1,
+        BLOCK=power_of_two(channels), num_warps=1,
     )  # fmt: skip
     return q_THC

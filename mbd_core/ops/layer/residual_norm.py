@@ -3,23 +3,20 @@
 
 The sum is rounded once, the normed values before the gain and again behind it, as `RMSNorm` rounds them.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, D model width, K experts a token, E experts, G tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,7 @@ def _add_norm_kernel(
         tl.store(out_ptr + at, (gain * normed).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any]:
-    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_add_norm_kernel)
+ADD_NORM = Kernel(_add_norm_kernel)
 
 
 def add_norm(
@@ -133,14 +122,13 @@ def _launch(
     out_TD: Tensor,
     eps: float,
 ) -> None:
-    triton, kernel = _compiled()
     tokens, width = sum_TD.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     y, ids, per_token, num_experts = (sum_TD, sum_TD, 0, 0)
     if experts is not None:
         y, ids, per_token, num_experts = experts.y_TKD, experts.ids_TK, experts.ids_TK.shape[1], experts.num_experts
     launch(
-        kernel, (tokens,),
+        ADD_NORM, (tokens,),
         sum_TD if x_TD is None else x_TD, sum_TD if part_TD is None else part_TD.contiguous(),
         ids if ranks is None else ranks.addresses_G, y, ids,
         sum_TD if gain_D is None else gain_D, sum_TD, out_TD, width, num_experts, eps,

@@ -4,22 +4,19 @@
 A program takes one token. Its experts lie group by group in a square of registers; the best of all that may be chosen
 is taken K times. Ties go to the lowest expert.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, E experts, K experts a token, S shared experts.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch, power_of_two
 
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _route_kernel(
@@ -79,15 +76,7 @@ def _route_kernel(
     tl.store(weights_ptr + place, weights, mask=column < K + SHARED)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any]:
-    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_route_kernel)
+ROUTE = Kernel(_route_kernel)
 
 
 def route(
@@ -108,19 +97,18 @@ def route(
     The arguments are those of `MoEConfig`. Last stand the `num_shared` (S) experts that every token shares, E to
     E + S - 1, with weight 1. The ids of a token that is not `live_T` are all E + S, which is no expert.
     """
-    triton, kernel = _compiled()
     tokens, experts = logits_TE.shape
     columns = per_token + num_shared
     ids_TK = torch.empty((tokens, columns), dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty((tokens, columns), dtype=torch.float32, device=logits_TE.device)
     launch(
-        kernel, (tokens,),
+        ROUTE, (tokens,),
         logits_TE.contiguous(), logits_TE if bias_E is None else bias_E, logits_TE if live_T is None else live_T,
         ids_TK, weights_TK, scaling,
         E=experts, SHARED=num_shared, GROUPS=num_groups, KEPT=kept_groups, K=per_token, SIGMOID=sigmoid,
         NORMALIZES=normalizes, BIASED=bias_E is not None, MASKED=live_T is not None,
-        BLOCK_G=triton.next_power_of_2(num_groups), BLOCK_E=triton.next_power_of_2(experts // num_groups),
-        BLOCK_K=triton.next_power_of_2(columns),
+        BLOCK_G=power_of_two(num_groups), BLOCK_E=power_of_two(experts // num_groups),
+        BLOCK_K=power_of_two(columns),
         num_warps=1 if experts <= 256 else 4,
     )  # fmt: skip
     return ids_TK, weights_TK

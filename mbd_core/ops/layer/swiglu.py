@@ -1,22 +1,19 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """`silu(gate) * up` as one Triton kernel, for the gate and up channels that one product computed side by side.
 
-Triton is imported by the first call, so that this file can be imported where Triton is not installed.
-
 Shape legend: T tokens, F MLP channels.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
-from mbd_core.ops.launch import launch
+from mbd_core.ops.launch import Kernel, launch
 
 _BLOCK = 1024
-tl: Any = None  # triton.language, set by `_compiled` for the kernels
+tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _gated_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
@@ -30,21 +27,12 @@ def _gated_kernel(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
     tl.store(out_ptr + token * F + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@functools.cache
-def _compiled() -> tuple[Any, Any]:
-    """Triton and the kernel, compiled or, where its interpreter is on, interpreted."""
-    global tl
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton, triton.jit(_gated_kernel)
+GATED = Kernel(_gated_kernel)
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (T, F) of `gate_up` (T, 2 F), contiguous; computed in float32 and rounded once."""
-    triton, kernel = _compiled()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out_TF = gate_up.new_empty(tokens, width)
-    launch(kernel, (tokens, triton.cdiv(width, _BLOCK)), gate_up, out_TF, width, BLOCK=_BLOCK)
+    launch(GATED, (tokens, -(-width // _BLOCK)), gate_up, out_TF, width, BLOCK=_BLOCK)
     return out_TF

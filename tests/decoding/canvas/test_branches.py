@@ -7,8 +7,9 @@ import torch
 from fake_canvas_model import MASK, VOCAB, FakeModel, drive, make
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
-from mbd_core.decoding.canvas.branch import Phase, likeliest_tokens
+from mbd_core.decoding.canvas.branch import Phase, ProbabilityMap, compatible, likeliest_tokens
 from mbd_core.decoding.canvas.branches import BranchedCanvas
+from mbd_core.decoding.canvas.plan import Lane, distinct_lengths
 
 ALONE = Branches(block_lengths=(2, 4, 8), tau_merge=1.0, tau_sync=1000, refresh=1000)
 
@@ -204,3 +205,31 @@ def test_the_branch_that_is_surest_of_its_eos_wins() -> None:
     decoder._winner = None
     decoder._end_at_eos([one, two], {0: 0.6, 1: 0.6})
     assert decoder.winner == 0, "ties go to the smaller blocks"
+
+
+def test_incompatible_lanes_do_not_merge() -> None:
+    def lane(*tokens: int) -> Lane:
+        values = torch.tensor(tokens)
+        return Lane(values, values == MASK, torch.zeros(len(tokens), dtype=torch.float64), torch.zeros(len(tokens)))
+
+    assert compatible(lane(5, 0, 7), lane(5, 6, 0))
+    assert not compatible(lane(5, 0, 7), lane(5, 6, 8))
+
+
+def test_a_branch_remembers_every_token_over_its_threshold() -> None:
+    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
+    for tau in (0.05, 0.2, 0.5, 1.0):
+        likely = ProbabilityMap(20, tau)
+        likely.replace(torch.arange(20), *likeliest_tokens(logits, tau))
+        p = logits.softmax(-1).double()
+        for token in range(VOCAB):
+            got = likely.probability(torch.full((1, 20), token))[0]
+            over = p[:, token] > tau
+            torch.testing.assert_close(got[over], p[:, token][over], rtol=0, atol=1e-12)
+
+
+def test_lengths_beyond_the_canvas_are_one() -> None:
+    settings = Branches(block_lengths=(4, 8, 16, 32, 64))
+    assert distinct_lengths(settings, 12) == [4, 8, 16]
+    assert distinct_lengths(settings, 16) == [4, 8, 16]
+    assert distinct_lengths(settings, 2) == [4]

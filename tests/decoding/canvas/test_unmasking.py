@@ -1,11 +1,18 @@
-"""Acceptance rules against their equations."""
+"""What is accepted on a canvas, and how many masks each step of a block fills."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mbd_core.decoding.blocks.canvas_config import Leap
-from mbd_core.decoding.canvas.unmasking import Guesses, accept_by_factor, accept_over_threshold
+from mbd_core.decoding.canvas.unmasking import (
+    Guesses,
+    accept_by_factor,
+    accept_over_threshold,
+    quota,
+    scheduled_quota,
+    steps_of_block,
+)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
@@ -32,3 +39,23 @@ def test_leap_relaxes_only_near_anchors() -> None:
         False,
     ]
     assert accept_over_threshold(g, 0.96, Leap(tau_relaxed=0.75, radius=3)).sum() == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
+def test_steps_are_spread_without_loss(max_tokens: int, size: int, steps: int) -> None:
+    starts = range(0, max_tokens, size)
+    shares = [steps_of_block(steps, max_tokens, s, min(s + size, max_tokens)) for s in starts]
+    assert sum(shares) == steps
+    for share, start in zip(shares, starts, strict=True):
+        length = min(size, max_tokens - start)
+        if 1 <= share <= length:
+            counts = [quota(length, share, i) for i in range(share)]
+            assert sum(counts) == length and max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+
+def test_the_schedule_floors_in_float32() -> None:
+    left, counts = 48, []
+    for step in range(48):
+        counts.append(scheduled_quota(left, 48, step, 1e-3))
+        left -= counts[-1]
+    assert left == 0 and counts[0] == 0 and counts[-1] == 2 and set(counts[1:-1]) == {1}

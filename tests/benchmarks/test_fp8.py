@@ -1,12 +1,13 @@
-"""What FP8 costs is measured at the same positions for the same seed; an existing file is refused before any work."""
+"""What FP8 weights change in logits, and at which positions it is counted."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import fp8 as fp8_logits
 from benchmarks.commands import fp8 as fp8_report
-from benchmarks.fp8 import compared_sequences
+from benchmarks.fp8 import compared_sequences, logit_error
 from mbd_core.models.shapes import SHAPES
 
 
@@ -30,3 +31,11 @@ def test_an_existing_file_is_kept(
     assert fp8_report(["--model", "tiny-mbd", "--json", str(tmp_path / "a.json")]) == 2
     assert "a.json exists already" in capsys.readouterr().err
     assert (tmp_path / "a.json").read_text() == "a user's"
+
+
+def test_logit_error_counts_what_changed() -> None:
+    wide = torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 0.0]])
+    error = logit_error(wide, torch.tensor([[2.5, 2.0, 0.0], [3.0, 1.0, 0.0]]))
+    assert (error.max_abs, error.mean_abs, error.top1_agreement, error.positions) == (1.5, 0.25, 0.5, 2)
+    with pytest.raises(ValueError, match="not of the same positions"):
+        logit_error(wide, wide[:1])
