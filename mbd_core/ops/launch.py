@@ -17,7 +17,7 @@ class Kernel:
     """A Triton kernel, which its first call compiles (or, where Triton's interpreter is on, prepares for that).
 
     Triton is imported then and not before, so that the kernel's file can be imported where Triton is not installed.
-    The file's global `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, become Triton's.
+    The file's global `tl` becomes `triton.language`, and the functions that its kernels call, `parts`, are compiled.
     """
 
     def __init__(
