@@ -5,7 +5,6 @@ What is printed is ours: of what workers print, their standard output alone, and
 """
 
 import atexit
-import logging
 import os
 import secrets
 import select
@@ -27,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
-from ray._private.authentication.authentication_token_setup import (
-    AuthenticationTokenLoader,
-    enable_token_auth_by_default,
+
+from cluster.ray_private import (
+    SEVERAL_NODES,
+    cluster_addresses,
+    forget_token,
+    handle_worker_lines,
+    make_token,
+    on_loopback,
 )
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = "127.0.0.1"
@@ -40,16 +42,12 @@ START_SECONDS = 300.0
 ANSWER_SECONDS = 30.0
 ALIVE_SECONDS, ALIVE_LOG_SECONDS = 3.0, 15.0  # until a long wait shows itself; between lines where it is logged
 KEPT_LINES = 500
-RAY_HANDLER = "ray_print_logs"  # Ray's name of what prints the workers' lines
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 RAY_START = (sys.executable, "-P", "-m", "ray.scripts.scripts", "start")
 ASK = "import sys; from ray.scripts.scripts import cli; print(flush=True); cli(['status', sys.argv[1]])"
 GCS_SECONDS = "RAY_gcs_server_port_wait_time_s"  # how long Ray waits for its first process, the GCS
 OBJECT_STORE_BYTES = 256 * 2**20
-# At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
-# which asks nobody for a token. Such a node has no others beside it.
-SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +130,7 @@ def ray_lines() -> str:
 
 def _print_own_lines() -> None:
     """From now on what workers print to standard output is printed as it is, and the rest is kept for `ray_lines`."""
-    global_worker_stdstream_dispatcher.remove_handler(RAY_HANDLER)
-    global_worker_stdstream_dispatcher.add_handler(RAY_HANDLER, _take_lines)
+    handle_worker_lines(_take_lines)
 
 
 def _take_lines(batch: dict[str, Any]) -> None:
@@ -180,25 +177,20 @@ def _one_cluster(address: str) -> str:
         )
     if address != "auto":
         return address
-    services.find_gcs_addresses.cache_clear()
-    found = sorted(services.find_gcs_addresses())
-    if not found:
+    addresses = cluster_addresses()
+    if not addresses:
         raise ValueError("RAY_ADDRESS=auto finds no Ray cluster on this machine; give its address, host:port")
-    if len(found) > 1:
+    if len(addresses) > 1:
         raise ValueError(
-            f"RAY_ADDRESS=auto could mean any of {len(found)} Ray clusters on this machine: {', '.join(found)}; "
-            "set it to one of them"
+            f"RAY_ADDRESS=auto could mean any of {len(addresses)} Ray clusters on this machine: "
+            f"{', '.join(addresses)}; set it to one of them"
         )
-    return found[0]
+    return addresses[0]
 
 
 def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> None:
     """Start a cluster in processes of its own and connect to it; both end when this process does."""
-    notice = logging.getLogger(enable_token_auth_by_default.__module__)
-    level = notice.level
-    notice.setLevel(logging.ERROR)  # it says that the cluster has a token, which nobody here must give
-    enable_token_auth_by_default()  # `ray.init` does so for a cluster that it starts itself
-    notice.setLevel(level)
+    make_token()
     with ExitStack() as started, alive("starting Ray"):
         try:
             cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
@@ -206,10 +198,10 @@ def _connect_to_own(*, num_cpus: int, start_seconds: float, **settings: Any) -> 
             started.close()
             cluster, address = _started_head(started, num_cpus=num_cpus, start_seconds=start_seconds)
         os.environ[TOKEN_PATH] = cluster.environment[TOKEN_PATH]
-        AuthenticationTokenLoader.instance().reset_cache()
+        forget_token()
         started.callback(ray.shutdown)
         try:
-            with _on_loopback():
+            with on_loopback():
                 ray.init(address, **settings)
         except Exception as error:  # Ray has no narrower type for it
             raise RuntimeError(f"the local Ray cluster started and does not answer: {_one_line(error)}") from error
@@ -250,7 +242,7 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
     os.environ["PYTHONPATH"] = _with_root(os.environ.get("PYTHONPATH"))
     for is_last in (False, True):
         try:
-            with _on_loopback(), alive("starting Ray"):
+            with on_loopback(), alive("starting Ray"):
                 ray.init("local", object_store_memory=OBJECT_STORE_BYTES, **settings)
             return
         except ValueError:  # a wrong setting
@@ -260,21 +252,6 @@ def start_ray(*, start_seconds: float = START_SECONDS, **settings: Any) -> None:
             if is_last:
                 sentence = f"no Ray cluster could be started on this machine, twice: {_one_line(error)}"
                 raise RuntimeError(sentence) from error
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """What Ray starts or joins here is a node on loopback; outside of the block this process can join any cluster."""
-    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(SEVERAL_NODES)
-    ray_constants.ENABLE_RAY_CLUSTER, os.environ[SEVERAL_NODES] = False, "0"
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = constant
-        if variable is None:
-            del os.environ[SEVERAL_NODES]
-        else:
-            os.environ[SEVERAL_NODES] = variable
 
 
 def free_ports(count: int) -> list[int]:

@@ -9,15 +9,15 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from pydantic import BaseModel
-from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 
 from actors.serving.args import ModelArgs
 from actors.serving.data_rows import ADDED_FIELDS, answer_row
 from actors.serving.logs import logged
+from cluster.ray_private import llm_types
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import SleepOrder
 from mbd_core.serving.server.answer import Answer
@@ -25,12 +25,15 @@ from mbd_core.serving.server.engine_service import EngineService
 from mbd_core.serving.server.openai_server import OpenAIServer
 from mbd_core.serving.tokens.served_model import ServedModel
 
+if TYPE_CHECKING:
+    from ray.serve.llm import LLMConfig  # importing it needs vLLM or SGLang
+
 log = logging.getLogger("ray.serve")
 
 CONFIG_FIELDS = ("model", "name", "replicas", "routing", "adapters", "weights")  # ours, given elsewhere or not at all
 
 
-def model_args(config: LLMConfig) -> ModelArgs:
+def model_args(config: "LLMConfig") -> ModelArgs:
     """The model that Ray's config describes: `engine_kwargs` are `ModelArgs`' fields.
 
     Raises `ValueError` for what cannot be honoured.
@@ -75,7 +78,7 @@ class DiffusionServer:
     """`LLMServerProtocol` over one engine; Ray looks at its methods, not at its bases."""
 
     @classmethod
-    def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
+    def get_deployment_options(cls, llm_config: "LLMConfig") -> dict[str, Any]:
         """Serve's options: `deployment_config`, with the CPUs and GPUs that the ranks need."""
         options = deepcopy(llm_config.deployment_config)
         model, kind = model_args(llm_config), llm_config.accelerator_config.kind
@@ -92,7 +95,7 @@ class DiffusionServer:
         options.setdefault("max_ongoing_requests", model.engine.max_rows + model.max_waiting)
         return options
 
-    def __init__(self, llm_config: LLMConfig) -> None:
+    def __init__(self, llm_config: "LLMConfig") -> None:
         """Load the model; Ray has nothing to start afterwards."""
         model = model_args(llm_config)
         args = model.checked()
@@ -133,8 +136,6 @@ class DiffusionServer:
             async for row in answer_row(ask, request):
                 yield row
             return
-        from ray.llm._internal.serve.core.configs import openai_api_models  # needs vLLM or SGLang, as did the request
-
         try:
             answer = await ask(json.dumps(fields_given(request)).encode())
             try:
@@ -142,7 +143,7 @@ class DiffusionServer:
                     async for event in answer.events(logged):
                         yield event
                 else:
-                    yield getattr(openai_api_models, response)(**await answer.whole())
+                    yield getattr(llm_types(), response)(**await answer.whole())
             finally:
                 answer.close()
         except Exception as error:
@@ -169,7 +170,7 @@ class DiffusionServer:
         """Raises once no request can be served any more."""
         self.service.check_health()
 
-    async def llm_config(self) -> LLMConfig:
+    async def llm_config(self) -> "LLMConfig":
         return self._config
 
     async def is_sleeping(self) -> bool:
@@ -209,11 +210,9 @@ class DiffusionServer:
 
 def ray_error(error: ApiError) -> Any:
     """The error as Ray's ingress takes it, which makes its number the HTTP status."""
-    from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
-
-    shape = error.body["error"]
+    types, shape = llm_types(), error.body["error"]
     kind, param = shape["type"], shape["param"]
-    return ErrorResponse(error=ErrorInfo(message=error.message, type=kind, param=param, code=error.status))
+    return types.ErrorResponse(error=types.ErrorInfo(message=error.message, type=kind, param=param, code=error.status))
 
 
 def not_supported(route: str, request: Any) -> Any:

@@ -4,14 +4,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
 from ray import serve
-from ray._private import worker
-from ray._private.worker import get_dashboard_url
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -22,6 +20,7 @@ from actors.serving.logs import LOGGING
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
+from cluster.ray_private import dashboard_address, task_error_messages
 from cluster.signals import interrupt_on
 from cluster.topology import plan_topology
 
@@ -67,7 +66,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
     What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
     be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
     """
-    with _messages() as silence, ExitStack() as started:
+    with task_error_messages() as silence, ExitStack() as started:
         try:
             for name, value in {CALLBACK_VARIABLE: CALLBACK, **PROXY_CHECKS}.items():
                 os.environ.setdefault(name, value)  # for the proxy and the controller of a Ray that is started here
@@ -81,6 +80,7 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
             args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
             name = model.checked().name
             started.callback(serve.shutdown)
+            # Serve's end kills its controller, and Ray prints that two of the controller's tasks failed.
             started.callback(silence)
             _start_proxy(host, port)
             handle = _deploy(args)
@@ -120,24 +120,6 @@ def _ray_signals() -> Iterator[None]:
     interrupt_on(signal.SIGINT, signal.SIGTERM)
 
 
-@contextmanager
-def _messages() -> Iterator[Callable[[], None]]:
-    """What silences, to the end of the block, Ray's messages of tasks that fail on the cluster.
-
-    Serve's end fails two of its controller's tasks, since the controller kills itself; Ray prints each, and that it
-    will be tried again for ever.
-    """
-    original = worker.print_to_stdstream
-
-    def silence() -> None:
-        worker.print_to_stdstream = lambda *_, **__: None
-
-    try:
-        yield silence
-    finally:
-        worker.print_to_stdstream = original
-
-
 def _start_proxy(host: str, port: int) -> None:
     """Start Serve with its HTTP proxy; `RuntimeError`, one sentence, for a proxy that does not come up."""
     try:
@@ -159,7 +141,7 @@ def _check_no_serve() -> None:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
         return
-    dashboard = f"http://{get_dashboard_url()}"
+    dashboard = f"http://{dashboard_address()}"
     raise RuntimeError(
         "Serve already runs on this cluster, and its address cannot be changed; end it with "
         f"`serve shutdown -y --address {dashboard}`"

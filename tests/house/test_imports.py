@@ -87,6 +87,20 @@ def test_packages_for_gpus_are_imported_by_kernels_alone_and_when_they_are_calle
                 assert node in in_functions, f"{path} imports {names} when it is imported"
 
 
+def test_one_file_imports_what_ray_keeps_private() -> None:
+    """Ray renames it without notice."""
+    for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
+        if module_name(path) == "cluster.ray_private":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            private = [name for name in names if name.startswith("ray.") and "._" in name]
+            assert not private, f"{path} uses {private}"
+
+
 # A program's own process, and a module that lm-evaluation-harness alone imports: it needs that package.
 FOR_OTHERS = ("evaluation/sandbox/child.py", "harness/model.py")
 

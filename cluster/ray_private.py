@@ -1,0 +1,102 @@
+"""All names that Ray keeps private and this project uses, as they are in Ray 2.60; no other file imports one.
+
+Ray may rename them in any version: a new one is read and tested here before `pyproject.toml` allows it. What is
+imported inside a function is slow to import, or needs a package that not every installation has.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray._private import ray_constants, services, worker
+from ray._private.authentication.authentication_token_setup import (
+    AuthenticationTokenLoader,
+    enable_token_auth_by_default,
+)
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+PRINT_HANDLER = "ray_print_logs"  # the handler that prints the workers' lines
+# At "0", Ray's default on Windows and macOS, every process of a node listens on loopback alone: the metrics agent too,
+# which asks nobody for a token. Such a node has no others beside it.
+SEVERAL_NODES = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+EVERYWHERE = "[::]"  # where a Serve replica opens its port for calls from other replicas
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """What Ray starts or joins here is a node on loopback; outside of the block this process can join any cluster."""
+    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(SEVERAL_NODES)
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[SEVERAL_NODES] = False, "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = constant
+        if variable is None:
+            del os.environ[SEVERAL_NODES]
+        else:
+            os.environ[SEVERAL_NODES] = variable
+
+
+def cluster_addresses() -> list[str]:
+    """The addresses of all Ray clusters that run on this machine, other users' too."""
+    services.find_gcs_addresses.cache_clear()
+    return sorted(services.find_gcs_addresses())
+
+
+def make_token() -> None:
+    """Make the token of a cluster that is yet to start, as `ray.init` does for one that it starts itself."""
+    notice = logging.getLogger(enable_token_auth_by_default.__module__)
+    level = notice.level
+    notice.setLevel(logging.ERROR)  # it says that the cluster has a token, which nobody here must give
+    enable_token_auth_by_default()
+    notice.setLevel(level)
+
+
+def forget_token() -> None:
+    """Read the token anew, from where the environment says."""
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def handle_worker_lines(handle: Callable[[dict[str, Any]], None]) -> None:
+    """Give the workers' lines to `handle` instead of printing them."""
+    global_worker_stdstream_dispatcher.remove_handler(PRINT_HANDLER)
+    global_worker_stdstream_dispatcher.add_handler(PRINT_HANDLER, handle)
+
+
+def dashboard_address() -> str | None:
+    """`host:port` of the connected cluster's dashboard."""
+    return worker.get_dashboard_url()
+
+
+@contextmanager
+def task_error_messages() -> Iterator[Callable[[], None]]:
+    """What silences, to the end of the block, Ray's messages of tasks that fail on the cluster."""
+    original = worker.print_to_stdstream
+
+    def silence() -> None:
+        worker.print_to_stdstream = lambda *_, **__: None
+
+    try:
+        yield silence
+    finally:
+        worker.print_to_stdstream = original
+
+
+def open_replica_port_at(host: str) -> None:
+    """The Serve replica of this process, when it starts, opens its port for calls from other replicas at `host` alone.
+
+    Serve opens it on every interface, and takes pickled calls there from anybody, without Ray's token.
+    """
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace(EVERYWHERE, host))
+
+
+def llm_types() -> Any:
+    """The module of Ray Serve LLM's requests and replies, which needs vLLM or SGLang."""
+    from ray.llm._internal.serve.core.configs import openai_api_models
+
+    return openai_api_models
