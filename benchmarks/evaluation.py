@@ -17,13 +17,11 @@ import typer
 from benchmarks.measuring import markdown, run_seconds
 from cluster.storage import Folder
 from jobs.command_line import CLUSTER, DATA, DECODING, ENGINE, MaxRows, ModelName, command, names
-from jobs.eval_sweep import cut_sweep, run_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sandbox.processes import Limits, describe_isolation
 from mbd_core.evaluation.sandbox.programs import Call, Verdict, run_calls, run_tests
-from mbd_core.evaluation.sweep.parts import Shard
-from mbd_core.evaluation.sweep.timing import Timing
+from mbd_core.evaluation.sweep.parts import Shard, Timing
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel
@@ -169,7 +167,8 @@ def problems_in(seconds: float, *, trial: float) -> int:
 def decode_all(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> tuple[float, Texts]:
     """The seconds in which an engine decodes all rows at once, and their texts by the number of the sample."""
     from mbd_core.checkpoint.chat import decode_text
-    from mbd_core.evaluation.sweep.decoding import before_stop, generate_until, sample_requests, sample_stops
+    from mbd_core.evaluation.sweep.decoding import generate_until, sample_requests, sample_stops
+    from mbd_core.evaluation.sweep.parts import before_stop
 
     model.engine.forget_prefixes()
     began = time.perf_counter()
@@ -185,9 +184,12 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
     """The seconds in which Ray starts, those of the sweep on it, and the sweep's texts."""
     import ray
 
+    from actors.evaluation.sweep import ray_executor
     from cluster.local import connect
-    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
+    from mbd_core.evaluation.report.summary import write_summary
+    from mbd_core.evaluation.sweep.endpoint import EndpointStage
     from mbd_core.evaluation.sweep.folder import FILES, KIND, read_samples
+    from mbd_core.evaluation.sweep.run import SweepRun
 
     began = time.perf_counter()
     is_ours = connect(num_cpus=max(4, num_actors + 2), worker_logs=False)
@@ -198,8 +200,9 @@ def time_sweep(sweep: Sweep, *, num_actors: int = 1) -> tuple[float, float, Text
             EndpointStage({}, {}, concurrency=1) as stage,
             Folder.at(Path(place) / "sweep").mirrored(KIND, FILES) as mirror,
         ):
-            work = cut_sweep(sweep, shard=Shard(), timing=Timing(problems=0))
-            run_on_cluster(work, mirror, stage=stage, urls={}, num_actors=num_actors, overwrite=False)
+            work = SweepRun.of(sweep, shard=Shard(), timing=Timing(problems=0))
+            executor = partial(ray_executor, sweep, num_engines=num_actors, concurrency=1)
+            work.run(mirror.path, executor, stage=stage, report=write_summary)
             ended = time.perf_counter()
             texts = {row["sample"]: row["text"] for row in read_samples(mirror.path)}
     finally:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.storage import Folder, Mirror
+from cluster.storage import Folder
 from jobs.command_line import (
     CLUSTER,
     DATA,
@@ -32,19 +33,14 @@ from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import By
-from mbd_core.evaluation.sweep.parts import Part, Shard, cut, part_size
-from mbd_core.evaluation.sweep.timing import TimedCase, Timing, timed_cases
+from mbd_core.evaluation.sweep.parts import Shard, Timing
 from mbd_core.evaluation.tasks.benchmarks import TASKS, runs_programs
 from mbd_core.evaluation.tasks.recipes import OWN
 from mbd_core.tasks.split import Split
 
 if TYPE_CHECKING:
-    from actors.evaluation.sweep import EnginePool
-    from mbd_core.evaluation.sweep.decoding import ModelRefused
-    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
-    from mbd_core.evaluation.sweep.folder import SweepFolder
-    from mbd_core.evaluation.sweep.plan import Sweep
-    from mbd_core.evaluation.sweep.record import SweepRecord
+    from mbd_core.evaluation.sweep.executor import Executor
+    from mbd_core.evaluation.sweep.run import SweepRun
 
 LIST = "NAME,..."
 
@@ -168,6 +164,7 @@ def run(
     from mbd_core.evaluation.sandbox.processes import describe_isolation
     from mbd_core.evaluation.sweep.best_folder import edit_notes
     from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sweep.run import SweepRun
 
     place = writable_folder(out)
     subjects = Subjects.find(models, endpoint, endpoint_key)
@@ -191,11 +188,11 @@ def run(
     sweep = plan_sweep(options)
     edits = edit_notes({name: model_folder(model) for name, model in sweep.models.items()})
     sweep = replace(sweep, notes=[*sweep.notes, *edits])
-    if any(runs_programs(found.task) for found in sweep.problem_sets):
+    if any(runs_programs(problem_set.task) for problem_set in sweep.problem_sets):
         print(f"eval_sweep: programs run, on this machine, under {describe_isolation(isolation)}", file=sys.stderr)
-    work = cut_sweep(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
-    work = replace(work, isolated=isolation == "required")
-    run_work(place, work, subjects, num_actors=actors, write_best=write_best, overwrite=overwrite)
+    work = SweepRun.of(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
+    isolated = isolation == "required"
+    run_work(place, work, subjects, num_actors=actors, isolated=isolated, write_best=write_best, overwrite=overwrite)
 
 
 def writable_folder(out: str) -> Folder:
@@ -206,20 +203,37 @@ def writable_folder(out: str) -> Folder:
 
 
 def run_work(
-    out: Folder, work: Work, subjects: Subjects, *, num_actors: int, write_best: By | None, overwrite: bool
+    out: Folder,
+    work: SweepRun,
+    subjects: Subjects,
+    *,
+    num_actors: int,
+    isolated: bool = False,
+    write_best: By | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Check what lies in the folder and what is asked for, compute what is missing, and print the report."""
     from mbd_core.evaluation.report.choice import best_points, check_choice, written_best
-    from mbd_core.evaluation.sweep.endpoint_stage import EndpointStage
-    from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder, is_computed
+    from mbd_core.evaluation.report.summary import write_summary
+    from mbd_core.evaluation.sweep.endpoint import EndpointStage
+    from mbd_core.evaluation.sweep.folder import FILES, KIND, REPORT, check_sweep_folder
 
     sweep, record = work.sweep, work.record
     subjects.try_decoding(sweep)
     targets = subjects.model_folders(sweep)
     if write_best is not None:
         check_choice(sweep, write_best, folders=targets, shard=record.shard, timing=record.timing)
+    concurrency = record.timing.concurrency
+
+    def start() -> AbstractContextManager[Executor]:
+        from actors.evaluation.sweep import ray_executor  # which takes seconds, and bad input none
+
+        return ray_executor(
+            sweep, num_engines=num_actors, concurrency=concurrency, urls=subjects.urls, isolated=isolated
+        )
+
     with (
-        EndpointStage(sweep.endpoints, subjects.keys, concurrency=record.timing.concurrency) as stage,
+        EndpointStage(sweep.endpoints, subjects.keys, concurrency=concurrency) as stage,
         out.mirrored(KIND, FILES) as mirror,
     ):
         check_sweep_folder(mirror.path, record, overwrite=overwrite)
@@ -227,14 +241,17 @@ def run_work(
         if not record.parts:
             print_notes([f"shard {record.shard} has none of the sweep's parts, and so no report of its own"])
             return
-        if is_computed(mirror.path, record, overwrite=overwrite):
-            text = report_computed(mirror, record, overwrite=overwrite)
-        else:
-            text = run_on_cluster(
-                work, mirror, stage=stage, urls=subjects.urls, num_actors=num_actors, overwrite=overwrite
-            )
+        summary = work.run(
+            mirror.path,
+            start,
+            stage=stage,
+            report=write_summary,
+            overwrite=overwrite,
+            published=mirror.publish,
+            name=str(mirror.target),
+        )
         best = [] if write_best is None else best_points([mirror.path], list(targets), write_best)
-    print(f"{text}\nThe report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/")
+    print(f"{summary.text}\nThe report is in {out}: report.md, report.html, {REPORT}, plot.png, samples/")
     for point in best:
         folder = targets[point.model]
         assert folder is not None, "check_choice refused it"
@@ -244,111 +261,6 @@ def run_work(
 def print_notes(notes: Sequence[str]) -> None:
     for note in notes:
         print(f"eval_sweep: note: {note}", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Work:
-    """All that is to be done for a sweep, and its record; `isolated`: programs are graded behind walls only."""
-
-    sweep: Sweep
-    record: SweepRecord
-    parts: Sequence[Part]
-    cases: Sequence[TimedCase]
-    isolated: bool = False
-
-
-def cut_sweep(sweep: Sweep, *, shard: Shard, timing: Timing) -> Work:
-    """A sweep in parts, the same with however many actors."""
-    from mbd_core.evaluation.sweep.record import record_of, timed_rows
-
-    rows = list(sweep.rows())
-    parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
-    record = record_of(sweep, rows, parts, shard=shard, timing=timing)
-    return Work(sweep, record, parts, timed_cases(timed_rows(sweep, rows), timing))
-
-
-def report_computed(mirror: Mirror, record: SweepRecord, *, overwrite: bool) -> str:
-    """Write the report of a sweep of which all is there, without a cluster; the report as Markdown."""
-    from mbd_core.evaluation.report.summary import write_summary
-    from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder
-
-    with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
-        print(f"eval_sweep: {len(record.parts)} of {len(record.parts)} parts are there", file=sys.stderr)
-        folder.remove(FAILURE)  # of an earlier run
-        return write_summary(folder).text
-
-
-def run_on_cluster(
-    work: Work, mirror: Mirror, *, stage: EndpointStage, urls: Mapping[str, str], num_actors: int, overwrite: bool
-) -> str:
-    """Decode, grade, time and write what is missing; the report as Markdown. Ray is imported here: it takes seconds,
-    and bad input none.
-
-    Raises `RuntimeError`, one sentence, if the cluster fails; the samples and the traceback then lie in the folder.
-    A model that cannot be loaded to be timed is such a sentence too, after the report.
-    """
-    import ray
-
-    from actors.evaluation.sweep import compute_parts, plan_pool
-    from cluster.failures import CLUSTER_FAILURES, failure_text, reason
-    from cluster.local import connect
-    from mbd_core.evaluation.report.summary import machine_text, sweep_settings, write_summary
-    from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder
-    from mbd_core.evaluation.sweep.samples import collect_samples
-
-    sweep = work.sweep
-    is_ours = connect(num_cpus=max(4, num_actors * sweep.tensor_parallel + 2), worker_logs=False)
-    try:
-        pool = plan_pool(sweep, num_engines=num_actors)
-        on_gpu = pool.topology.num_gpus > 0
-        settings = sweep_settings(
-            sweep, engine=pool.engine, num_actors=num_actors, num_cpus=pool.cluster_cpus, on_gpu=on_gpu
-        )
-        record = replace(work.record, settings=settings)
-        with SweepFolder.claim(mirror.path, record, overwrite=overwrite, published=mirror.publish) as folder:
-            folder.note_machine(machine_text(pool.cluster_cpus, ranks=sweep.tensor_parallel))
-            folder.remove(FAILURE)  # of an earlier run
-            own, missing = [work.parts[number] for number in record.parts], set(folder.missing())
-            if len(missing) < len(record.parts):
-                there = f"{len(record.parts) - len(missing)} of {len(record.parts)} parts are there"
-                print(f"eval_sweep: {there}", file=sys.stderr)
-            refused = None
-            try:
-                graded = compute_parts(own, missing, sweep, pool, stage=stage, urls=urls, isolated=work.isolated)
-                collect_samples(graded, folder, own, num_engines=num_actors)
-                summary = write_summary(folder)  # it is there whatever becomes of the times
-                if folder.missing_cases():
-                    refused = time_missing(work, folder, pool, urls=urls)
-                    summary = write_summary(folder)
-            except CLUSTER_FAILURES as error:
-                folder.write_files({FAILURE: failure_text(error).encode()})
-                raise RuntimeError(
-                    f"the sweep failed: {reason(error)}; what was computed lies in {mirror.target}, with the "
-                    f"traceback in {FAILURE}; the same command computes the rest"
-                ) from error
-            if refused is not None:
-                raise RuntimeError(f"not all could be timed: {refused}; the report is in {mirror.target}")
-            return summary.text
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-def time_missing(work: Work, folder: SweepFolder, pool: EnginePool, *, urls: Mapping[str, str]) -> ModelRefused | None:
-    """Time the cases that are missing, without what killed an engine; the refusal of a model that cannot be loaded."""
-    from actors.evaluation.timing import time_cases
-    from mbd_core.evaluation.sweep.decoding import ModelRefused
-    from mbd_core.evaluation.sweep.samples import collect_times, dead_samples
-
-    left, dead = set(folder.missing_cases()), dead_samples(folder.path)
-    cases = [case for case in work.cases if case.number in left]
-    concurrency = work.record.timing.concurrency
-    try:
-        timed = time_cases(cases, work.sweep, pool, concurrency=concurrency, left_out=dead, urls=urls)
-        collect_times(timed, folder, cases)
-    except ModelRefused as error:
-        return error
-    return None
 
 
 main = command(run)

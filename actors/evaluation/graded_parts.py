@@ -2,23 +2,13 @@
 
 import pyarrow as pa
 
-from mbd_core.evaluation.sandbox.processes import describe_isolation
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.tasks.benchmarks import find_task, runs_programs
 
 
-def grade_part(packed: pa.Table) -> pa.Table:
+def grade_part(packed: pa.Table, *, isolated: bool = False) -> pa.Table:
     """`grade_table` on a packed part."""
     number, decoded = unpack(packed)
-    return pack(number, grade_table(decoded))
-
-
-def grade_isolated_part(packed: pa.Table) -> pa.Table:
-    """`grade_part` on a machine that contains programs; `ValueError` on another one, for parts with programs."""
-    _, decoded = unpack(packed)
-    if any(runs_programs(find_task(task)) for task in set(decoded["task"].to_pylist())):
-        describe_isolation("required")
-    return grade_part(packed)
+    return pack(number, grade_table(decoded, isolated=isolated))
 
 
 def pack(number: int, table: pa.Table) -> pa.Table:

@@ -26,8 +26,9 @@ from mbd_core.decoding.blocks.methods import MULTI, NAMED_METHODS, merge_fields
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.decoding import before_stop, fitted, generate_until
+from mbd_core.evaluation.sweep.decoding import fitted, generate_until
 from mbd_core.evaluation.sweep.grid import DEFAULT_SLOTS, parse_grid
+from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.files import check_new_file, write_text
 from mbd_core.harness.generation_fields import Generation, read_generation
 from mbd_core.harness.likelihood import Draws, log_likelihood

@@ -10,13 +10,12 @@ import typer
 
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, command, names, numbers
-from jobs.eval_sweep import cut_sweep, run_work
+from jobs.eval_sweep import run_work
 from jobs.sweep_subjects import Subjects
 from jobs.train_multitf import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
-from mbd_core.evaluation.sweep.parts import Shard
-from mbd_core.evaluation.sweep.timing import Timing
+from mbd_core.evaluation.sweep.parts import Shard, Timing
 from mbd_core.multitf.recipes.shipped import LEDGER_BD
 from research.ledger.plan import Experiment
 
@@ -261,6 +260,7 @@ def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, fold
     """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
     from mbd_core.evaluation.sweep.folder import FolderState, is_finished
     from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sweep.run import SweepRun
     from mbd_core.multitf.recipes.shipped import LEDGER_TASK
     from research.ledger.plan import swept_models
 
@@ -278,8 +278,8 @@ def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, fold
         seed=seed,
         engine=EngineConfig(max_rows=MAX_ROWS),
     )
-    work = cut_sweep(plan_sweep(options), shard=Shard(), timing=Timing(problems=0))
-    run_work(Folder.at(str(place)), work, subjects, num_actors=actors, write_best=None, overwrite=False)
+    work = SweepRun.of(plan_sweep(options), shard=Shard(), timing=Timing(problems=0))
+    run_work(Folder.at(str(place)), work, subjects, num_actors=actors)
 
 
 main = command(run, "python -m research ledger")

@@ -84,11 +84,7 @@ def test_the_same_command_computes_only_what_is_missing(
 
 
 def test_a_finished_sweep_is_reported_again_without_a_cluster(
-    cluster: Cluster,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     asked = ["--tasks", "code-mini", "--limit", "2"]
@@ -98,7 +94,7 @@ def test_a_finished_sweep_is_reported_again_without_a_cluster(
     assert settings["models"][tiny_model_dir.name]["digest"] == model_digest(tiny_model_dir)
     report = (out / "report.json").read_bytes()
     (out / "report.json").unlink()
-    monkeypatch.setattr(local, "connect", lambda **_: pytest.fail("nothing is to be computed"))
+    starts = cluster.starts
     for more in ((), ("--overwrite",)):  # the second ends a sweep whose report is gone
         assert main(command(tiny_model_dir, out, "--timed", "0", *asked, *more)) == 0
         printed = capsys.readouterr()
@@ -106,11 +102,10 @@ def test_a_finished_sweep_is_reported_again_without_a_cluster(
         assert (out / "report.json").read_bytes() == report
         (out / "report.json").unlink()
     (out / "report.json").write_bytes(report)
-    connected: list[bool] = []
-    monkeypatch.setattr(local, "connect", lambda **_: bool(connected.append(True)))
+    assert cluster.starts == starts, "nothing was to be computed"
     assert main(command(tiny_model_dir, out, *asked)) == 0, "its times are missing"
     assert main(command(tiny_model_dir, out, *asked, "--overwrite")) == 0, "it is computed again"
-    assert len(connected) == 2 and len(cluster.parts) == 2
+    assert cluster.starts == starts + 2 and len(cluster.parts) == 2
 
 
 def test_the_best_point_is_written_and_the_same_command_is_still_the_same_sweep(

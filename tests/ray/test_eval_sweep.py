@@ -17,7 +17,7 @@ from planned_samples import planned_samples
 from scripted_endpoint import ANSWER, ScriptedEndpoint
 
 from actors.evaluation import sweep as evaluation
-from actors.evaluation.sweep import DecodeActor, plan_pool
+from actors.evaluation.sweep import DecodeActor, RayExecutor
 from cluster import local
 from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
@@ -239,7 +239,7 @@ def test_a_sweep_that_fails_is_one_sentence_and_its_traceback_a_file(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def grade_nothing(_: Any) -> Any:
+    def grade_nothing(_: Any, **__: Any) -> Any:
         raise OSError("no space left")
 
     monkeypatch.setattr(evaluation, "grade_part", grade_nothing)
@@ -331,8 +331,8 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
     """The tests' cluster has 8 CPUs and no GPU."""
     options = SweepOptions(models=[str(tiny_model_dir)], tasks=["gsm-mini"], limit=1, tensor_parallel=2)
     sweep = plan_sweep(options)
-    assert plan_pool(sweep, num_engines=1).engine == sweep.engine
-    pool = plan_pool(sweep, num_engines=3)
+    assert RayExecutor(sweep, num_engines=1).engine == sweep.engine
+    pool = RayExecutor(sweep, num_engines=3)
     assert pool.engine.kv_memory_fraction == pytest.approx(sweep.engine.kv_memory_fraction / 3)
     assert (pool.topology.processes, pool.topology.bundle) == (3, {"CPU": 2, "GPU": 0})
     assert pool.cluster_cpus == 8
@@ -340,7 +340,7 @@ def test_engines_on_cpus_divide_the_memory_and_leave_a_cpu_for_grading(ray_clust
         r"^4 x 2 tensor-parallel ranks need 2 CPUs .*, with 1 CPU to spare; the cluster's nodes have 8 CPUs; ask"
     )
     with pytest.raises(ClusterTooSmall, match=sentence):
-        plan_pool(sweep, num_engines=4)
+        RayExecutor(sweep, num_engines=4)
 
 
 @pytest.mark.parametrize(

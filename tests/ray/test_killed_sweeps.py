@@ -15,13 +15,11 @@ import psutil
 import pytest
 
 from actors.evaluation import sweep as evaluation
-from actors.evaluation import timing
-from actors.evaluation.sweep import DecodeActor
-from actors.evaluation.timing import TimingActor
+from actors.evaluation.sweep import DecodeActor, TimingActor
 from jobs.eval_sweep import main
+from mbd_core.evaluation.sweep.executor import DIED
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
-from mbd_core.evaluation.sweep.samples import DIED
-from mbd_core.evaluation.sweep.timing import TimedCase
+from mbd_core.evaluation.sweep.parts import TimedCase
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "ray::MapWorker(MapBatches(DecodeActor))"
@@ -51,7 +49,7 @@ def kill_engines(monkeypatch: pytest.MonkeyPatch, *, at: set[int]) -> None:
             return super().time(case, left_out=left_out)
 
     monkeypatch.setattr(evaluation, "DecodeActor", Mortal)
-    monkeypatch.setattr(timing, "TimingActor", MortalTiming)
+    monkeypatch.setattr(evaluation, "TimingActor", MortalTiming)
 
 
 def texts(out: Path) -> dict[int, str | None]:

@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.folder import SweepFolder
-from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, Shard, cut
+from mbd_core.evaluation.sweep.parts import COUNTS, GRADED_COLUMNS, Part, Shard, Timing, cut
 from mbd_core.evaluation.sweep.record import ROWS, SweepRecord
 from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
-from mbd_core.evaluation.sweep.timing import Timing
 
 WHOLE = Shard()
 TIMING = Timing(problems=2, concurrency=3)

@@ -12,11 +12,9 @@ from mbd_core.evaluation.measures.summary import build_rows
 from mbd_core.evaluation.report.summary import joinable_records, planned_samples, times_of
 from mbd_core.evaluation.sweep.best import BestPoint, By, check_halves, choose_best
 from mbd_core.evaluation.sweep.best_folder import FILE, check_best_folder, write_best
-from mbd_core.evaluation.sweep.folder import read_record
-from mbd_core.evaluation.sweep.parts import Shard
+from mbd_core.evaluation.sweep.folder import load_samples, read_record
+from mbd_core.evaluation.sweep.parts import Shard, Timing
 from mbd_core.evaluation.sweep.plan import Sweep
-from mbd_core.evaluation.sweep.samples import load_samples
-from mbd_core.evaluation.sweep.timing import Timing
 from mbd_core.files import write_json
 
 # The choice of each model's best configuration from the rows of its sweep, and where it is to be written.

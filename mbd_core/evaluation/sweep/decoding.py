@@ -15,7 +15,7 @@ from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutpu
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, in_turns
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, before_stop, in_turns
 from mbd_core.evaluation.tasks.prompts import prompt_ids
 
 # Where answers end: at a stop string, which ends the decoding of its request, or at the limit of their tokens.
@@ -34,11 +34,6 @@ def fitted(request: Request, positions: int) -> Request:
     if canvas is None:
         return replace(request, max_tokens=min(request.max_tokens, most))
     return replace(request, max_tokens=canvas_max_tokens(canvas, preferred=request.max_tokens, most=most))
-
-
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the stop string that comes first; all of it without one."""
-    return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
 
 
 def generate_until(engine: Engine, requests: Sequence[Request], stops: Stops, decode: Decode) -> list[Output]:

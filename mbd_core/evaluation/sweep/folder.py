@@ -22,8 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from mbd_core.evaluation.sweep.parts import ISOLATION
+from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
+from mbd_core.evaluation.measures.summary import ReportKey
+from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT
+from mbd_core.evaluation.sweep.parts import COUNTS, ISOLATION
 from mbd_core.evaluation.sweep.record import SweepRecord, difference
+from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.files import (
     MANIFEST,
     check_target_folder,
@@ -352,6 +356,81 @@ def read_times(folder: Path) -> Iterator[dict[str, Any]]:
         path = folder / case_name(number)
         if part_id(path) == state.id:
             yield from pq.read_table(path).to_pylist()
+
+
+# The graded samples of sweeps, gathered by configuration for the report.
+
+COLUMNS = (
+    *("sample", "model", "method", "task", "config", "problem_id", "seed", "correct", "error", "finish_reason"),
+    *(f"{rule}_correct" for rule in RULES),
+    *COUNTS,
+)
+
+Samples = dict[ReportKey, list[GradedSample]]
+
+
+def load_samples(folders: Sequence[Path]) -> Samples:
+    """The samples of sweeps by configuration, in the order of their plans, those of one configuration by number.
+
+    A sample that several folders hold is counted once if their sweeps are the same. Raises `ValueError` if two sweeps
+    that differ have a model's configuration and a problem in common: which of the rows counts? A seed makes another
+    problem of it only if the task draws its problems; those of a file are the same under each, and so are the answers.
+    """
+    samples: Samples = {}
+    plans: dict[tuple[ReportKey, str, int | None], int] = {}  # (configuration, problem, seed) -> the plan it is of
+    found: list[tuple[int, int, ReportKey, GradedSample]] = []
+    known: list[Any] = []
+    for folder in folders:
+        record = read_record(folder)
+        for key in record.subjects():
+            samples.setdefault(key, [])
+        if record.plan not in known:
+            known.append(record.plan)
+        plan = known.index(record.plan)
+        for row in read_samples(folder, columns=COLUMNS):
+            key = ReportKey(row["model"], row["method"], row["task"], row["config"])
+            subject = (key, row["problem_id"], row["seed"] if _is_drawn(key.task) else None)
+            if subject in plans:
+                if plans[subject] != plan:
+                    raise ValueError(
+                        f"{folder} and an earlier folder hold {row['problem_id']} of model '{key.model}' by method "
+                        f"'{key.method}', from sweeps that differ; join sweeps of different problems or models"
+                        f"{'' if _is_drawn(key.task) else ' (a seed changes nothing of the problems of a file)'}"
+                    )
+                continue
+            plans[subject] = plan
+            found.append((plan, row["sample"], key, graded_sample(row)))
+    for _, _, key, sample in sorted(found, key=lambda one: one[:2]):
+        samples[key].append(sample)
+    return {key: _counted(graded) for key, graded in samples.items() if graded}
+
+
+def _is_drawn(task: str) -> bool:
+    """Whether a seed decides the problems of a task."""
+    return task not in TASKS or TASKS[task].generate is not None
+
+
+def _counted(graded: list[GradedSample]) -> list[GradedSample]:
+    """A configuration's samples: an error of an endpoint that says forwards with others makes it no bare one."""
+    if all(sample.is_bare for sample in graded):
+        return graded
+    return [replace(sample, is_bare=False) for sample in graded]
+
+
+def graded_sample(row: dict[str, Any]) -> GradedSample:
+    """The sample of a row of `GRADED_COLUMNS`."""
+    counts = None
+    if row["error"] is None:
+        counts = SampleCounts(**{name: row[name] for name in COUNTS})
+    return GradedSample(
+        problem=row["problem_id"],
+        correct=row["correct"],
+        counts=counts,
+        cut=row["finish_reason"] == "length",
+        **{f"{rule}_correct": row[f"{rule}_correct"] for rule in RULES},
+        is_bare=row["method"] == ENDPOINT_DEFAULT and row["num_forwards"] is None,
+        seed=row["seed"],
+    )
 
 
 def _digest(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from mbd_core.evaluation.measures.statistics import wilson_interval
-from mbd_core.evaluation.sandbox.processes import available_isolation
+from mbd_core.evaluation.sandbox.processes import available_isolation, describe_isolation
 from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.benchmarks import Problem, Task, find_task, runs_programs
 from mbd_core.evaluation.tasks.graders import Grade, grade, grade_program, program_of, ungradable
@@ -22,13 +22,16 @@ from mbd_core.json_text import parse_json
 # The second stage of a sweep: every decoded row of a table is graded.
 
 
-def grade_table(table: pa.Table) -> pa.Table:
+def grade_table(table: pa.Table, *, isolated: bool = False) -> pa.Table:
     """The table (`DECODED_COLUMNS`) with grades (`GRADED_COLUMNS`). A row without text is wrong (`undecoded`).
 
     Several configurations often give the same text for a problem, so each such text is graded once. Where programs
-    were run, the metadata says how this machine contained them (`ISOLATION`).
+    were run, the metadata says how this machine contained them (`ISOLATION`). With `isolated` a machine without
+    bubblewrap and Landlock refuses to run any: `ValueError`.
     """
     rows = table.to_pylist()
+    if isolated and any(runs_programs(find_task(task)) for task in {row["task"] for row in rows}):
+        describe_isolation("required")
     grades: dict[tuple[str, str, str], Grade] = {}
     for row in rows:
         if row["text"] is None:

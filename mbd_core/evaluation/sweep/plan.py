@@ -1,8 +1,12 @@
 """The plan of a sweep, loaded and checked before any computation: models, configurations, problems, engine."""
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mbd_core.checkpoint.folder import ModelFolder, edit_note, read_folder, with_method
@@ -18,6 +22,9 @@ from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import OWN, Recipe, find_recipe
 from mbd_core.tasks.split import Split
+
+# The packages on which tokens, grades and their speed depend.
+REPORTED_VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
 
 # The configurations with which a sweep asks an endpoint, and what a reader must know of its numbers.
 
@@ -149,6 +156,40 @@ class Sweep:
                         }
                         sample += 1
 
+    def settings(self, *, engine: EngineConfig, num_actors: int, on_gpu: bool, machine: str) -> dict[str, Any]:
+        """What a reader needs to judge the numbers or to repeat the sweep, by name. `engine` configures each of
+        `num_actors` engines, on GPUs or not, of which `machine` says where they run."""
+        endpoints = {
+            name: {"url": one.url, "model": one.model, "ours": one.is_ours} for name, one in self.endpoints.items()
+        }
+        return {
+            "models": {
+                name: _model_settings(model_folder(folder), on_gpu=on_gpu) for name, folder in self.models.items()
+            },
+            **({"endpoints": endpoints} if endpoints else {}),
+            "methods": {name: json.dumps(fields) for name, fields in self.methods.items()},
+            "grid": self.grid,
+            "tasks": {
+                problem_set.task.name: {
+                    "rule": problem_set.task.rule,
+                    "source": problem_set.source,
+                    "n": len(problem_set.problems),
+                    "sha256": problem_set.sha256,
+                    **self.asked[problem_set.task.name].record,
+                }
+                for problem_set in self.problem_sets
+            },
+            "seed": self.seed,
+            "recipe": f"{self.recipe.name} ({self.recipe.source})",
+            **({"recipe_remark": self.recipe.remark} if self.recipe.remark else {}),
+            "engine": asdict(engine),
+            "actors": num_actors,
+            "tensor_parallel": self.tensor_parallel,
+            "notes": self.notes,
+            "machines": [machine],
+            "versions": {name: version(name) for name in REPORTED_VERSIONS if name != "ray" or find_spec(name)},
+        }
+
 
 def plan_sweep(options: SweepOptions) -> Sweep:
     """Load and check everything that the options name; `ValueError` says in one sentence what is wrong."""
@@ -210,6 +251,19 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         tensor_parallel=options.tensor_parallel,
         notes=notes,
     )
+
+
+def _model_settings(folder: Path, *, on_gpu: bool) -> dict[str, Any]:
+    """A model's size, training and dtype, without which its accuracy says little: a CPU computes in float32."""
+    contents = read_folder(folder)
+    stored = str(contents.stored_dtype).removeprefix("torch.")
+    computed = stored if on_gpu else "float32"
+    return {
+        "parameters": f"{contents.config.num_parameters / 1e6:.3g}M",
+        "block_size": contents.config.block_size,
+        "trained": contents.defaults.get("trained_with", "unknown"),
+        "dtype": computed if computed == stored else f"{computed} (stored as {stored})",
+    }
 
 
 def _model_variants(

@@ -11,9 +11,8 @@ from mbd_core.checkpoint.folder import model_digest
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.evaluation.measures.summary import ReportKey
 from mbd_core.evaluation.sweep.endpoint import is_endpoint
-from mbd_core.evaluation.sweep.parts import Part, Row, Shard
+from mbd_core.evaluation.sweep.parts import Part, Row, Shard, Timing, timed_cases
 from mbd_core.evaluation.sweep.plan import Sweep
-from mbd_core.evaluation.sweep.timing import Timing, timed_cases
 
 VERSIONS = ("mbd-cluster", "torch", "transformers", "math-verify")  # those on which tokens and grades depend
 # The form of the rows: raised when how parts are batched, or the columns of their rows, change, since the rows of a
@@ -35,7 +34,7 @@ class SweepRecord:
     num_cases  configurations and tasks that are timed (`timed_cases`)
     timing     how they are timed, which decides no row
     labels     column heads by task
-    settings   what a reader of the report needs besides (`sweep_settings`)
+    settings   what a reader of the report needs besides (`Sweep.settings`)
     """
 
     plan: Mapping[str, Any]

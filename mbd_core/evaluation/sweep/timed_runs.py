@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.admission import RequestRefused
+from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.measures.statistics import percentile
 from mbd_core.evaluation.sweep.decoding import (
@@ -22,7 +23,7 @@ from mbd_core.evaluation.sweep.decoding import (
     sample_requests,
     sample_stops,
 )
-from mbd_core.evaluation.sweep.timing import TimedCase, config_of
+from mbd_core.evaluation.sweep.parts import TimedCase, config_of
 
 ALONE, TOGETHER = "alone", "together"
 COPIED = ("model", "method", "task", "config", "problem_id")  # columns of the plan
@@ -72,6 +73,12 @@ def run_timed(
                 yield TimedOutput(output, begun.pop(step.request_id), clock())
     while engine.has_work:
         engine.step()  # what follows an abort
+
+
+def timing_engine(engine: EngineConfig, buffer_size: int, *, concurrency: int) -> EngineConfig:
+    """The engine that times cases of one buffer size: a sweep's, with a batch row for each request under way and
+    nothing cached."""
+    return replace(engine, buffer_size=buffer_size, max_rows=concurrency, prefix_caching=False)
 
 
 class TimedStage:

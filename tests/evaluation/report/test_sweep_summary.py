@@ -14,8 +14,7 @@ from jobs.report_sweep import main
 from mbd_core.evaluation.report.summary import summarize_sweeps
 from mbd_core.evaluation.sandbox.processes import MEANING
 from mbd_core.evaluation.sweep.folder import REPORT, SweepFolder, read_report
-from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, Shard, cut
-from mbd_core.evaluation.sweep.timing import Timing
+from mbd_core.evaluation.sweep.parts import GRADED_COLUMNS, ISOLATION, Shard, Timing, cut
 
 ASKED = {"form": "turn", "prompt": "{question}", "examples": 1, "examples_sha256": "0", "stop": ["Q:"]}
 NAMES = (REPORT, "report.md", "report.html", "plot.png")

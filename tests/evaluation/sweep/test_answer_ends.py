@@ -13,7 +13,8 @@ from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Counts, Request, StepOutput
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
-from mbd_core.evaluation.sweep.decoding import before_stop, fitted, generate_until, output_at
+from mbd_core.evaluation.sweep.decoding import fitted, generate_until, output_at
+from mbd_core.evaluation.sweep.parts import before_stop
 from mbd_core.serving.tokens.load import LoadedModel, load_engine
 
 

@@ -14,11 +14,18 @@ from scripted_endpoint import ANSWER, Answer, ScriptedEndpoint, completion
 
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep import endpoint as endpoint_room
-from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint, EndpointAddress, find_endpoint, read_keys
-from mbd_core.evaluation.sweep.endpoint_stage import EndpointLost, EndpointStage
+from mbd_core.evaluation.sweep.endpoint import (
+    ENDPOINT_DEFAULT,
+    Endpoint,
+    EndpointAddress,
+    EndpointLost,
+    EndpointStage,
+    find_endpoint,
+    read_keys,
+)
+from mbd_core.evaluation.sweep.folder import graded_sample
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS
-from mbd_core.evaluation.sweep.samples import graded_sample
 
 UNKNOWN = ("num_forwards", "num_store_forwards", "num_prefill_forwards")
 

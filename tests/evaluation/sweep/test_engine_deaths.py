@@ -6,9 +6,9 @@ import pyarrow as pa
 import pytest
 from planned_samples import planned_samples
 
+from mbd_core.evaluation.sweep.executor import DIED, MOST_LOST, NOTHING, Attempts, DeathWatch, DividedParts, ModelDies
 from mbd_core.evaluation.sweep.grading import grade_table
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, GRADED_COLUMNS, ISOLATION, Part, cut
-from mbd_core.evaluation.sweep.samples import DIED, MOST_LOST, NOTHING, Attempts, DeathWatch, DividedParts, ModelDies
 
 
 def parts_of(num_problems: int) -> list[Part]:

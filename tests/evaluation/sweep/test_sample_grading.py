@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from actors.evaluation.graded_parts import grade_isolated_part, pack
+from actors.evaluation.graded_parts import grade_part, pack
 from jobs.eval_sweep import main as eval_sweep
 from jobs.grade import main
 from mbd_core.evaluation.sandbox import processes as sandbox
@@ -164,4 +164,4 @@ def test_programs_are_graded_behind_walls_only_where_these_are_required(
         assert MEANING[weaker] in error and error.count("\n") == 1 and not out.exists()
         table = pa.table({"task": ["code-mini"], "text": ["x"]})
         with pytest.raises(ValueError, match="neither bubblewrap nor Landlock"):
-            grade_isolated_part(pack(0, table))
+            grade_part(pack(0, table), isolated=True)

@@ -27,9 +27,8 @@ from mbd_core.evaluation.sweep.folder import (
     read_samples,
     read_times,
 )
-from mbd_core.evaluation.sweep.parts import Shard, cut
+from mbd_core.evaluation.sweep.parts import Shard, Timing, cut
 from mbd_core.evaluation.sweep.timed_runs import TIMED_COLUMNS
-from mbd_core.evaluation.sweep.timing import Timing
 from mbd_core.files import MANIFEST, is_named, write_json
 
 ROWS = planned_rows()

@@ -3,7 +3,7 @@
 from written_sweeps import planned_rows
 
 from mbd_core.evaluation.sweep.parts import cut
-from mbd_core.evaluation.sweep.samples import SECONDS, SweepProgress
+from mbd_core.evaluation.sweep.run import SECONDS, SweepProgress
 
 
 class Clock:

@@ -1,6 +1,7 @@
 """A sweep without Ray, stage by stage: every sample is written, gathered under its configuration, and repeatable."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.measures.summary import ReportKey
+from mbd_core.evaluation.report.summary import write_summary
 from mbd_core.evaluation.sweep.decoding import DecodeStage, DecodingModel
-from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
-from mbd_core.evaluation.sweep.folder import SweepFolder, read_samples
+from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint, EndpointStage
+from mbd_core.evaluation.sweep.executor import LocalExecutor
+from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, Shard, cut
+from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, Shard, Timing, cut
 from mbd_core.evaluation.sweep.plan import Sweep, SweepOptions, plan_sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
-from mbd_core.evaluation.sweep.samples import collect_samples, load_samples
-from mbd_core.evaluation.sweep.timing import Timing
+from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
 from mbd_core.serving.tokens.load import load_engine
 
 ENGINE = EngineConfig(max_rows=4, num_pages=128, max_prefill_tokens=8)
@@ -117,6 +119,27 @@ def test_a_part_is_the_same_whatever_its_engine_decoded_before(
     again(parts[number].table())
     for other in (alone, grade_table(again(parts[number].table()))):
         assert other == table
+
+
+def test_a_plain_loop_in_this_process_runs_a_sweep(
+    tiny_model_dir: Path, graded: list[tuple[int, pa.Table]], tmp_path: Path
+) -> None:
+    sweep, _, _ = planned(tiny_model_dir)
+
+    def load(_name: str, engine: EngineConfig) -> DecodingModel:
+        loaded = load_engine(tiny_model_dir, engine)
+        return DecodingModel(loaded.engine, loaded.tokenizer)
+
+    executor = LocalExecutor(load, sweep.engine, concurrency=TIMING.concurrency)
+    run = SweepRun.of(sweep, shard=Shard(), timing=TIMING)
+    for start in (lambda: nullcontext(executor), lambda: pytest.fail("all is there")):
+        with EndpointStage({}, {}, concurrency=1) as stage:
+            summary = run.run(tmp_path / "out", start, stage=stage, report=write_summary)
+        assert "without Ray" in summary.text and summary.num_samples == summary.num_planned == sweep.num_samples
+    columns = ("sample", "text", "num_forwards", "correct")
+    rows = {tuple(row[name] for name in columns) for _, table in graded for row in table.to_pylist()}
+    assert {tuple(row[name] for name in columns) for row in read_samples(tmp_path / "out")} == rows
+    assert len(read_report(tmp_path / "out")["times"]) == 2
 
 
 def test_a_record_outlives_its_file_and_knows_its_sweep(tiny_model_dir: Path) -> None:

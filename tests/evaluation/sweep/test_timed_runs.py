@@ -15,8 +15,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep import timed_runs
 from mbd_core.evaluation.sweep.decoding import DecodingModel, ModelRefused
+from mbd_core.evaluation.sweep.parts import TimedCase, Timing, timed_cases
 from mbd_core.evaluation.sweep.timed_runs import ALONE, TIMED_COLUMNS, TOGETHER, TimedStage
-from mbd_core.evaluation.sweep.timing import TimedCase, Timing, timed_cases
 from mbd_core.serving.tokens.load import load_engine
 
 PROMPTS = [f"Tom has {number} pens." for number in range(6)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mbd_core.evaluation.report.summary import sweep_settings
 from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
 
 
@@ -83,13 +82,13 @@ def test_what_cannot_be_asked_is_refused(gsm8k: Path, changes: dict[str, Any], s
 def test_a_report_says_how_it_was_asked(gsm8k: Path) -> None:
     train = str(gsm8k / "train.jsonl")
     sweep = plan_sweep(options(gsm8k, recipe="blockbatch", examples=[train]))
-    settings = sweep_settings(sweep, engine=sweep.engine, num_actors=1, num_cpus=2, on_gpu=False)
+    settings = sweep.settings(engine=sweep.engine, num_actors=1, on_gpu=False, machine="a")
     assert settings["recipe"] == "blockbatch (BlockBatch, Table 1 and Appendix E.3)"
     asked = settings["tasks"]["gsm8k"]
     assert (asked["examples"], asked["examples_from"], asked["max_tokens"]) == (5, train, 256)
     assert asked["extraction"] == "flexible-extract (the last number)" and len(asked["examples_sha256"]) == 64
     assert settings["models"]["tiny-mbd"]["dtype"] == "float32 (stored as bfloat16)"
-    on_gpu = sweep_settings(sweep, engine=sweep.engine, num_actors=1, num_cpus=2, on_gpu=True)
+    on_gpu = sweep.settings(engine=sweep.engine, num_actors=1, on_gpu=True, machine="a")
     assert on_gpu["models"]["tiny-mbd"]["dtype"] == "bfloat16"
     assert {"mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy"} == set(settings["versions"])
     assert settings["recipe_remark"].startswith("The paper names the shots")

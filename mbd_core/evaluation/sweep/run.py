@@ -1,0 +1,262 @@
+"""A sweep's run: what its folder lacks is decoded, graded, timed and written by an executor, and reported.
+
+The same run again goes on from what lies there. Endpoints are asked from this process, which alone has their keys.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, TypeVar
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from mbd_core.evaluation.sweep.decoding import ModelRefused
+from mbd_core.evaluation.sweep.endpoint import EndpointLost, EndpointStage
+from mbd_core.evaluation.sweep.executor import Executor, ExecutorFailed, NumberedTable, dead_samples, decode_parts
+from mbd_core.evaluation.sweep.folder import FAILURE, SweepFolder, is_computed
+from mbd_core.evaluation.sweep.parts import Part, Row, Shard, TimedCase, Timing, cut, part_size, timed_cases
+from mbd_core.evaluation.sweep.plan import Sweep
+from mbd_core.evaluation.sweep.record import SweepRecord, record_of, timed_rows
+
+Report = TypeVar("Report")
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A sweep in its parts and timed cases, the same with however many engines, and its record."""
+
+    sweep: Sweep
+    record: SweepRecord
+    parts: Sequence[Part]
+    cases: Sequence[TimedCase]
+
+    @classmethod
+    def of(cls, sweep: Sweep, *, shard: Shard, timing: Timing) -> Self:
+        """The run of a shard."""
+        rows = list(sweep.rows())
+        parts = cut(rows, rows_per_part=part_size(len(rows), max_rows=sweep.engine.max_rows))
+        record = record_of(sweep, rows, parts, shard=shard, timing=timing)
+        return cls(sweep, record, parts, timed_cases(timed_rows(sweep, rows), timing))
+
+    def run(
+        self,
+        path: Path,
+        start: Callable[[], AbstractContextManager[Executor]],
+        *,
+        stage: EndpointStage,
+        report: Callable[[SweepFolder], Report],
+        overwrite: bool = False,
+        published: Callable[[str], None] = lambda _: None,
+        name: str | None = None,
+    ) -> Report:
+        """Compute what the folder at `path` lacks, and report it: once all samples are there, and with the times.
+
+        `start` starts an executor, if anything is to be computed. `published` is as `SweepFolder.claim` takes it, and
+        `name` is the folder's in sentences. Raises `RuntimeError`, one sentence, if the executor fails, with the
+        traceback in the folder, and, after the report, for a model that cannot be loaded to be timed; `ValueError` as
+        `SweepFolder.claim`, and `EndpointLost`.
+        """
+        place = name or str(path)
+        with ExitStack() as opened:
+            record, executor = self.record, None
+            if not is_computed(path, record, overwrite=overwrite):
+                executor = opened.enter_context(start())
+                machine = machine_text(executor.cluster_cpus, ranks=self.sweep.tensor_parallel)
+                settings = self.sweep.settings(
+                    engine=executor.engine, num_actors=executor.num_engines, on_gpu=executor.on_gpu, machine=machine
+                )
+                record = replace(record, settings=settings)
+            folder = opened.enter_context(SweepFolder.claim(path, record, overwrite=overwrite, published=published))
+            folder.remove(FAILURE)  # of an earlier run
+            missing, refusal = set(folder.missing()), None
+            if len(missing) < len(record.parts):
+                num_there = len(record.parts) - len(missing)
+                print(f"eval_sweep: {num_there} of {len(record.parts)} parts are there", file=sys.stderr)
+            if executor is None:
+                return report(folder)
+            folder.note_machine(machine)
+            try:
+                own = [self.parts[number] for number in record.parts]
+                graded = self._graded(own, missing, executor, stage)
+                collect_samples(graded, folder, own, num_engines=executor.num_engines)
+                content = report(folder)  # it is there whatever becomes of the times
+                if folder.missing_cases():
+                    refusal = self._time(folder, executor)
+                    content = report(folder)
+            except ExecutorFailed as error:
+                folder.write_files({FAILURE: error.traceback.encode()})
+                raise RuntimeError(
+                    f"the sweep failed: {error}; what was computed lies in {place}, with the traceback in {FAILURE}; "
+                    "the same command computes the rest"
+                ) from error
+        if refusal is not None:
+            raise RuntimeError(f"not all could be timed: {refusal}; the report is in {place}")
+        return content
+
+    def _graded(
+        self, parts: Sequence[Part], missing: Collection[int], executor: Executor, stage: EndpointStage
+    ) -> Iterator[NumberedTable]:
+        """The numbers and graded samples of the missing parts: models' first, then endpoints'."""
+        absent = [part for part in parts if part.number in missing]
+        decoding = {part.model for part in parts if part.number not in missing}
+        if own := [part for part in absent if part.model in self.sweep.models]:
+            yield from decode_parts(own, executor, decoding=decoding)
+        yield from ask_parts([part for part in absent if part.model in self.sweep.endpoints], executor, stage)
+
+    def _time(self, folder: SweepFolder, executor: Executor) -> ModelRefused | None:
+        """Time the missing cases without the samples that killed an engine; the refusal of a model that cannot be
+        loaded."""
+        missing = set(folder.missing_cases())
+        cases = [case for case in self.cases if case.number in missing]
+        try:
+            collect_times(executor.time(cases, left_out=dead_samples(folder.path)), folder, cases)
+        except ModelRefused as error:
+            return error
+        return None
+
+
+def ask_parts(parts: Sequence[Part], executor: Executor, stage: EndpointStage) -> Iterator[NumberedTable]:
+    """Ask endpoints for parts, one after the other; each is graded while the next one is asked.
+
+    Raises `EndpointLost` once what was asked before is graded.
+    """
+    losses = []
+
+    def decoded() -> Iterator[NumberedTable]:
+        for part in parts:
+            try:
+                yield part.number, stage(part.table())
+            except EndpointLost as error:
+                losses.append(error)
+                return
+
+    yield from executor.grade(decoded())
+    if losses:
+        raise losses[0]
+
+
+def machine_text(cluster_cpus: float | None, *, ranks: int) -> str:
+    """The machine of the job, on a Ray cluster with so many CPUs, or without one."""
+    place = "without Ray" if cluster_cpus is None else f"Ray sees {cluster_cpus:g} CPUs"
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; {place}, each engine runs on {ranks}"
+
+
+def collect_samples(
+    tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, parts: Sequence[Part], *, num_engines: int = 1
+) -> None:
+    """Write each table, with the number of its part, and show progress; `parts` are all parts of the folder.
+
+    Raises `RuntimeError` if some are missing at the end.
+    """
+    missing = set(folder.missing())
+    progress = SweepProgress(parts, missing, num_engines=num_engines)
+    total = sum(len(part.rows) for part in parts if part.number in missing)
+    with tqdm(total=total, unit="sample", desc="sweep", mininterval=1.0) as bar:
+        for number, table in tables:
+            folder.write_part(number, table)
+            bar.update(len(table))
+            for line in progress.done(number):
+                bar.write(f"sweep: {line}", file=sys.stderr)
+    if still := folder.missing():
+        raise RuntimeError(f"{len(still)} of {len(parts)} parts did not come back; repeat the command for them")
+
+
+def collect_times(tables: Iterable[tuple[int, pa.Table]], folder: SweepFolder, cases: Sequence[TimedCase]) -> None:
+    """Write the timed requests of each case, and show progress and what could not be timed, which is not written and
+    so timed again by the same command."""
+    with tqdm(total=len(cases), unit="configuration", desc="timing", disable=not cases) as bar:
+        for number, table in tables:
+            bar.update()
+            errors = [error for error in table["error"].to_pylist() if error is not None]
+            if not errors:
+                folder.write_case(number, table)
+            for error in errors:
+                bar.write(f"{table['method'][0]} on {table['task'][0]} cannot be timed: {error}", file=sys.stderr)
+
+
+# How far a sweep is: for each model and task the problems that all its configurations have done, and the time left.
+#
+# All configurations of a problem are in one part, so that they are equally far.
+
+SECONDS = 30.0  # between two reports
+
+Subject = tuple[str, str]  # model, task
+
+
+class SweepProgress:
+    """Counts the rows of `parts`, of which those with the numbers `missing` are to come from `num_engines` engines.
+
+    The rate is that of the rows after each engine's first part: engines start together, and the first parts come
+    together, after the time that it takes to start them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        missing: Collection[int],
+        *,
+        num_engines: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parts, self._clock = {part.number: part for part in parts}, clock
+        self._planned, self._left = Counter[Subject](), Counter[Subject]()
+        self._configurations: dict[Subject, set[tuple[str, str]]] = {}
+        for part in parts:
+            rows = Counter(map(_subject, part.rows))
+            self._planned += rows
+            if part.number in missing:
+                self._left += rows
+            for row in part.rows:
+                self._configurations.setdefault(_subject(row), set()).add((row["method"], row["config"]))
+        self._shown_at = self._begun = clock()
+        self._num_first = num_engines  # parts until the rate begins
+        self._num_done = 0  # rows since then
+
+    def done(self, number: int) -> list[str]:
+        """Count a part that has come; the lines to show: of a task that a model has ended, or of all after a while."""
+        rows = Counter(map(_subject, self._parts[number].rows))
+        self._left -= rows
+        ended = [subject for subject in rows if not self._left[subject]]
+        now = self._clock()
+        if self._num_first:
+            self._num_first -= 1
+            self._begun = now
+        else:
+            self._num_done += rows.total()
+        if now - self._shown_at < SECONDS:
+            return [self._line(subject) for subject in ended]
+        self._shown_at = now
+        return [self._line(subject) for subject in self._planned if self._left[subject] or subject in ended]
+
+    def _line(self, subject: Subject) -> str:
+        model, task = subject
+        configurations = len(self._configurations[subject])
+        num_problems, left = self._planned[subject] // configurations, self._left[subject] // configurations
+        text = f"{model} on {task}: {num_problems - left} of {num_problems} problems"
+        text += f" by each of {configurations} configurations"
+        return text + (f", about {_duration(self._seconds_left(model))} left" if left and self._num_done else "")
+
+    def _seconds_left(self, model: str) -> float:
+        """Until the model has ended: models are decoded in their order."""
+        models = list(dict.fromkeys(name for name, _ in self._planned))
+        before = models[: models.index(model) + 1]
+        rows = sum(left for (name, _), left in self._left.items() if name in before)
+        return rows * (self._clock() - self._begun) / self._num_done
+
+
+def _subject(row: Row) -> Subject:
+    return (row["model"], row["task"])
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
