@@ -1,7 +1,14 @@
-"""What all commands share: one look, one set of words, one meaning of exit codes.
+"""What all commands share: options derived from dataclasses, one look, one meaning of exit codes.
 
-A job is a function with annotated options (Typer) and its `main = command(function)`. Exit codes: 0 done, 1 it failed,
-2 bad input, in one sentence on stderr and before any work begins.
+A job is a function and its `main = command(function)`. A parameter of the function is an option by its annotation
+(`mbd_core.options.Option`), or a dataclass whose fields are options:
+
+    def run(engine: EngineConfig, *, out: Annotated[Path, Option("Folder to write.", OUTPUT)]) -> None: ...
+
+`Annotated[EngineConfig, Fields("max_rows", "num_pages")]` takes some of the fields alone; `Changes` takes those that
+were given, for a configuration that is found later. A parameter's default gives a dataclass's fields other defaults.
+
+Exit codes: 0 done, 1 it failed, 2 bad input, in one sentence on stderr and before any work begins.
 """
 
 import importlib
@@ -9,7 +16,9 @@ import inspect
 import re
 import shlex
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -19,60 +28,70 @@ from typer.exceptions import TyperException
 from typer.main import get_command
 
 from mbd_core.json_text import parse_json
+from mbd_core.options import (
+    CLUSTER,
+    DATA,
+    DECODING,
+    ENGINE,
+    LISTS,
+    MODEL,
+    OUTPUT,
+    PANELS,
+    Option,
+    OptionField,
+    members,
+    options_of,
+    split,
+)
 
-MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = (
-    "What runs",
-    "Data",
-    "Decoding",
-    "Engine",
-    "Cluster",
-    "Output",
-)  # the panels of --help, in this order
-
-ModelName = Annotated[
-    str, typer.Option("--model", help="A shipped model's name, or a model folder.", rich_help_panel=MODEL)
-]
-Seed = Annotated[int, typer.Option(help="Of whatever is drawn.", min=0, rich_help_panel=DATA)]
-Threads = Annotated[int, typer.Option(help="Torch's threads, each rank's.", min=1, rich_help_panel=ENGINE)]
+ModelName = Annotated[str, Option("A shipped model's name, or a model folder.", MODEL, flag="--model")]
+Seed = Annotated[int, Option("Of whatever is drawn.", DATA, at_least=0)]
+Threads = Annotated[int, Option("Torch's threads, each rank's.", ENGINE, at_least=1)]
 OwnThreads = Annotated[
-    int | None, typer.Option("--threads", help="Torch's threads (default: torch's own)", min=1, rich_help_panel=ENGINE)
+    int | None, Option("Torch's threads (default: torch's own)", ENGINE, flag="--threads", at_least=1)
 ]
-MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1, rich_help_panel=DECODING)]
-OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a folder that this command wrote before.", rich_help_panel=OUTPUT)
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows there.", rich_help_panel=OUTPUT)
-]
+MaxTokens = Annotated[int, Option("Tokens of an answer, at most.", DECODING, at_least=1)]
+OutFolder = Annotated[Path, Option("Folder to write.", OUTPUT, flag="--out", metavar="DIR")]
+Overwrite = Annotated[bool, Option("Replace a folder that this command wrote before.", OUTPUT, flag="--overwrite")]
+JsonFile = Annotated[Path | None, Option("Also write the rows there.", OUTPUT, flag="--json", metavar="FILE")]
 IsolationText = Annotated[
     Literal["any", "required"],
-    typer.Option(
-        "--isolation",
-        help="What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
-        rich_help_panel=ENGINE,
+    Option(
+        "What must contain programs; required: bubblewrap or Landlock, or nothing is graded.",
+        ENGINE,
+        flag="--isolation",
     ),
 ]
-MaxRows = Annotated[int, typer.Option(help="Sequences decoded at once.", min=1, rich_help_panel=ENGINE)]
+MaxRows = Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)]
 NumPages = Annotated[
-    int | None,
-    typer.Option(help="Pages of KV memory, each engine's (default: as many as fit).", min=2, rich_help_panel=ENGINE),
+    int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=2)
 ]
 KvMemoryFraction = Annotated[
     float,
-    typer.Option(
-        help="Share of a device's memory for an engine, where --num-pages is not given. Engines on CPUs divide it.",
-        rich_help_panel=ENGINE,
+    Option(
+        "Share of a device's memory for an engine, where --num-pages is not given. Engines on CPUs divide it.", ENGINE
     ),
 ]
 TensorParallel = Annotated[
     int,
-    typer.Option(
-        help="Ranks that the model is cut among: GPUs of a node, or processes without GPUs.",
-        min=1,
-        rich_help_panel=CLUSTER,
-    ),
+    Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
 ]
+
+
+class Fields:
+    """Beside a dataclass in `Annotated`: the fields that a command takes, by name; the others keep their defaults."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class Changes(Fields):
+    """In `Annotated[dict[str, Any], ...]`: fields of a dataclass of which a command takes those that were given, by
+    name; `default` is what --help shows for the others."""
+
+    def __init__(self, kind: type, *names: str, default: str | None = None) -> None:
+        super().__init__(*names)
+        self.kind, self.default = kind, default
 
 
 class Command(TyperCommand):
@@ -99,7 +118,7 @@ def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | 
     defects of ours and keep their traceback. `run` returns `None` or an exit code. `epilog` stands below the options.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(cls=Command, help=_help(run), epilog=epilog)(run)
+    app.command(cls=Command, help=_help(run), epilog=epilog)(_derived(run))
     name = run.__module__.rpartition(".")[2]
     name = Path(sys.argv[0]).stem if name == "__main__" else name
     name = shown.rpartition(" ")[2] if shown else name
@@ -124,6 +143,152 @@ def command(run: Callable[..., Any], shown: str | None = None, *, epilog: str | 
         return int(code or 0)
 
     return main
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter of a job's function: its options on the command line, and its value from theirs."""
+
+    options: list[OptionField]
+    value: Callable[[Mapping[str, Any]], Any]
+
+
+def command_options(run: Callable[..., Any]) -> list[OptionField]:
+    """The options of a job's function, panel by panel."""
+    found = [option for part in _parts(run).values() for option in part.options]
+    names = [option.name for option in found]
+    assert len({*names}) == len(names), f"two options have the same name: {sorted(names)}"
+    return sorted(found, key=lambda item: PANELS.index(item.option.panel) if item.option.panel in PANELS else -1)
+
+
+def _derived(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as Typer takes it: each option is a parameter, and the dataclasses are built of their values.
+
+    Parameters that are annotated for Typer itself, as its context, are left as they are.
+    """
+    parts, hints = _parts(run), typing.get_type_hints(run, include_extras=True)
+    others = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, parameter in inspect.signature(run).parameters.items()
+        if name not in parts
+    ]
+
+    def call(**given: Any) -> Any:
+        values = {name: part.value(given) for name, part in parts.items()}
+        return run(**{parameter.name: given[parameter.name] for parameter in others}, **values)
+
+    parameters = [*others, *map(_typer_parameter, command_options(run))]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {}
+    return call
+
+
+def _parts(run: Callable[..., Any]) -> dict[str, _Part]:
+    hints = typing.get_type_hints(run, include_extras=True)
+    parts = {}
+    for name, parameter in inspect.signature(run).parameters.items():
+        kind, option = split(hints[name])
+        default = MISSING if parameter.default is parameter.empty else parameter.default
+        chosen = next((item for item in getattr(hints[name], "__metadata__", ()) if isinstance(item, Fields)), None)
+        if isinstance(chosen, Changes):
+            parts[name] = _changes(chosen)
+        elif option is not None:
+            parts[name] = _single(OptionField(name=name, hint=kind, option=option, default=default))
+        elif is_dataclass(kind):
+            parts[name] = part = _of_dataclass(typing.cast(type, kind), chosen, default)
+            assert chosen is None or {*chosen.names} <= {item.name for item in part.options}, chosen.names
+    return parts
+
+
+def _single(item: OptionField) -> _Part:
+    return _Part([item], lambda given: _field_value(item, given[item.name]))
+
+
+def _of_dataclass(kind: type, chosen: Fields | None, defaults: Any) -> _Part:
+    """The options of a dataclass and of those that it holds; `defaults` is an instance with the defaults, if any."""
+    parts: dict[str, _Part] = {}
+    for field in options_of(kind):
+        item = field if defaults is MISSING else replace(field, default=getattr(defaults, field.name))
+        if item.option.flag is False:
+            continue
+        if is_dataclass(item.hint):
+            parts[item.name] = _of_dataclass(typing.cast(type, item.hint), chosen, item.default)
+        elif chosen is None or item.name in chosen.names:
+            parts[item.name] = _single(item)
+
+    def value(given: Mapping[str, Any]) -> Any:
+        values = {name: part.value(given) for name, part in parts.items()}
+        return kind(**values) if defaults is MISSING else replace(defaults, **values)
+
+    return _Part([item for part in parts.values() for item in part.options], value)
+
+
+def _changes(chosen: Changes) -> _Part:
+    """The given ones of a dataclass's fields; none has a default."""
+    known = {field.name: field for field in options_of(chosen.kind)}
+    items = []
+    for name in chosen.names:
+        hint, option = known[name].hint, known[name].option
+        option = replace(option, default=option.default or chosen.default)
+        items.append(OptionField(name=name, hint=hint | None, option=option, default=None))
+
+    def value(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {item.name: _field_value(item, given[item.name]) for item in items if given[item.name] is not None}
+
+    return _Part(items, value)
+
+
+def flag(item: OptionField) -> str:
+    """An option's name on the command line; a switch has two, if it is on by default or can be left open."""
+    if item.option.flag:
+        return item.option.flag
+    name = item.name.replace("_", "-")
+    return f"--{name}/--no-{name}" if _plain(item.hint) is bool and item.default is not False else f"--{name}"
+
+
+def _plain(hint: Any) -> Any:
+    """The type of an option's value on a command line, where an object of fields and nothing have no form."""
+    return next(member for member in members(hint) if member is not type(None) and not is_dataclass(member))
+
+
+def _field_value(item: OptionField, value: Any) -> Any:
+    """A field's value from what Typer read; `ValueError`, naming the option, for one that the field refuses."""
+    kind, name = _plain(item.hint), flag(item).partition("/")[0]
+    if typing.get_origin(kind) in LISTS:
+        if item.option.separator and value is not None:
+            value = numbers(value, name) if typing.get_args(kind)[0] is int else names(value, name)
+        value = tuple(value) if value else item.default if item.default is not MISSING else ()
+    elif typing.get_origin(kind) is dict:
+        value = item.default if value is None else json_object(value, name)
+    refusal = item.refusal(value)
+    if refusal is not None:
+        raise ValueError(f"{name} {value} {refusal}")
+    return value
+
+
+def _typer_parameter(item: OptionField) -> inspect.Parameter:
+    """An option as Typer declares it."""
+    option, kind = item.option, _plain(item.hint)
+    default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
+    if typing.get_origin(kind) is dict:
+        kind, default = str, None
+    elif typing.get_origin(kind) in LISTS:
+        (each,) = {*typing.get_args(kind)} - {...}
+        kind = str if option.separator else list[each]  # type: ignore[valid-type]
+        if item.default is not MISSING:
+            default = (option.separator.join(map(str, default or ())) if option.separator else default) or None
+    is_number = kind in (int, float)
+    about: dict[str, Any] = {
+        "help": option.help if option.above is None else f"{option.help} It is above {option.above:g}.",
+        "metavar": option.metavar,
+        "min": option.at_least if is_number else None,
+        "max": option.at_most if is_number else None,
+        "show_default": option.default or True,
+        "rich_help_panel": option.panel,
+    }
+    info = typer.Argument(**about) if option.positional else typer.Option(flag(item), **about)
+    annotation: Any = Annotated[kind | None if default is None else kind, info]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def sub_commands(package: str, modules: Mapping[str, tuple[str, str]]) -> Main:
@@ -169,10 +334,10 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 def names(text: str, option: str) -> list[str]:
     """A comma-separated list without repetitions; `ValueError` if it is empty."""
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found:
+    items = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not items:
         raise ValueError(f"{option} names nothing; give at least one, separated by commas")
-    return found
+    return items
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -1,0 +1,168 @@
+"""Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from jobs.command_line import Changes, Fields, command, command_options
+from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, options_of, read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    rows: Annotated[int, Option("Rows.", ENGINE, at_least=1)] = 4
+    share: Annotated[float, Option("Of the memory.", ENGINE, above=0, at_most=1)] = 0.5
+    caching: Annotated[bool, Option("Keep blocks.", ENGINE)] = True
+    exact: Annotated[bool, Option("Row by row.", ENGINE)] = False
+    pages: Annotated[int | None, Option("Pages.", ENGINE, at_least=2)] = None
+    lengths: Annotated[tuple[int, ...], Option("Lengths.", DATA, at_least=1, separator=",")] = (4, 8)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    model: Annotated[str, Option("A folder.")]
+    kind: Annotated[Literal["cpu", "gpu"] | None, Option("Device.")] = None
+    fields: Annotated[dict[str, Any], Option("JSON.", DATA, metavar="JSON")] = field(default_factory=dict)
+    file: Annotated[Path | None, Option("A file.", flag="--from")] = None
+    tags: Annotated[Sequence[str], Option("Repeatable.")] = ()
+    replicas: Annotated[int | Sizes, Option("A number, or more.")] = 1
+    secret: Annotated[list[Sizes], Option("In files alone.", flag=False)] = field(default_factory=list)
+    sizes: Annotated[Sizes, Option("Sizes.")] = Sizes()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def run_line(line: list[str], calls: list[Any]) -> int:
+    def run(setup: Setup, *, out: Annotated[Path, Option("Folder.", OUTPUT)]) -> None:
+        calls.append((setup, out))
+
+    return command(run)(line)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"rows": 0}, "rows=0 must be a whole number of at least 1"),
+        ({"rows": True}, "rows=true must be a whole number"),
+        ({"rows": 1.0}, "rows=1.0 must be"),
+        ({"share": 0}, "share=0 must be a number above 0 and at most 1"),
+        ({"share": float("nan")}, "share=NaN must be"),
+        ({"share": "much"}, 'share="much" must be a number'),
+        ({"caching": 1}, "caching=1 must be one of true, false"),
+        ({"lengths": [4, 0]}, r"lengths=\[4, 0\] must be a list of at least 1"),
+        ({"lengths": 4}, "lengths=4 must be a list"),
+    ],
+)
+def test_a_value_outside_its_bounds_is_named(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        Sizes(**values)
+    with pytest.raises(ValueError, match=f"^sizes.{sentence}"):
+        read(Setup, {"model": "m", "sizes": values})
+    with pytest.raises(ValueError, match=f"^secret.1.{sentence}"):
+        read(Setup, {"model": "m", "secret": [{}, values]})
+
+
+def test_a_file_is_read_into_the_dataclasses() -> None:
+    values = {"model": "m", "kind": "gpu", "file": "a/b", "tags": ["x"], "replicas": {"rows": 2}, "secret": [{}]}
+    assert read(Setup, values) == Setup(
+        model="m", kind="gpu", file=Path("a/b"), tags=("x",), replicas=Sizes(rows=2), secret=(Sizes(),)
+    )
+    assert read(Setup, {"model": "m", "sizes": {"share": 1, "lengths": [1]}}).sizes == Sizes(share=1, lengths=(1,))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"model": "m", "modle": 1}, "unknown option 'modle'; known: model, kind"),
+        ({"model": "m", "sizes": {"row": 1}}, "unknown option 'sizes.row'; known: rows"),
+        ({"model": "m", "secret": [{"row": 1}]}, "unknown option 'secret.0.row'"),
+        ({}, "option 'model' is missing"),
+        ({"model": 1}, "model=1 must be a text"),
+        ({"model": "m", "kind": "tpu"}, 'kind="tpu" must be one of null, "cpu", "gpu"'),
+        ({"model": "m", "sizes": 3}, "sizes=3 must be an object with the fields of Sizes"),
+        ([], r"=\[\] must be an object"),
+    ],
+)
+def test_what_a_file_must_not_say_is_named(values: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        read(Setup, values)
+
+
+def test_a_command_line_is_derived_from_the_dataclasses(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    assert run_line(["--model", "m", "--out", str(tmp_path)], calls) == 0
+    assert calls.pop() == (Setup(model="m"), tmp_path)
+    line = ["--model", "m", "--out", "o", "--rows", "3", "--no-caching", "--exact", "--pages", "9", "--lengths", "1,2"]
+    line += ["--fields", '{"a": 1}', "--from", "f", "--tags", "x", "--tags", "y", "--kind", "cpu", "--replicas", "2"]
+    assert run_line(line, calls) == 0
+    sizes = Sizes(rows=3, caching=False, exact=True, pages=9, lengths=(1, 2))
+    expected = Setup(model="m", kind="cpu", fields={"a": 1}, file=Path("f"), tags=("x", "y"), replicas=2, sizes=sizes)
+    assert calls.pop() == (expected, Path("o"))
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (["--rows", "0"], "--rows"),
+        (["--rows", "many"], "--rows"),
+        (["--share", "0"], "--share"),
+        (["--pages", "1"], "--pages"),
+        (["--lengths", "4,0"], "--lengths"),
+        (["--lengths", ","], "--lengths"),
+        (["--fields", "{"], "--fields"),
+        (["--fields", "[]"], "--fields"),
+        (["--kind", "tpu"], "--kind"),
+        (["--secret", "x"], "--secret"),
+        (["--no-exact"], "--no-exact"),
+    ],
+)
+def test_bad_input_is_one_sentence_that_names_the_option(
+    line: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_line(["--model", "m", "--out", "o", *line], calls := []) == 2
+    printed = capsys.readouterr()
+    assert calls == [] and name in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_help_has_every_option_with_its_bounds_and_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run_line(["--help"], [])
+    text = capsys.readouterr().out
+    rows = next(line for line in text.splitlines() if "--rows" in line)
+    assert "x>=1" in rows and "Rows." in rows and "default: 4" in rows
+    assert "--no-caching" in text and "--no-exact" not in text and "--secret" not in text
+    assert text.index("Data") < text.index("Engine") < text.index("Output")
+
+
+def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
+    calls: list[Any] = []
+
+    def run(
+        sizes: Annotated[Sizes, Fields("rows", "share")] = Sizes(exact=True, rows=7),
+        *,
+        changes: Annotated[dict[str, Any], Changes(Setup, "kind", "tags", default="the recipe's")],
+        chosen: Annotated[dict[str, Any], Changes(Sizes, "pages", "caching")],
+    ) -> None:
+        calls.append((sizes, changes, chosen))
+
+    main = command(run)
+    assert main([]) == 0 and calls.pop() == (Sizes(exact=True, rows=7), {}, {})
+    assert main(["--share", "0.1", "--tags", "a", "--no-caching"]) == 0
+    assert calls.pop() == (Sizes(exact=True, rows=7, share=0.1), {"tags": ("a",)}, {"caching": False})
+    assert main(["--exact"]) == 2 and main(["--pages", "1"]) == 2 and not calls
+    assert [item.name for item in command_options(run)] == ["kind", "tags", "rows", "share", "pages", "caching"]
+
+
+def test_the_options_of_a_dataclass_are_listed() -> None:
+    rows, share, *_ = options_of(Sizes)
+    assert (rows.name, rows.hint, rows.default, rows.values) == ("rows", int, 4, "a whole number of at least 1")
+    assert (share.option.help, share.option.panel) == ("Of the memory.", ENGINE)
