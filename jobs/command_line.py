@@ -279,7 +279,7 @@ def _typer_parameter(item: OptionField) -> inspect.Parameter:
             default = (option.separator.join(map(str, default or ())) if option.separator else default) or None
     is_number = kind in (int, float)
     about: dict[str, Any] = {
-        "help": option.help if option.above is None else f"{option.help} It is above {option.above:g}.",
+        "help": option.help if option.above is None else f"{option.help} (above {option.above:g})",
         "metavar": option.metavar,
         "min": option.at_least if is_number else None,
         "max": option.at_most if is_number else None,

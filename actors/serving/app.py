@@ -1,7 +1,10 @@
 """The serving application: gateways before the engines of one or several models.
 
-`build` is what `serve deploy`, `jobs/serve.py` and the manifests of Kubernetes name.
+`build` is what `serve deploy` and the manifests of Kubernetes name.
 """
+
+from dataclasses import replace
+from typing import Any
 
 from ray import serve
 from ray.serve.config import BackpressureConfig
@@ -13,9 +16,14 @@ from actors.serving.replica import engine_replicas
 GATEWAY_CPUS = 0.1  # it waits most of the time; what it asks for counts beside the engines' own CPUs
 
 
-def build(args: ServingArgs) -> serve.Application:
+def build(args: dict[str, Any]) -> serve.Application:
+    """The Serve application of the `args` in a Serve config file; `ValueError` for what they must not say."""
+    return application(ServingArgs.read(args))
+
+
+def application(args: ServingArgs) -> serve.Application:
     """The Serve application. The models' folders are read where the replicas and gateways run, not here."""
-    fixed = args.model_copy(update={"models": [model.without_content() for model in args.models]})
+    fixed = replace(args, models=[model.without_content() for model in args.models])
     engines = [engine_replicas(args, model) for model in args.models]
     # A gateway holds what waits for its engines, which bound it: what stands before it waits only to be handed over.
     most = max(1000, 2 * sum(model.max_waiting * model.most_replicas for model in args.models))
@@ -30,5 +38,5 @@ def build(args: ServingArgs) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
-        user_config=args.content.model_dump(),
+        user_config=args.content.values(),
     ).bind(fixed, engines)

@@ -71,7 +71,7 @@ class ModelRoute:
         """
         limits = await self._limits()
         args = await asyncio.to_thread(self.model.checked)
-        folder = await asyncio.to_thread(read_folder, Path(args.folder))
+        folder = await asyncio.to_thread(read_folder, Path(args.model))
         return ServedModel(
             name=adapter or self.model.served_name,
             tokenizer=folder.tokenizer,

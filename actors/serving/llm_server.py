@@ -18,6 +18,7 @@ from actors.serving.args import ModelArgs
 from actors.serving.data_rows import ADDED_FIELDS, answer_row
 from actors.serving.logs import logged
 from cluster.ray_private import llm_types
+from mbd_core.options import read
 from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import SleepOrder
 from mbd_core.serving.server.answer import Answer
@@ -52,7 +53,7 @@ def model_args(config: "LLMConfig") -> ModelArgs:
                 f"engine_kwargs.{name} has no effect here; the model stands in model_loading_config, the number of "
                 "replicas in deployment_config; adapters and weights are served by actors.serving.app:build"
             )
-    return ModelArgs(model=source, name=loading.model_id, **config.engine_kwargs)
+    return read(ModelArgs, {"model": source, "name": loading.model_id, **config.engine_kwargs})
 
 
 def fields_given(request: BaseModel) -> dict[str, Any]:
@@ -99,10 +100,10 @@ class DiffusionServer:
         """Load the model; Ray has nothing to start afterwards."""
         model = model_args(llm_config)
         args = model.checked()
-        torch.set_num_threads(args.num_threads)
+        torch.set_num_threads(args.threads)
         self._config = llm_config
         self.service = EngineService(args)
-        self.server = OpenAIServer({args.name: self._served_model}, log=log)
+        self.server = OpenAIServer({args.served_name: self._served_model}, log=log)
         log.info(self.service.describe())
 
     async def _served_model(self) -> ServedModel:

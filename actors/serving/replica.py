@@ -61,12 +61,12 @@ class EngineReplica:
 
     def __init__(self, model: ModelArgs) -> None:
         args = model.checked()
-        torch.set_num_threads(args.num_threads)
+        torch.set_num_threads(args.threads)
         join_core_logs()
         keep_to_loopback()
-        trace = None if args.trace is None else self._recorder(Path(args.trace))
+        trace = None if args.trace is None else self._recorder(args.trace)
         self.service = EngineService(args, trace=trace)
-        self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.name))
+        self._exports = ExportTimer(EngineExporter(self.service.measures, model=args.served_name))
         self._ending = self._serves = False
         self._refused: str | None = None  # why the newest content was not taken over
         log.info(self.describe())
@@ -202,7 +202,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
         engine = replace(engine, kv_memory_fraction=engine.kv_memory_fraction / model.most_replicas)
     return EngineReplica.options(  # type: ignore[attr-defined]  # Serve's decorators are not typed through
         name=model.served_name.replace("/", "-").replace("#", "-"),
-        user_config=model.content.model_dump(),
+        user_config=model.content.values(),
         **_number(model),
         **_routing(model),
         max_ongoing_requests=2 * capacity,
@@ -213,7 +213,7 @@ def engine_replicas(args: ServingArgs, model: ModelArgs) -> serve.Application:
         graceful_shutdown_timeout_s=args.drain_seconds + STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": topology.num_cpus, "num_gpus": topology.num_gpus},
-    ).bind(model.without_content().model_copy(update={"engine": engine}))
+    ).bind(replace(model.without_content(), engine=engine))
 
 
 def _number(model: ModelArgs) -> dict[str, Any]:

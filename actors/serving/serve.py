@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import ray
 from ray import serve
@@ -14,15 +13,15 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.serving.app import build
-from actors.serving.args import ModelArgs, ServingArgs
+from actors.serving.app import application
+from actors.serving.args import GatewayArgs, ModelArgs, ServingArgs
 from actors.serving.logs import LOGGING
 from actors.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from actors.serving.tracing import serve_variables
 from cluster.local import connect
 from cluster.ray_private import dashboard_address, task_error_messages
 from cluster.signals import interrupt_on
-from cluster.topology import plan_topology
+from cluster.topology import Device, plan_topology
 
 APPLICATION = "mbd"
 POLL_SECONDS = 0.5  # between two looks at a drain
@@ -56,12 +55,11 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
-def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: Any) -> None:
+def serve_until_stopped(model: ModelArgs, gateways: GatewayArgs, *, host: str, port: int) -> None:
     """Serve on the cluster of `RAY_ADDRESS`, or on a Ray of its own, until SIGINT or SIGTERM.
 
-    `options` are `ServingArgs`' fields but for the models and the device: every rank gets a GPU on a cluster that has
-    GPUs; else all run on CPUs. Requests under way at the first signal have `drain_seconds` to end; a second signal
-    ends the wait.
+    Every rank gets a GPU on a cluster that has GPUs; else all run on CPUs. Requests under way at the
+    first signal have `drain_seconds` to end; a second signal ends the wait.
 
     What was started is stopped at the end. Raises `ValueError` for what only the cluster or a replica can find out to
     be impossible, and `RuntimeError` if Serve runs there already or the replicas fail; each is one sentence.
@@ -77,8 +75,9 @@ def serve_until_stopped(model: ModelArgs, *, host: str, port: int, **options: An
             _check_no_serve()
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             topology = plan_topology(nodes, processes=model.most_replicas, ranks=model.tensor_parallel)
-            args = ServingArgs(models=[model], device="gpu" if topology.num_gpus else "cpu", **options)
-            name = model.checked().name
+            device: Device = "gpu" if topology.num_gpus else "cpu"
+            args = ServingArgs(models=[model], device=device, **vars(gateways))
+            name = model.checked().served_name
             started.callback(serve.shutdown)
             # Serve's end kills its controller, and Ray prints that two of the controller's tasks failed.
             started.callback(silence)
@@ -151,7 +150,7 @@ def _check_no_serve() -> None:
 def _deploy(args: ServingArgs) -> DeploymentHandle:
     """Start the gateways and the replicas; a handle to the gateways."""
     try:
-        return serve.run(build(args), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
+        return serve.run(application(args), name=APPLICATION, route_prefix="/", logging_config=LOGGING)
     except RuntimeError as error:
         raise start_failure(_status_message(APPLICATION) or str(error)) from error
 

@@ -120,7 +120,7 @@ def own_sides(
     from mbd_core.checkpoint.saving import save_random
     from mbd_core.checkpoint.shape_tokenizer import shape_tokenizer
     from mbd_core.models.shapes import SHAPES
-    from mbd_core.serving.tokens.endpoint_args import endpoint_args
+    from mbd_core.serving.tokens.endpoint_args import EndpointArgs
     from mbd_core.serving.tokens.load import load_engine
 
     with ExitStack() as started:
@@ -131,7 +131,8 @@ def own_sides(
             config = SHAPES[model]
             config = replace(config, max_positions=min(config.max_positions, MAX_POSITIONS))
             save_random(config, folder, tokenizer=shape_tokenizer(config), dtype=torch.float32)
-        args = endpoint_args(str(folder), engine=engine, num_threads=threads)  # bad input before anything is started
+        # bad input before anything is started
+        args = EndpointArgs(model=str(folder), engine=engine, threads=threads).checked()
         torch.set_num_threads(threads)
         loaded = started.enter_context(load_engine(folder, engine, device=torch.device("cpu")))
         sides = {ALONE: engine_side(loaded, asking)}
@@ -139,14 +140,16 @@ def own_sides(
             options = _serve_options(args, count)
             endpoint = started.enter_context(own_endpoint(options, log=scratch / f"serve-{count}.log"))
             name = f"endpoint, {count} replica" + ("s" if count > 1 else "")
-            target = asyncio.run(_target(name, endpoint.url, replace(asking, model=args.name), asking.extra_of(0)))
+            target = asyncio.run(
+                _target(name, endpoint.url, replace(asking, model=args.served_name), asking.extra_of(0))
+            )
             sides[name] = http_side(target, seconds=asking.seconds)
         yield sides
 
 
 def _serve_options(args: EndpointArgs, replicas: int) -> list[str]:
     engine = args.engine
-    options = ["--model", args.folder, "--replicas", str(replicas), "--threads", str(args.num_threads)]
+    options = ["--model", args.model, "--replicas", str(replicas), "--threads", str(args.threads)]
     options += ["--max-rows", str(engine.max_rows), "--buffer-size", str(engine.buffer_size)]
     return options + ([] if engine.num_pages is None else ["--num-pages", str(engine.num_pages)])
 

@@ -1,6 +1,9 @@
 """The engine's sizes and switches."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from mbd_core.options import ENGINE, Option, check
 
 LEAST_SLOTS = 4
 """Slots of each batch row where nobody chose a number, or as many more as the model decodes with."""
@@ -10,62 +13,102 @@ LEAST_SLOTS = 4
 class EngineConfig:
     """The engine's sizes and switches. `None` leaves a choice to the engine.
 
-    max_rows            sequences decoded at once
-    buffer_size         physical slots a batch row; a request may ask for fewer (default: `LEAST_SLOTS`, or as many
-                        more as the model decodes with unless a request says otherwise, see `for_decoding`)
-    block_budget        blocks that all running sequences together may grow to have in the Block Buffer, but at least
-                        one each: many blocks a sequence while few run, one when as many run as the budget has blocks.
-                        It only delays blocks, yet tokens then depend on how busy the engine is, so a request can
-                        decline it (`DecodingConfig.adaptive`). Default: no budget
-    block_size          for a model that was trained without blocks (LLaDA, Dream): the block size D2F decodes it in
-    page_size           tokens a page, a multiple of the block size (default: the least such of at least 16)
-    num_pages           pages of KV memory (default: as many as fit, see `engine/build.py`)
-    kv_memory_fraction  share of the device's memory that the engine may use where `num_pages` is not given
-    max_prefill_tokens  prompt tokens stored a step, at most
-    prefix_caching      keep stored blocks, prompt and generated, for requests that begin alike
-    static_shapes       in steps that decode in blocks alone, send every slot of the batch rows in use through the
-                        model, resident or not (Alg. 5), so that a CUDA graph can be replayed, and prompts by a forward
-                        of their own before it; otherwise only resident slots (Alg. 4), and prompts with them. Default:
-                        on a GPU
-    graphs              replay static steps as CUDA graphs, with kernels that allow it. Default: on a GPU
-    overlap             launch a static step before the results of the one before are read, where that is safe.
-                        Default: on a GPU
-    batch_invariant     compute every row by itself: slower, and a request's numbers do not depend on the others, bit
-                        for bit
-    attention           the attention kernel by name (default: the best there is)
-    max_adapters        LoRA adapters that can be loaded at once; 0: none, and no step does anything for them
-    max_rank            the largest rank of an adapter; memory is taken for `max_adapters` of this rank
+    A block budget only delays blocks, yet tokens then depend on how busy the engine is, so a request can decline it
+    (`DecodingConfig.adaptive`). Static shapes are Alg. 5, without them only resident slots are sent (Alg. 4), and
+    prompts with them.
     """
 
-    max_rows: int = 16
-    buffer_size: int | None = None
-    block_budget: int | None = None
-    block_size: int | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    kv_memory_fraction: float = 0.9
-    max_prefill_tokens: int = 2048
-    prefix_caching: bool = True
-    static_shapes: bool | None = None
-    graphs: bool | None = None
-    overlap: bool | None = None
-    batch_invariant: bool = False
-    attention: str | None = None
-    max_adapters: int = 0
-    max_rank: int = 16
+    max_rows: Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)] = 16
+    buffer_size: Annotated[
+        int | None,
+        Option(
+            "Slots of a sequence, the most that a request may ask for (default: as many as the model decodes with, at "
+            f"least {LEAST_SLOTS}).",
+            ENGINE,
+            at_least=1,
+        ),
+    ] = None
+    block_budget: Annotated[
+        int | None,
+        Option(
+            "Blocks that all running sequences together may grow to have: many each when idle, one when saturated "
+            "(default: no budget).",
+            ENGINE,
+            at_least=1,
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        Option(
+            "Tokens of D2F's blocks, for a model that was trained without blocks (LLaDA, Dream).", ENGINE, at_least=1
+        ),
+    ] = None
+    page_size: Annotated[
+        int | None,
+        Option("Tokens of a page, a multiple of the block size (default: at least 16).", ENGINE, at_least=1),
+    ] = None
+    num_pages: Annotated[
+        int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=1)
+    ] = None
+    kv_memory_fraction: Annotated[
+        float,
+        Option(
+            "Share of a device's memory for an engine, where the number of pages is not given. Engines on CPUs divide "
+            "it.",
+            ENGINE,
+            above=0,
+            at_most=1,
+        ),
+    ] = 0.9
+    max_prefill_tokens: Annotated[int, Option("Prompt tokens stored in a step, at most.", ENGINE, at_least=1)] = 2048
+    prefix_caching: Annotated[
+        bool, Option("Keep stored blocks, of prompts and generated, for requests that begin alike.", ENGINE)
+    ] = True
+    static_shapes: Annotated[
+        bool | None,
+        Option(
+            "In steps that decode blocks alone, send every slot through the model, so that a CUDA graph can be "
+            "replayed; prompts have a forward of their own before it (default: on a GPU).",
+            ENGINE,
+        ),
+    ] = None
+    graphs: Annotated[
+        bool | None,
+        Option("Replay static steps as CUDA graphs, with kernels that allow it (default: on a GPU).", ENGINE),
+    ] = None
+    overlap: Annotated[
+        bool | None,
+        Option(
+            "Launch a static step before the results of the one before are read, where that is safe (default: on a "
+            "GPU).",
+            ENGINE,
+        ),
+    ] = None
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            "Compute every request by itself: slower, its numbers are the same, bit for bit, whatever runs beside it.",
+            ENGINE,
+        ),
+    ] = False
+    attention: Annotated[
+        str | None,
+        Option(
+            "The attention kernel (default: the best there is); of an unknown one, the error names those there are.",
+            ENGINE,
+            metavar="NAME",
+        ),
+    ] = None
+    max_adapters: Annotated[
+        int, Option("LoRA adapters that can be loaded at once; 0: none, at no cost.", ENGINE, at_least=0, flag=False)
+    ] = 0
+    max_rank: Annotated[
+        int,
+        Option("The largest rank of an adapter; it takes memory for each one.", ENGINE, at_least=1, flag=False),
+    ] = 16
 
     def __post_init__(self) -> None:
-        for name in ("max_rows", "buffer_size", "block_budget", "num_pages", "max_prefill_tokens", "max_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if self.max_adapters < 0:
-            raise ValueError(f"max_adapters={self.max_adapters} must be at least 0")
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise ValueError(
-                f"kv_memory_fraction={self.kv_memory_fraction} must be a share of the memory, above 0 and at most 1"
-            )
-
+        check(self)
         if self.block_budget is not None and self.batch_invariant:
             raise ValueError(
                 f"block_budget={self.block_budget} cannot be honoured with batch_invariant=True: under a budget a "

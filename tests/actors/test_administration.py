@@ -33,7 +33,7 @@ ORDERS = ("/update_weights", "/sleep", "/wakeup", "/abort_requests")
 def serving_args(folder: Path, keys: Path | None, **changes: Any) -> ServingArgs:
     model = {"model": str(folder), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 200}}
     fields = {"device": "cpu", "models": [model], "api_keys": None if keys is None else str(keys)} | changes
-    return ServingArgs.model_validate(fields)
+    return ServingArgs.read(fields)
 
 
 @pytest.fixture(scope="module")

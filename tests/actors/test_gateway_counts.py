@@ -29,7 +29,7 @@ def url(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     keys.write_text(f"ann {ANN}\nben {BEN}\n")
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 200}}
     fields = {"device": "cpu", "models": [model], "api_keys": str(keys), "client_requests": 4, "body_prompts": 3}
-    with running_gateway(ServingArgs.model_validate(fields)) as (url, _):
+    with running_gateway(ServingArgs.read(fields)) as (url, _):
         yield url
 
 

@@ -21,7 +21,7 @@ SHORT = {"ready": True, "asleep": False, "draining": False}
 
 def fields(folder: Path, **more: Any) -> ServingArgs:
     model = {"model": str(folder), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 64}}
-    return ServingArgs.model_validate({"device": "cpu", "models": [model], **more})
+    return ServingArgs.read({"device": "cpu", "models": [model], **more})
 
 
 @pytest.fixture(scope="module")

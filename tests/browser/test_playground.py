@@ -32,7 +32,7 @@ CONTRAST = """() => {
 def serving_args(keys: Path | None) -> ServingArgs:
     model = {"model": MODEL, "engine": {"max_rows": 4, "num_pages": 200}}
     fields = {"device": "cpu", "models": [model], "api_keys": None if keys is None else str(keys)}
-    return ServingArgs.model_validate(fields)
+    return ServingArgs.read(fields)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_no_room_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.5])
 def test_a_fraction_is_a_share(fraction: float) -> None:
-    with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be a share"):
+    with pytest.raises(ValueError, match=f"kv_memory_fraction={fraction} must be a number above 0 and at most 1"):
         EngineConfig(kv_memory_fraction=fraction)
 
 

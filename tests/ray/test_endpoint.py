@@ -33,7 +33,7 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
     """The endpoint. Once all tests are through, it is ended, and the trace of what it did must be whole."""
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
     from mbd_core.trace.recorder import read_trace
 
@@ -45,8 +45,8 @@ def url(serve_instance: str, strict_model_dir: Path, traces: Path) -> Iterator[s
         "trace": str(traces),
         "engine": {"max_rows": 4, "num_pages": 200, "batch_invariant": True},
     }
-    args = ServingArgs.model_validate({"device": "cpu", "models": [model]})
-    serve.run(build(args), name="endpoint", route_prefix="/")
+    args = ServingArgs.read({"device": "cpu", "models": [model]})
+    serve.run(application(args), name="endpoint", route_prefix="/")
     yield serve_instance
     serve.delete("endpoint")
     (own,) = traces.iterdir()

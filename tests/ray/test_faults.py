@@ -53,14 +53,14 @@ def deploy(model: Path, *, max_waiting: int = 64, request_seconds: float = 600.0
     """Serve it, or go on with other arguments, which replaces every replica and gateway."""
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200, "batch_invariant": True}
     served = {"model": str(model), "name": MODEL, "replicas": REPLICAS, "engine": engine, "max_waiting": max_waiting}
     options = {"gateways": GATEWAYS, "retry_seconds": LIMIT, "request_seconds": request_seconds}
-    args = ServingArgs.model_validate({"device": "cpu", "models": [served], **options})
-    serve.run(build(args), name=MODEL, route_prefix="/faults")
+    args = ServingArgs.read({"device": "cpu", "models": [served], **options})
+    serve.run(application(args), name=MODEL, route_prefix="/faults")
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,10 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
     from actors.serving.app import build
-    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200}
     model = {"model": str(tiny_model_dir), "name": MODEL, "max_waiting": 12, "engine": engine}
-    serve.run(build(ServingArgs.model_validate({"device": "cpu", "models": [model]})), name="fuzz", route_prefix="/")
+    serve.run(build({"device": "cpu", "models": [model]}), name="fuzz", route_prefix="/")
     yield serve_instance
     serve.delete("fuzz")
 

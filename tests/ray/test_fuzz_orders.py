@@ -34,14 +34,14 @@ def client(
 ) -> Iterator[httpx.Client]:
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
 
     keys = tmp_path_factory.mktemp("secrets") / "keys"
     keys.write_text(f"ann {ADMIN} administrator\nben {CLIENT}\n")
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 100}}
-    args = ServingArgs.model_validate({"device": "cpu", "models": [model], "api_keys": str(keys)})
-    serve.run(build(args), name=APP, route_prefix=f"/{APP}")
+    args = ServingArgs.read({"device": "cpu", "models": [model], "api_keys": str(keys)})
+    serve.run(application(args), name=APP, route_prefix=f"/{APP}")
     with httpx.Client(base_url=f"{serve_instance}/{APP}", headers=authorized(ADMIN), timeout=LIMIT) as connected:
         yield connected
     serve.delete(APP)

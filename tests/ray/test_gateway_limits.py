@@ -36,13 +36,13 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(serve_instance: str, tiny_model_dir: Path, keys_file: Path) -> Iterator[str]:
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
 
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": {"max_rows": 2, "num_pages": 200}}
     limits = {"api_keys": str(keys_file), "client_requests": 2, "body_bytes": BODY_BYTES}
-    args = ServingArgs.model_validate({"device": "cpu", "models": [model], **limits})
-    serve.run(build(args), name=APP, route_prefix=f"/{APP}")
+    args = ServingArgs.read({"device": "cpu", "models": [model], **limits})
+    serve.run(application(args), name=APP, route_prefix=f"/{APP}")
     yield f"{serve_instance}/{APP}"
     serve.delete(APP)
 

@@ -18,15 +18,15 @@ def client(
 ) -> Iterator[httpx.Client]:
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
 
     keys = tmp_path_factory.mktemp("secrets") / "keys"
     keys.write_text(f"ann {ADMIN} administrator\n")
     engine = {"max_rows": 2, "num_pages": 100}
     model = {"model": str(tiny_model_dir), "name": MODEL, "replicas": 2, "engine": engine}
-    args = ServingArgs.model_validate({"device": "cpu", "models": [model], "api_keys": str(keys)})
-    serve.run(build(args), name=APP, route_prefix=f"/{APP}")
+    args = ServingArgs.read({"device": "cpu", "models": [model], "api_keys": str(keys)})
+    serve.run(application(args), name=APP, route_prefix=f"/{APP}")
     headers = {"Authorization": f"Bearer {ADMIN}"}
     with httpx.Client(base_url=f"{serve_instance}/{APP}", headers=headers, timeout=LIMIT) as connected:
         yield connected

@@ -26,13 +26,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
-    from actors.serving.app import build
+    from actors.serving.app import application
     from actors.serving.args import ServingArgs
 
     engine = {"max_rows": 4, "num_pages": 200}
     model = {"model": str(tiny_model_dir), "name": MODEL, "engine": engine, "tensor_parallel": 2}
-    args = ServingArgs.model_validate({"device": "cpu", "retry_seconds": LIMIT, "models": [model]})
-    serve.run(build(args), name=MODEL, route_prefix="/two")
+    args = ServingArgs.read({"device": "cpu", "retry_seconds": LIMIT, "models": [model]})
+    serve.run(application(args), name=MODEL, route_prefix="/two")
     yield f"{serve_instance}/two"
     last = follower_pids()
     serve.delete(MODEL)

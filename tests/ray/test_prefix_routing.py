@@ -26,7 +26,6 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
     from ray import serve
 
     from actors.serving.app import build
-    from actors.serving.args import ServingArgs
 
     engine = {"max_rows": MAX_ROWS, "num_pages": 400, "page_size": PAGE}
     two = {"model": str(tiny_model_dir), "replicas": 2, "engine": engine}
@@ -35,7 +34,7 @@ def url(serve_instance: str, tiny_model_dir: Path) -> Iterator[str]:
         two | {"name": LOOSE, "routing": "load"},
         {"model": str(tiny_model_dir), "name": OTHER, "engine": engine | {"buffer_size": 6, "num_pages": 100}},
     ]
-    serve.run(build(ServingArgs.model_validate({"device": "cpu", "models": models})), name=APP, route_prefix=f"/{APP}")
+    serve.run(build({"device": "cpu", "models": models}), name=APP, route_prefix=f"/{APP}")
     yield f"{serve_instance}/{APP}"
     serve.delete(APP)
 

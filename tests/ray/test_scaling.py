@@ -21,12 +21,9 @@ def served(at: str, model: Path, *, replicas: dict[str, Any], **engine: int) -> 
     from ray import serve
 
     from actors.serving.app import build
-    from actors.serving.args import ServingArgs
 
     given = {"model": str(model), "name": MODEL, "replicas": replicas, "engine": {"num_pages": 100, **engine}}
-    serve.run(
-        build(ServingArgs.model_validate({"device": "cpu", "models": [given]})), name=APP, route_prefix=f"/{APP}"
-    )
+    serve.run(build({"device": "cpu", "models": [given]}), name=APP, route_prefix=f"/{APP}")
     try:
         yield f"{at}/{APP}"
     finally:

@@ -85,10 +85,10 @@ def running_gateway(args: ServingArgs, *, num_replicas: int = 1) -> Iterator[tup
         for model in args.models:
             replicas = [new_replica(model) for _ in range(num_replicas)]
             for replica in replicas:
-                await replica.reconfigure(model.content.model_dump())
+                await replica.reconfigure(model.content.values())
             handles.append(Handle(replicas))
         servable = undecorated(gateway.Gateway)(args, handles)
-        servable.reconfigure(GatewayContent(adapters={}).model_dump())
+        servable.reconfigure(GatewayContent(adapters={}).values())
         context["servable"] = servable
         server = uvicorn.Server(uvicorn.Config(gateway.api, port=port, log_level="error", lifespan="off"))
         serving = asyncio.create_task(server.serve())

@@ -66,7 +66,7 @@ def server_of(
 ) -> LocalServer:
     """A server of two batch rows."""
     engine = EngineConfig(max_rows=2, num_pages=num_pages)
-    service = EngineService(EndpointArgs(folder=str(folder), name=MODEL, engine=engine, **settings))
+    service = EngineService(EndpointArgs(model=str(folder), name=MODEL, engine=engine, **settings))
     return LocalServer(
         service, request_seconds=request_seconds, client_requests=client_requests, body_prompts=body_prompts
     )

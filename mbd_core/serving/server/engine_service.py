@@ -34,7 +34,7 @@ class EngineService:
         """Load the model and capture its graphs. Steps are recorded in `trace`; `stop()` closes it."""
         self.args, self._trace = args, trace
         self.loaded = load_engine(
-            Path(args.folder), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
+            Path(args.model), args.engine, trace=trace, fp8=args.fp8, tensor_parallel=args.tensor_parallel
         )
         self._front = read_front(self.loaded.defaults, block_size=self.loaded.engine.block_size)
         self.loaded.prepare()
@@ -63,7 +63,7 @@ class EngineService:
     def served_model(self) -> ServedModel:
         """The model with this engine as the source of its tokens."""
         return ServedModel(
-            name=self.args.name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
+            name=self.args.served_name, tokenizer=self.loaded.tokenizer, limits=self.limits, source=self.engine
         )
 
     async def arrange(self, *, weights: Path | None, adapters: Mapping[str, Path]) -> None:
@@ -83,7 +83,7 @@ class EngineService:
                 await self.engine.call(partial(Engine.load_adapter, name=name, folder=folder))
                 self._adapters[name] = folder
         if weights != self._weights:
-            source = weights or Path(self.args.folder)
+            source = weights or Path(self.args.model)
             await self.engine.call(partial(Engine.update_weights, source=source))
             self._weights = weights
 
@@ -182,7 +182,7 @@ class EngineService:
         engine = self.loaded.engine
         defaults = ", ".join(f"{name}={value}" for name, value in self.defaults.items() if value is not None)
         return (
-            f"{self.args.name}: {self.loaded.backend}; {engine.attention.describe()}; "
+            f"{self.args.served_name}: {self.loaded.backend}; {engine.attention.describe()}; "
             f"KV memory: {engine.kv_tokens:,} tokens in {engine.num_pages:,} pages; defaults: {defaults}"
         )
 
@@ -218,7 +218,7 @@ class EngineService:
         return {
             "ready": self.healthy and not self.engine.closed,
             "asleep": self.asleep,
-            "weights": {"folder": str(self._weights or self.args.folder), "version": engine.weights_version},
+            "weights": {"folder": str(self._weights or self.args.model), "version": engine.weights_version},
             "adapters": {name: str(folder) for name, folder in self._adapters.items()},
             "forwards": sum(engine.counts.forwards.values()),
             "running": load.running,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Self
 
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.models.model_config import Parts
+from mbd_core.options import CLUSTER, ENGINE, MODEL, OUTPUT, Option, check
 
 if TYPE_CHECKING:
     from mbd_core.checkpoint.folder import ModelFolder
@@ -16,76 +17,70 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointArgs:
-    """What a replica needs to start.
+    """What a replica needs to start."""
 
-    folder           the model folder, on the replica's machine
-    name             the name clients call the model by
-    engine           the engine's sizes and switches
-    max_waiting      requests that may wait for a batch row; more get 429
-    num_threads      torch's threads a rank
-    trace            a folder for step traces, on the replica's machine; each replica writes into its own folder in it
-    fp8              which weights are FP8: rounded, or with "blocks" as the folder has them
-    tensor_parallel  ranks the model is cut among, each a process with a GPU of its own where the replica has GPUs
-    """
+    model: Annotated[
+        str, Option("A shipped model's name, a model folder on every machine that serves it, or a storage URL.", MODEL)
+    ]
+    name: Annotated[str | None, Option("What clients call it (default: the folder's name).", MODEL)] = None
+    fp8: Annotated[
+        Parts | None,
+        Option(
+            "FP8 weights: round the experts' or all layers', or keep the experts of an FP8 folder and their blocks.",
+            MODEL,
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        int,
+        Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
+    ] = 1
+    engine: Annotated[EngineConfig, Option("The engine's sizes and switches.", ENGINE)] = EngineConfig()
+    max_waiting: Annotated[
+        int, Option("Requests that wait for a batch row of a replica; more get 429.", ENGINE, at_least=1)
+    ] = 256
+    threads: Annotated[int, Option("Torch's threads, each rank's.", ENGINE, at_least=1)] = 1
+    trace: Annotated[
+        Path | None, Option("Write step traces, each replica's in a folder in DIR.", OUTPUT, metavar="DIR")
+    ] = None
 
-    folder: str
-    name: str
-    engine: EngineConfig = EngineConfig()
-    max_waiting: int = 256
-    num_threads: int = 1
-    trace: str | None = None
-    fp8: Parts | None = None
-    tensor_parallel: int = 1
+    def __post_init__(self) -> None:
+        check(self)
 
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model.rstrip("/").rpartition("/")[2]
 
-def endpoint_args(
-    model: str,
-    *,
-    name: str | None = None,
-    engine: EngineConfig = EndpointArgs.engine,
-    max_waiting: int = EndpointArgs.max_waiting,
-    num_threads: int = EndpointArgs.num_threads,
-    trace: Path | None = None,
-    fp8: Parts | None = None,
-    tensor_parallel: int = EndpointArgs.tensor_parallel,
-) -> EndpointArgs:
-    """The arguments to serve `model`, a shipped model's name or a folder, by `name` (default: the folder's).
+    def checked(self) -> Self:
+        """The arguments with the model's whole path, its name, and the slots of its decoding.
 
-    Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a model
-    whose own defaults cannot be served.
-    """
-    from mbd_core.checkpoint.folder import read_folder
-    from mbd_core.checkpoint.loading import check_blocks
-    from mbd_core.ops.attention.choice import KERNELS
+        Raises `ValueError` for an unknown or damaged model, for a setting that this model cannot honour, and for a
+        model whose own defaults cannot be served.
+        """
+        from mbd_core.checkpoint.folder import read_folder
+        from mbd_core.checkpoint.loading import check_blocks
+        from mbd_core.ops.attention.choice import KERNELS
 
-    folder = read_folder(model_folder(model).resolve())
-    engine = _check_decoding(folder, engine)
-    if engine.attention not in (None, "reference", *KERNELS):
-        raise ValueError(
-            f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"
-        )
-    if fp8 == "experts" and folder.config.moe is None:
-        raise ValueError(
-            f"fp8=experts cannot be honoured: {folder.path.name} has no experts; fp8=all rounds its layers"
-        )
-    try:
-        folder.config.sharded(tensor_parallel)
-    except ValueError as error:
-        raise ValueError(f"tensor_parallel={tensor_parallel} cannot be honoured: {error}") from None
-    if fp8 == "blocks":
-        check_blocks(folder.path, num_ranks=tensor_parallel)
-    if trace is not None and trace.exists() and not trace.is_dir():
-        raise ValueError(f"trace={trace} is a file, not a folder")
-    return EndpointArgs(
-        folder=str(folder.path),
-        name=name or folder.path.name,
-        engine=engine,
-        max_waiting=max_waiting,
-        num_threads=num_threads,
-        trace=None if trace is None else str(trace.resolve()),
-        fp8=fp8,
-        tensor_parallel=tensor_parallel,
-    )
+        folder = read_folder(model_folder(self.model).resolve())
+        engine = _check_decoding(folder, self.engine)
+        if engine.attention not in (None, "reference", *KERNELS):
+            raise ValueError(
+                f"attention={engine.attention!r} is unknown; choose one of {', '.join([*KERNELS, 'reference'])}"
+            )
+        if self.fp8 == "experts" and folder.config.moe is None:
+            raise ValueError(
+                f"fp8=experts cannot be honoured: {folder.path.name} has no experts; fp8=all rounds its layers"
+            )
+        try:
+            folder.config.sharded(self.tensor_parallel)
+        except ValueError as error:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} cannot be honoured: {error}") from None
+        if self.fp8 == "blocks":
+            check_blocks(folder.path, num_ranks=self.tensor_parallel)
+        if self.trace is not None and self.trace.exists() and not self.trace.is_dir():
+            raise ValueError(f"trace={self.trace} is a file, not a folder")
+        trace = None if self.trace is None else self.trace.resolve()
+        return replace(self, model=str(folder.path), name=self.name or folder.path.name, engine=engine, trace=trace)
 
 
 def _check_decoding(folder: ModelFolder, engine: EngineConfig) -> EngineConfig:

@@ -27,7 +27,7 @@ def test_an_adapter_leaves_when_its_last_request_has_ended_and_no_wait_is_for_ev
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", load_config(tiny_model_dir), seed=1)
     engine = EngineConfig(max_rows=1, num_pages=64, max_adapters=1)
-    service = EngineService(EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=engine))
+    service = EngineService(EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=engine))
     decoding = DecodingConfig(block_size=4, buffer_size=1, tau_m2t=1.0)
     request = Request(request_id="r", prompt=(9, 9, 9), max_tokens=400, decoding=decoding, adapter="tuned")
 
@@ -82,7 +82,7 @@ async def outputs(*streams: EngineStream) -> list[Output]:
 
 def test_a_service_sleeps_when_its_requests_have_ended_and_wakes_up(tiny_model_dir: Path) -> None:
     service = EngineService(
-        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
     )
 
     async def scenario() -> None:
@@ -112,7 +112,7 @@ def test_a_service_that_could_not_wake_up_wholly_is_woken_again(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = EngineService(
-        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
     )
     failures = [RuntimeError("no memory for graphs")]
 
@@ -136,7 +136,7 @@ def test_a_service_that_could_not_wake_up_wholly_is_woken_again(
 
 def test_weights_of_one_number_are_of_one_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
     service = EngineService(
-        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
     )
 
     async def scenario() -> None:
@@ -151,7 +151,7 @@ def test_weights_of_one_number_are_of_one_folder(tiny_model_dir: Path, tmp_path:
 
 def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> None:
     service = EngineService(
-        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
     )
 
     async def scenario() -> None:
@@ -173,7 +173,7 @@ def test_every_request_can_be_ended_with_what_it_has(tiny_model_dir: Path) -> No
 @pytest.mark.parametrize("mode", ["preempt", "wait"])
 def test_requests_say_which_weights_decoded_them(tiny_model_dir: Path, mode: SwapMode) -> None:
     service = EngineService(
-        EndpointArgs(folder=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
+        EndpointArgs(model=str(tiny_model_dir), name="tiny", engine=EngineConfig(max_rows=1, num_pages=64))
     )
 
     async def scenario() -> None:

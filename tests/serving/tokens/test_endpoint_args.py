@@ -10,21 +10,21 @@ from family_models import rewrite
 
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.engine.config import LEAST_SLOTS, EngineConfig
-from mbd_core.serving.tokens.endpoint_args import EndpointArgs, endpoint_args
+from mbd_core.serving.tokens.endpoint_args import EndpointArgs
 from mbd_core.serving.tokens.load import load_engine
 
 
 def test_arguments_name_the_folder_and_keep_the_settings(tiny_model_dir: Path, tmp_path: Path) -> None:
-    args = endpoint_args(str(tiny_model_dir))
+    args = EndpointArgs(model=str(tiny_model_dir)).checked()
     assert args == EndpointArgs(
-        folder=str(tiny_model_dir), name="tiny-random", engine=EngineConfig(buffer_size=LEAST_SLOTS)
+        model=str(tiny_model_dir), name="tiny-random", engine=EngineConfig(buffer_size=LEAST_SLOTS)
     )
     engine = EngineConfig(block_size=4, buffer_size=6, attention="reference")
-    args = endpoint_args(
-        str(tiny_model_dir), name="other", engine=engine, tensor_parallel=2, trace=tmp_path / "t", fp8="all"
-    )
+    args = EndpointArgs(
+        model=str(tiny_model_dir), name="other", engine=engine, tensor_parallel=2, trace=tmp_path / "t", fp8="all"
+    ).checked()
     assert (args.name, args.engine, args.tensor_parallel, args.fp8) == ("other", engine, 2, "all")
-    assert args.trace == str(tmp_path / "t")
+    assert args.trace == tmp_path / "t"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_setting_that_the_model_cannot_honour_is_refused(
     tiny_model_dir: Path, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
-        endpoint_args(str(tiny_model_dir), **settings)
+        EndpointArgs(model=str(tiny_model_dir), **settings).checked()
     assert "\n" not in str(caught.value)
 
 
@@ -51,13 +51,13 @@ def test_a_model_that_decodes_with_more_slots_is_served_with_them(tiny_model_dir
     folder = tmp_path / "wide"
     shutil.copytree(tiny_model_dir, folder)
     rewrite(folder / "generation_config.json", buffer_size=8)
-    assert endpoint_args(str(folder)).engine == EngineConfig(buffer_size=8)
-    assert endpoint_args(str(folder), engine=EngineConfig(buffer_size=9)).engine.buffer_size == 9
+    assert EndpointArgs(model=str(folder)).checked().engine == EngineConfig(buffer_size=8)
+    assert EndpointArgs(model=str(folder), engine=EngineConfig(buffer_size=9)).checked().engine.buffer_size == 9
     sentence = "wide decodes with buffer_size=8 unless a request says otherwise; the engine's buffer_size=4 must be"
     with pytest.raises(ValueError, match=sentence):
-        endpoint_args(str(folder), engine=EngineConfig(buffer_size=4))
+        EndpointArgs(model=str(folder), engine=EngineConfig(buffer_size=4)).checked()
     rewrite(folder / "generation_config.json", buffer_size=2)
-    assert endpoint_args(str(folder)).engine.buffer_size == LEAST_SLOTS
+    assert EndpointArgs(model=str(folder)).checked().engine.buffer_size == LEAST_SLOTS
 
 
 def test_a_folder_is_loaded_with_as_many_slots_as_its_model_decodes_with(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -73,4 +73,4 @@ def test_a_folder_is_loaded_with_as_many_slots_as_its_model_decodes_with(tiny_mo
 def test_a_trace_goes_into_a_folder(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file, not a folder"):
-        endpoint_args(str(tiny_model_dir), trace=tmp_path / "file")
+        EndpointArgs(model=str(tiny_model_dir), trace=tmp_path / "file").checked()
