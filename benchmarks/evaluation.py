@@ -117,7 +117,8 @@ def run_sweep(
     import torch
 
     from mbd_core.evaluation.sweep.decoding import DecodingModel
-    from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sweep.options import SweepOptions
+    from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.serving.tokens.load import load_engine
 
     torch.set_num_threads(threads)

@@ -154,11 +154,11 @@ class _Part:
 
 
 def command_options(run: Callable[..., Any]) -> list[OptionField]:
-    """The options of a job's function, panel by panel."""
+    """The options of a job's function."""
     found = [option for part in _parts(run).values() for option in part.options]
     names = [option.name for option in found]
     assert len({*names}) == len(names), f"two options have the same name: {sorted(names)}"
-    return sorted(found, key=lambda item: PANELS.index(item.option.panel) if item.option.panel in PANELS else -1)
+    return found
 
 
 def _derived(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,9 +178,17 @@ def _derived(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(**{parameter.name: given[parameter.name] for parameter in others}, **values)
 
     parameters = [*others, *map(_typer_parameter, command_options(run))]
+    parameters.sort(key=_panel_number)
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {}
     return call
+
+
+def _panel_number(parameter: inspect.Parameter) -> int:
+    """Where the panel of an option as Typer declares it stands in --help; -1 for none."""
+    about = getattr(parameter.annotation, "__metadata__", (None,))[0]
+    panel = getattr(about, "rich_help_panel", None)
+    return PANELS.index(panel) if panel in PANELS else -1
 
 
 def _parts(run: Callable[..., Any]) -> dict[str, _Part]:

@@ -5,7 +5,6 @@ python jobs/convert_checkpoint.py --from step_1000 --to trained --format hf --ex
 python jobs/convert_checkpoint.py --random llada2-mini --to mini   # random weights in the real layout, and a tokenizer
 """
 
-import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
-import typer
 from tqdm import tqdm
 
 from cluster.signals import interrupt_on
-from jobs.command_line import MODEL, OUTPUT, Overwrite, command
+from jobs.command_line import Overwrite, command
 from mbd_core.checkpoint.families import ExpertLayout, Format
 from mbd_core.models.shapes import SHAPES
+from mbd_core.options import MODEL, OUTPUT, Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,40 +28,24 @@ EXPERTS: dict[str, ExpertLayout] = {"fused": "fused", "per-expert": "per_expert"
 Progress = Callable[[int, int], None]
 
 
-Source = Annotated[
-    Path | None, typer.Option("--from", metavar="DIR", help="Checkpoint to read.", rich_help_panel=MODEL)
-]
-Random = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHAPE", help=f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", rich_help_panel=MODEL
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder with config.json and tokenizer (default: --from)", rich_help_panel=MODEL),
-]
-Target = Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
-Experts = Annotated[
-    Literal["fused", "per-expert"] | None,
-    typer.Option(help="The experts' layout (default: the source's)", rich_help_panel=OUTPUT),
-]
-ToFormat = Annotated[
-    Format | None,
-    typer.Option("--format", help="Hugging Face or distributed (default: the source's)", rich_help_panel=OUTPUT),
-]
-MaxShardGb = Annotated[float, typer.Option(help="Largest file to write, in GB.", rich_help_panel=OUTPUT)]
-
-
 def run(
     *,
-    source: Source = None,
-    random: Random = None,
-    config: Config = None,
-    target: Target,
-    experts: Experts = None,
-    to_format: ToFormat = None,
-    max_shard_gb: MaxShardGb = 5.0,
+    source: Annotated[Path | None, Option("Checkpoint to read.", MODEL, flag="--from", metavar="DIR")] = None,
+    random: Annotated[
+        str | None, Option(f"Or random weights, with a tokenizer: {', '.join(SHAPES)}.", MODEL, metavar="SHAPE")
+    ] = None,
+    config: Annotated[
+        Path | None, Option("Folder with config.json and tokenizer.", MODEL, metavar="DIR", default="--from")
+    ] = None,
+    target: Annotated[Path, Option("Folder to write.", OUTPUT, flag="--to", metavar="DIR")],
+    experts: Annotated[
+        Literal["fused", "per-expert"] | None, Option("The experts' layout.", OUTPUT, default="the source's")
+    ] = None,
+    to_format: Annotated[
+        Format | None,
+        Option("Hugging Face or distributed.", OUTPUT, flag="--format", default="the source's"),
+    ] = None,
+    max_shard_gb: Annotated[float, Option("Largest file to write, in GB.", OUTPUT, above=0)] = 5.0,
     overwrite: Overwrite = False,
 ) -> int:
     """Convert a checkpoint: single or stacked experts, Hugging Face folder or PyTorch distributed checkpoint (DCP).
@@ -73,8 +56,6 @@ def run(
     from mbd_core.checkpoint.conversion import convert
     from mbd_core.checkpoint.saving import save_random
 
-    if not 0 < max_shard_gb < math.inf:
-        raise ValueError(f"--max-shard-gb {max_shard_gb} must be above 0")
     if (source is None) == (random is None):
         raise ValueError("give either --from, a checkpoint to read, or --random, a shape by name")
     if random is not None and random not in SHAPES:

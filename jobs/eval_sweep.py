@@ -2,154 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
 
-import typer
-
-from cluster.storage import Folder
-from jobs.command_line import (
-    CLUSTER,
-    DATA,
-    DECODING,
-    ENGINE,
-    OUTPUT,
-    IsolationText,
-    KvMemoryFraction,
-    MaxRows,
-    NumPages,
-    Overwrite,
-    Seed,
-    TensorParallel,
-    command,
-    names,
-)
+from cluster.storage import Folder, fetch_model
+from jobs.command_line import Fields, IsolationText, Overwrite, command
 from jobs.report_sweep import BEST
-from jobs.sweep_subjects import EndpointKeys, Endpoints, Models, Subjects
-from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best import By
+from mbd_core.evaluation.sweep.endpoint import Endpoint, EndpointAddress, find_endpoint, read_keys, try_decoding
+from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import Shard, Timing
-from mbd_core.evaluation.tasks.benchmarks import TASKS, runs_programs
-from mbd_core.evaluation.tasks.recipes import OWN
-from mbd_core.tasks.split import Split
+from mbd_core.evaluation.tasks.benchmarks import runs_programs
+from mbd_core.options import CLUSTER, DATA, ENGINE, MODEL, OUTPUT, Option
 
 if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.executor import Executor
+    from mbd_core.evaluation.sweep.plan import Sweep
     from mbd_core.evaluation.sweep.run import SweepRun
-
-LIST = "NAME,..."
-
-Tasks = Annotated[str, typer.Option(metavar=LIST, help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)]
-MethodNames = Annotated[
-    str | None,
-    typer.Option(
-        "--methods",
-        metavar=LIST,
-        help="Methods to run, among them the rows of Table 4, as table-4/LLaDA2-Mini/math/multi.",
-        show_default="single, multi, those of --method",
-        rich_help_panel=DECODING,
-    ),
-]
-MethodDefinitions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        metavar="NAME=JSON",
-        help="Define a method by its decoding fields; repeatable.",
-        rich_help_panel=DECODING,
-    ),
-]
-GridText = Annotated[
-    str,
-    typer.Option(
-        "--grid",
-        metavar="FIELD=VALUE,...;...",
-        help="Decoding fields and their values, all combined. A field is varied under the methods that it concerns: "
-        "buffer_size, tau_add and tau_semi only under those with several slots.",
-        rich_help_panel=DECODING,
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="New tokens a problem.", show_default="the recipe's, 128 if generated", min=1, rich_help_panel=DECODING
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(help="Problems a task.", show_default="500 generated, all of a file", min=1, rich_help_panel=DATA),
-]
-TaskSplit = Annotated[Split, typer.Option("--split", help="Split of the generated tasks.", rich_help_panel=DATA)]
-ShardText = Annotated[
-    str,
-    typer.Option(
-        "--shard",
-        metavar="I/N",
-        help="Compute the I-th of N shards; jobs/report_sweep.py joins their folders.",
-        rich_help_panel=DATA,
-    ),
-]
-Out = Annotated[
-    str,
-    typer.Option(
-        "--out", metavar="DIR|URL", help="Folder to write, or a URL as s3://bucket/path.", rich_help_panel=OUTPUT
-    ),
-]
-TimedProblems = Annotated[
-    int,
-    typer.Option(
-        "--timed",
-        help="Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of "
-        "latency takes 100 timed requests, and is a dash below.",
-        min=0,
-        rich_help_panel=DATA,
-    ),
-]
-Concurrency = Annotated[
-    int,
-    typer.Option(
-        help="Requests under way at an endpoint, and where throughput is timed.", min=1, rich_help_panel=ENGINE
-    ),
-]
-Actors = Annotated[int, typer.Option(help="Engines in parallel, with a CPU a rank.", min=1, rich_help_panel=CLUSTER)]
 
 
 def run(
-    tasks: Tasks,
-    out: Out,
-    models: Models = None,
-    endpoint: Endpoints = None,
-    endpoint_key: EndpointKeys = None,
-    methods: MethodNames = None,
-    method: MethodDefinitions = None,
-    grid: GridText = "",
-    recipe: RecipeName = OWN.name,
-    examples: ExampleFiles = None,
-    max_tokens: MaxTokens = None,
-    limit: Limit = None,
-    seed: Seed = 0,
-    split: TaskSplit = "test",
-    data: TaskFiles = None,
-    shard: ShardText = "1/1",
-    timed: TimedProblems = Timing.problems,
-    concurrency: Concurrency = Timing.concurrency,
-    max_rows: MaxRows = EngineConfig.max_rows,
-    num_pages: NumPages = EngineConfig.num_pages,
-    kv_memory_fraction: KvMemoryFraction = EngineConfig.kv_memory_fraction,
-    actors: Actors = 1,
-    tensor_parallel: TensorParallel = 1,
+    options: SweepOptions,
+    engine: Annotated[EngineConfig, Fields("max_rows", "num_pages", "kv_memory_fraction")],
+    *,
+    endpoint: Annotated[
+        tuple[str, ...],
+        Option(
+            "An OpenAI endpoint that is asked instead of an engine, as mine=http://host:8000/v1; repeatable.",
+            MODEL,
+            metavar="NAME=URL[#MODEL]",
+        ),
+    ] = (),
+    endpoint_key: Annotated[
+        tuple[str, ...],
+        Option(
+            "The environment variable that holds an endpoint's API key; repeatable.", MODEL, metavar="NAME=VARIABLE"
+        ),
+    ] = (),
+    shard: Annotated[
+        str, Option("Compute the I-th of N shards; jobs/report_sweep.py joins their folders.", DATA, metavar="I/N")
+    ] = "1/1",
+    timed: Annotated[
+        int,
+        Option(
+            "Problems a task on which each configuration is timed by itself, after the sweep; 0: none. The p99 of "
+            "latency takes 100 timed requests, and is a dash below.",
+            DATA,
+            at_least=0,
+        ),
+    ] = Timing.problems,
+    concurrency: Annotated[
+        int, Option("Requests under way at an endpoint, and where throughput is timed.", ENGINE, at_least=1)
+    ] = Timing.concurrency,
+    actors: Annotated[int, Option("Engines in parallel, with a CPU a rank.", CLUSTER, at_least=1)] = 1,
     isolation: IsolationText = "any",
+    out: Annotated[str, Option("Folder to write, or a URL as s3://bucket/path.", OUTPUT, metavar="DIR|URL")],
     write_best: Annotated[
         By | None,
-        typer.Option(
-            help=f"Write each model's best configuration into its generation_config.json: {BEST}",
-            rich_help_panel=OUTPUT,
-        ),
+        Option(f"Write each model's best configuration into its generation_config.json: {BEST}", OUTPUT),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -163,28 +80,13 @@ def run(
     """
     from mbd_core.evaluation.sandbox.processes import describe_isolation
     from mbd_core.evaluation.sweep.best_folder import edit_notes
-    from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.evaluation.sweep.run import SweepRun
 
     place = writable_folder(out)
-    subjects = Subjects.find(models, endpoint, endpoint_key)
-    options = SweepOptions(
-        models=list(subjects.fetched.values()),
-        tasks=names(tasks, "--tasks"),
-        grid=grid,
-        methods=None if methods is None else names(methods, "--methods"),
-        definitions=method or (),
-        data=data or (),
-        limit=limit,
-        split=split,
-        seed=seed,
-        recipe=recipe,
-        examples=examples or (),
-        max_tokens=max_tokens,
-        endpoints=subjects.endpoints,
-        engine=EngineConfig(max_rows=max_rows, num_pages=num_pages, kv_memory_fraction=kv_memory_fraction),
-        tensor_parallel=tensor_parallel,
-    )
+    subjects = Subjects.find(options.models, endpoint, endpoint_key)
+    models = list(subjects.fetched.values())
+    options = replace(options, models=models, endpoints=subjects.endpoints, engine=engine)
     sweep = plan_sweep(options)
     edits = edit_notes({name: model_folder(model) for name, model in sweep.models.items()})
     sweep = replace(sweep, notes=[*sweep.notes, *edits])
@@ -193,6 +95,48 @@ def run(
     work = SweepRun.of(sweep, shard=Shard.parse(shard), timing=Timing(problems=timed, concurrency=concurrency))
     isolated = isolation == "required"
     run_work(place, work, subjects, num_actors=actors, isolated=isolated, write_best=write_best, overwrite=overwrite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subjects:
+    """The models of a sweep.
+
+    fetched    the folder of each model that was named
+    endpoints  those that answered; `keys` has the keys of some of them, by name
+    """
+
+    fetched: dict[str, str]
+    endpoints: Sequence[Endpoint]
+    keys: dict[str, str]
+
+    @classmethod
+    def find(cls, models: Sequence[str], endpoints: Sequence[str], keys: Sequence[str]) -> Self:
+        """Fetch the models and ask the endpoints; `ValueError` for what is not there, or if nothing is named."""
+        if not models and not endpoints:
+            raise ValueError("nothing is to be swept: give --models, or --endpoint")
+        addresses = [EndpointAddress.parse(text) for text in endpoints]
+        key_of = read_keys(keys, [address.name for address in addresses])
+        return cls(
+            fetched={model: fetch_model(model) for model in models},
+            endpoints=[find_endpoint(address, key_of.get(address.name)) for address in addresses],
+            keys=key_of,
+        )
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Where the folders of models that were fetched come from."""
+        return {path: model for model, path in self.fetched.items() if path != model}
+
+    def model_folders(self, sweep: Sweep) -> dict[str, Path | None]:
+        """The user's own folder of each model, `None` for one that is elsewhere."""
+        folders = {name: None if path in self.urls else model_folder(path) for name, path in sweep.models.items()}
+        return folders | dict.fromkeys(sweep.endpoints)
+
+    def try_decoding(self, sweep: Sweep) -> None:
+        """Raise `ValueError` for a configuration that an endpoint refuses."""
+        for name, endpoint in sweep.endpoints.items():
+            configs = [json.loads(variant.config) for variant in sweep.variants[name]]
+            try_decoding(endpoint, self.keys.get(name), configs)
 
 
 def writable_folder(out: str) -> Folder:

@@ -5,52 +5,34 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from tqdm import tqdm
 
-from jobs.command_line import DATA, ENGINE, IsolationText, OutFolder, Overwrite, command
+from jobs.command_line import IsolationText, OutFolder, Overwrite, command
 from mbd_core.evaluation.sandbox.processes import describe_isolation, hide_memory
 from mbd_core.evaluation.sweep.grading import grade_samples, load_samples, write_grades
 from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task, runs_programs
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import DATA, ENGINE, Option
 from mbd_core.tasks.split import Split
 
 KIND = "grades"
 
-TaskName = Annotated[
-    str, typer.Option("--task", metavar="NAME", help=f"Task: {', '.join(TASKS)}.", rich_help_panel=DATA)
-]
-DataFile = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="PATH|URL",
-        help="The task's problems, in their upstream's format; not for generated tasks.",
-        rich_help_panel=DATA,
-    ),
-]
-SamplesFile = Annotated[
-    Path, typer.Option("--samples", metavar="FILE", help="JSON lines, one sample each.", rich_help_panel=DATA)
-]
-Limit = Annotated[int | None, typer.Option(help="Problems of a generated task.", min=1, rich_help_panel=DATA)]
-GradedSplit = Annotated[Split, typer.Option("--split", help="Split of a generated task.", rich_help_panel=DATA)]
-GeneratedSeed = Annotated[int, typer.Option("--seed", help="Of a generated task.", min=0, rich_help_panel=DATA)]
-Workers = Annotated[
-    int | None, typer.Option(help="Samples graded at once (default: the CPUs)", min=1, rich_help_panel=ENGINE)
-]
-
 
 def run(
-    task: TaskName,
-    samples: SamplesFile,
-    out: OutFolder,
-    data: DataFile = None,
-    limit: Limit = None,
-    split: GradedSplit = "test",
-    seed: GeneratedSeed = 0,
-    workers: Workers = None,
+    *,
+    task: Annotated[str, Option(f"Task: {', '.join(TASKS)}.", DATA, metavar="NAME")],
+    samples: Annotated[Path, Option("JSON lines, one sample each.", DATA, metavar="FILE")],
+    data: Annotated[
+        str | None,
+        Option("The task's problems, in their upstream's format; not for generated tasks.", DATA, metavar="PATH|URL"),
+    ] = None,
+    limit: Annotated[int | None, Option("Problems of a generated task.", DATA, at_least=1)] = None,
+    split: Annotated[Split, Option("Split of a generated task.", DATA)] = "test",
+    seed: Annotated[int, Option("Of a generated task.", DATA, at_least=0)] = 0,
+    workers: Annotated[int | None, Option("Samples graded at once.", ENGINE, at_least=1, default="the CPUs")] = None,
     isolation: IsolationText = "any",
+    out: OutFolder,
     overwrite: Overwrite = False,
 ) -> None:
     """Grade anybody's samples without a model.

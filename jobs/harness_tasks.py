@@ -1,32 +1,17 @@
 """Write a recipe's tasks as task files of lm-evaluation-harness: the options, and the command that runs them."""
 
 import sys
-from typing import Annotated
 
-import typer
-
-from jobs.command_line import DATA, OutFolder, Overwrite, command, names
-from jobs.task_options import ExampleFiles, RecipeName, TaskFiles
-from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
+from jobs.command_line import OutFolder, Overwrite, command
+from mbd_core.evaluation.sweep.options import TaskOptions
+from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
-from mbd_core.evaluation.tasks.recipes import OWN
 from mbd_core.files import check_target_folder, folder_beside
 
 KIND = "harness tasks"
 
-TaskNames = Annotated[
-    str, typer.Option("--tasks", metavar="NAME,...", help=f"Tasks: {', '.join(TASKS)}.", rich_help_panel=DATA)
-]
 
-
-def run(
-    tasks: TaskNames,
-    out: OutFolder,
-    recipe: RecipeName = OWN.name,
-    data: TaskFiles = None,
-    examples: ExampleFiles = None,
-    overwrite: Overwrite = False,
-) -> None:
+def run(options: TaskOptions, *, out: OutFolder, overwrite: Overwrite = False) -> None:
     """Write task files for lm-evaluation-harness, which ask as a recipe asks and are graded by this project's graders.
 
     python jobs/harness_tasks.py --recipe d2f-llada --tasks gsm8k --data gsm8k/test.jsonl --examples gsm8k/train.jsonl
@@ -39,16 +24,16 @@ def run(
     from mbd_core.harness.task_files import write_task_files
 
     check_target_folder(out, KIND, overwrite=overwrite)
-    found, task_names = find_recipe(recipe), names(tasks, "--tasks")
-    files = task_files(data or (), task_names, option="--data")
-    shown = task_files(examples or (), task_names, option="--examples")
-    problem_sets = [load_problems(find_task(name), data=files.get(name)) for name in task_names]
+    recipe = find_recipe(options.recipe)
+    files = task_files(options.data, options.tasks, option="--data")
+    examples = task_files(options.examples, options.tasks, option="--examples")
+    problem_sets = [load_problems(find_task(name), data=files.get(name)) for name in options.tasks]
     with folder_beside(out, KIND, overwrite=overwrite) as folder:
-        flags = write_task_files(folder, found, problem_sets, examples=shown, home=out.resolve())
-    for options in dict.fromkeys(flags.values()):
-        some = ",".join(name for name in flags if flags[name] == options)
+        flags = write_task_files(folder, recipe, problem_sets, examples=examples, home=out.resolve())
+    for added in dict.fromkeys(flags.values()):
+        some = ",".join(name for name in flags if flags[name] == added)
         command_line = f"mbd-lm-eval --model mbd --model_args pretrained=DIR --include_path {out} --tasks {some}"
-        print(f"{command_line} {options}".strip())
+        print(f"{command_line} {added}".strip())
 
 
 main = command(run)

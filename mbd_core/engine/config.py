@@ -48,7 +48,7 @@ class EngineConfig:
         Option("Tokens of a page, a multiple of the block size (default: at least 16).", ENGINE, at_least=1),
     ] = None
     num_pages: Annotated[
-        int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=1)
+        int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=2)
     ] = None
     kv_memory_fraction: Annotated[
         float,

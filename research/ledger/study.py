@@ -10,8 +10,7 @@ import typer
 
 from cluster.storage import Folder, fetch_model
 from jobs.command_line import CLUSTER, DATA, DECODING, MODEL, OUTPUT, command, names, numbers
-from jobs.eval_sweep import run_work
-from jobs.sweep_subjects import Subjects
+from jobs.eval_sweep import Subjects, run_work
 from jobs.train_multitf import train_on_cluster
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
@@ -259,7 +258,8 @@ def sweep_folder(out: Path, experiment: Experiment, seed: int) -> Path:
 def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, folder: Path, *, actors: int) -> None:
     """The sweep of a seed, if it is not finished: SingleBD and MultiBD of its models on its problems."""
     from mbd_core.evaluation.sweep.folder import FolderState, is_finished
-    from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+    from mbd_core.evaluation.sweep.options import SweepOptions
+    from mbd_core.evaluation.sweep.plan import plan_sweep
     from mbd_core.evaluation.sweep.run import SweepRun
     from mbd_core.multitf.recipes.shipped import LEDGER_TASK
     from research.ledger.plan import swept_models
@@ -269,7 +269,7 @@ def evaluate(out: Path, plan: StudyPlan, experiment: Experiment, seed: int, fold
     if state is not None and is_finished(place, state):
         return
     models = [str(path) for path in swept_models(out, experiment, seed, folder)]
-    subjects = Subjects.find(",".join(models), None, None)
+    subjects = Subjects.find(models, (), ())
     options = SweepOptions(
         models=list(subjects.fetched.values()),
         tasks=list(LEDGER_TASK),

@@ -16,7 +16,8 @@ from lm_eval.tasks import TaskManager
 from jobs.harness_tasks import main as write_tasks
 from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
 from mbd_core.decoding.blocks.request import Request
-from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.options import SweepOptions
+from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.harness.model import HarnessModel
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "benchmarks"

@@ -159,7 +159,7 @@ def test_a_command_takes_some_fields_or_the_changes_of_some() -> None:
     assert main(["--share", "0.1", "--tags", "a", "--no-caching"]) == 0
     assert calls.pop() == (Sizes(exact=True, rows=7, share=0.1), {"tags": ("a",)}, {"caching": False})
     assert main(["--exact"]) == 2 and main(["--pages", "1"]) == 2 and not calls
-    assert [item.name for item in command_options(run)] == ["kind", "tags", "rows", "share", "pages", "caching"]
+    assert [item.name for item in command_options(run)] == ["rows", "share", "kind", "tags", "pages", "caching"]
 
 
 def test_the_options_of_a_dataclass_are_listed() -> None:

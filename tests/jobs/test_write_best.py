@@ -20,8 +20,9 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, decoding_config
 from mbd_core.evaluation.sweep.best_folder import FILE, author_defaults, edit_notes
 from mbd_core.evaluation.sweep.folder import SweepFolder
+from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import cut
-from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.plan import plan_sweep
 from mbd_core.serving.tokens.load import load_engine
 
 BEST = DecodingConfig(block_size=4, buffer_size=3, tau_m2t=0.6, t2t=T2T(tau=0.4))

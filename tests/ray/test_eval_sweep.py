@@ -28,7 +28,8 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
 from mbd_core.evaluation.sweep.grading import grade_table
-from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.options import SweepOptions
+from mbd_core.evaluation.sweep.plan import plan_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,12 +16,12 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.best_folder import author_defaults
 from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
 from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
+from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import Asked, ask_tasks, check_positions
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
-from mbd_core.evaluation.tasks.recipes import OWN, Recipe, find_recipe
-from mbd_core.tasks.split import Split
+from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
 
 # The packages on which tokens, grades and their speed depend.
 REPORTED_VERSIONS = ("mbd-cluster", "torch", "ray", "transformers", "math-verify", "numpy")
@@ -70,41 +70,6 @@ def endpoint_notes(endpoint: Endpoint, asked: Mapping[str, Asked]) -> Sequence[s
             )
     known = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
     return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{known}"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """The user's options of a sweep.
-
-    models          names of shipped models, or paths of model folders
-    endpoints       endpoints that are asked beside them
-    tasks           names of tasks
-    grid            decoding fields and their values, in the syntax of `parse_grid`
-    methods         names of methods (default: single, multi and those of `definitions`)
-    definitions     the user's own methods, as NAME=JSON
-    data            files of the tasks that are not generated, as TASK=PATH, or PATH alone with one task
-    limit           problems per task (default: 500 generated problems, or all of a file)
-    recipe          the name of the recipe that says how the tasks are asked
-    examples        files of solved problems for few-shot recipes, as TASK=PATH, or PATH alone with one task
-    max_tokens      tokens of an answer, at most (default: the recipe's limit, or what the model holds)
-    engine          the engine's sizes; `plan_sweep` sets its buffer size to the largest of all configurations
-    """
-
-    models: Sequence[str]
-    tasks: Sequence[str]
-    grid: str = ""
-    methods: Sequence[str] | None = None
-    definitions: Sequence[str] = ()
-    data: Sequence[str] = ()
-    limit: int | None = None
-    split: Split = "test"
-    seed: int = 0
-    recipe: str = OWN.name
-    examples: Sequence[str] = ()
-    max_tokens: int | None = None
-    endpoints: Sequence[Endpoint] = ()
-    engine: EngineConfig = EngineConfig()
-    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ import pytest
 
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
+from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PLANNED_COLUMNS
-from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.plan import plan_sweep
 
 
 def options(folder: Path | str, **changes: Any) -> SweepOptions:

@@ -18,8 +18,9 @@ from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint, Endpo
 from mbd_core.evaluation.sweep.executor import LocalExecutor
 from mbd_core.evaluation.sweep.folder import SweepFolder, load_samples, read_report, read_samples
 from mbd_core.evaluation.sweep.grading import grade_table
+from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import DECODED_COLUMNS, Part, Shard, Timing, cut
-from mbd_core.evaluation.sweep.plan import Sweep, SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.plan import Sweep, plan_sweep
 from mbd_core.evaluation.sweep.record import SweepRecord, difference, record_of
 from mbd_core.evaluation.sweep.run import SweepRun, collect_samples
 from mbd_core.serving.tokens.load import load_engine

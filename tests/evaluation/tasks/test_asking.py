@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mbd_core.evaluation.sweep.plan import SweepOptions, plan_sweep
+from mbd_core.evaluation.sweep.options import SweepOptions
+from mbd_core.evaluation.sweep.plan import plan_sweep
 
 
 @pytest.fixture
