@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-import typer
-
 from cluster.storage import Folder, fetch_model
-from jobs.command_line import CLUSTER, DATA, DECODING, OUTPUT, ModelName, Overwrite, command, json_object
+from jobs.command_line import ModelName, Overwrite, command
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.config import decoding_config
 from mbd_core.decoding.blocks.methods import METHODS, MULTI, merge_fields
@@ -29,6 +27,7 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
 from mbd_core.files import check_target_folder, folder_kind
 from mbd_core.multitf.data.conversation_rows import Columns, find_files, read_rows
+from mbd_core.options import CLUSTER, DATA, DECODING, OUTPUT, Option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,159 +35,124 @@ if TYPE_CHECKING:
     from mbd_core.evaluation.sweep.decoding import DecodingModel
     from mbd_core.evaluation.sweep.model_answers import Answering, DecodeParts, ModelAnswers
 
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE|DIR|URL...",
-        help="JSON lines, JSON, Parquet or Arrow files, or folders of them.",
-        rich_help_panel=DATA,
-    ),
-]
-Split = Annotated[str | None, typer.Option(metavar="NAME", help="Of a dataset on disk.", rich_help_panel=DATA)]
-Messages = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COLUMN",
-        help="Where the conversations are.",
-        show_default="messages, conversations",
-        rich_help_panel=DATA,
-    ),
-]
-Prompt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COLUMN",
-        help="Where the prompts are, if not in conversations.",
-        show_default="prompt, question, instruction, problem",
-        rich_help_panel=DATA,
-    ),
-]
-Response = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COLUMN",
-        help="Where their answers are.",
-        show_default="response, answer, output, solution",
-        rich_help_panel=DATA,
-    ),
-]
-MaxLength = Annotated[
-    int,
-    typer.Option(min=2, help="Rows of more tokens, with their EOS, are counted and left out.", rich_help_panel=DATA),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="Read only so many rows.", rich_help_panel=DATA)]
-Against = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE",
-        help="A benchmark's file; rows that repeat its problems are reported. May be given again.",
-        rich_help_panel=DATA,
-    ),
-]
-DropOverlap = Annotated[
-    bool, typer.Option("--drop-overlap", help="Leave out the rows that --against reports.", rich_help_panel=DATA)
-]
-AnswersFrom = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Let this model answer the rows: a shipped model's name, a model folder, or its URL.",
-        rich_help_panel=DECODING,
-    ),
-]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"How it decodes: one of {', '.join(METHODS)}.",
-        show_default="as its folder recommends",
-        rich_help_panel=DECODING,
-    ),
-]
-Decoding = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help='Fields of the method, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of an answer, at most.", show_default="1024", rich_help_panel=DECODING),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="0 takes the likeliest token, more draws.", show_default="0", rich_help_panel=DECODING),
-]
-AnswerSeed = Annotated[
-    int | None,
-    typer.Option("--seed", min=0, help="Of drawn answers.", show_default="0", rich_help_panel=DECODING),
-]
-KeepUnfinished = Annotated[
-    bool | None,
-    typer.Option(
-        "--keep-unfinished",
-        help="Keep answers that did not end within --max-tokens, as they are.",
-        rich_help_panel=DECODING,
-    ),
-]
-MaxRows = Annotated[
-    int | None,
-    typer.Option(min=1, help="Answers decoded at once.", show_default="16", rich_help_panel=DECODING),
-]
-Actors = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or "
-        "on one of its own.",
-        show_default="one in this process, without Ray",
-        rich_help_panel=CLUSTER,
-    ),
-]
-AnswersFolder = Annotated[
-    str | None,
-    typer.Option(
-        "--answers",
-        metavar="DIR",
-        help="Where answers are kept as they come; the same command goes on from them.",
-        show_default="OUT.answers",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes.",
-        show_default="in this process, without Ray",
-        rich_help_panel=CLUSTER,
-    ),
-]
-Out = Annotated[str, typer.Option(metavar="DIR|URL", help="Folder to write.", rich_help_panel=OUTPUT)]
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How a model answers the rows; none has a meaning without the model."""
+
+    answers_from: Annotated[
+        str | None,
+        Option(
+            "Let this model answer the rows: a shipped model's name, a model folder, or its URL.",
+            DECODING,
+            metavar="MODEL",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            f"How it decodes: one of {', '.join(METHODS)}.",
+            DECODING,
+            metavar="NAME",
+            default="as its folder recommends",
+        ),
+    ] = None
+    decoding: Annotated[
+        dict[str, Any] | None, Option('Fields of the method, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+    ] = None
+    max_tokens: Annotated[
+        int | None, Option("Tokens of an answer, at most.", DECODING, at_least=1, default="1024")
+    ] = None
+    temperature: Annotated[float | None, Option("0 takes the likeliest token, more draws.", DECODING, default="0")] = (
+        None
+    )
+    seed: Annotated[int | None, Option("Of drawn answers.", DECODING, at_least=0, default="0")] = None
+    keep_unfinished: Annotated[
+        bool | None,
+        Option("Keep answers that did not end within --max-tokens, as they are.", DECODING, flag="--keep-unfinished"),
+    ] = None
+    max_rows: Annotated[int | None, Option("Answers decoded at once.", DECODING, at_least=1, default="16")] = None
+    answers: Annotated[
+        str | None,
+        Option(
+            "Where answers are kept as they come; the same command goes on from them.",
+            OUTPUT,
+            metavar="DIR",
+            default="OUT.answers",
+        ),
+    ] = None
+    actors: Annotated[
+        int | None,
+        Option(
+            "Engines that answer at once, actors with a GPU each if there are any, on the cluster of RAY_ADDRESS or "
+            "on one of its own.",
+            CLUSTER,
+            at_least=1,
+            default="one in this process, without Ray",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in vars(self).items() if value is not None]
+        if self.answers_from is None and given:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--{option} has no meaning without --answers-from: nothing is decoded")
 
 
 def run(
-    sources: Sources,
+    answering: AnswerOptions,
     *,
+    sources: Annotated[
+        tuple[str, ...],
+        Option(
+            "JSON lines, JSON, Parquet or Arrow files, or folders of them.",
+            DATA,
+            positional=True,
+            metavar="FILE|DIR|URL...",
+        ),
+    ],
     model: ModelName,
-    out: Out,
-    split: Split = None,
-    messages: Messages = None,
-    prompt: Prompt = None,
-    response: Response = None,
-    max_length: MaxLength = 2048,
-    limit: Limit = None,
-    against: Against = None,
-    drop_overlap: DropOverlap = False,
-    answers_from: AnswersFrom = None,
-    method: Method = None,
-    decoding: Decoding = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    seed: AnswerSeed = None,
-    keep_unfinished: KeepUnfinished = None,
-    max_rows: MaxRows = None,
-    answers: AnswersFolder = None,
-    actors: Actors = None,
-    workers: Workers = None,
+    split: Annotated[str | None, Option("Of a dataset on disk.", DATA, metavar="NAME")] = None,
+    messages: Annotated[
+        str | None,
+        Option("Where the conversations are.", DATA, metavar="COLUMN", default="messages, conversations"),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        Option(
+            "Where the prompts are, if not in conversations.",
+            DATA,
+            metavar="COLUMN",
+            default="prompt, question, instruction, problem",
+        ),
+    ] = None,
+    response: Annotated[
+        str | None,
+        Option("Where their answers are.", DATA, metavar="COLUMN", default="response, answer, output, solution"),
+    ] = None,
+    max_length: Annotated[
+        int, Option("Rows of more tokens, with their EOS, are counted and left out.", DATA, at_least=2)
+    ] = 2048,
+    limit: Annotated[int | None, Option("Read only so many rows.", DATA, at_least=1)] = None,
+    against: Annotated[
+        tuple[str, ...],
+        Option(
+            "A benchmark's file; rows that repeat its problems are reported. May be given again.",
+            DATA,
+            metavar="FILE",
+        ),
+    ] = (),
+    drop_overlap: Annotated[bool, Option("Leave out the rows that --against reports.", DATA)] = False,
+    workers: Annotated[
+        int | None,
+        Option(
+            "Tokenise by so many tasks of Ray Data, on the cluster of RAY_ADDRESS or one of its own; the same bytes.",
+            CLUSTER,
+            at_least=1,
+            default="in this process, without Ray",
+        ),
+    ] = None,
+    out: Annotated[str, Option("Folder to write.", OUTPUT, metavar="DIR|URL")],
     overwrite: Overwrite = False,
 ) -> None:
     """Make a folder of training samples of conversations: templated, tokenised, filtered, compared with benchmarks.
@@ -203,14 +167,7 @@ def run(
     target.check_target(DATA_KIND, overwrite=overwrite)
     if drop_overlap and not against:
         raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
-    options = {
-        "method": method, "decoding": decoding, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-        "keep_unfinished": keep_unfinished, "max_rows": max_rows, "answers": answers, "actors": actors,
-    }  # fmt: skip
-    answerer = None if answers_from is None else Answerer.find(answers_from, target, options)
-    given = next((name for name, value in options.items() if value is not None), None)
-    if answerer is None and given is not None:
-        raise ValueError(f"--{given.replace('_', '-')} has no meaning without --answers-from: nothing is decoded")
+    answerer = None if answering.answers_from is None else Answerer.find(answering.answers_from, target, answering)
     files = [file for source in sources for file in find_files(source, split=split)]
     chosen = (messages, prompt, response) != (None, None, None)
     preparation = Preparation(
@@ -218,14 +175,15 @@ def run(
         model=read_folder(model_folder(fetch_model(model))),
         max_length=max_length,
         columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer) if chosen else None,
-        benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against or ()],
+        benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against],
         drop_overlap=drop_overlap,
         limit=limit,
     )
+    actors = answering.actors
     with (
         cluster_of(workers, actors),
         target.staged(DATA_KIND, overwrite=overwrite) as folder,
-        ExitStack() as answering,
+        ExitStack() as stack,
     ):
         encode = None
         if workers is not None:
@@ -234,7 +192,7 @@ def run(
             encode = encode_on_cluster(model, num_workers=workers)
         if answerer is not None:
             num_rows = check_prompts(preparation, answerer.tokenizer)
-            decoded = answering.enter_context(answerer.begin(num_rows, num_actors=actors))
+            decoded = stack.enter_context(answerer.begin(num_rows, num_actors=actors))
             preparation = replace(preparation, answers=decoded)
         counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)
     print(counts)
@@ -275,31 +233,31 @@ class Answerer:
     folder: Path
 
     @classmethod
-    def find(cls, model: str, target: Folder, options: dict[str, Any]) -> Answerer:
+    def find(cls, model: str, target: Folder, options: AnswerOptions) -> Answerer:
         """Check everything before anything is decoded; `ValueError` for what cannot be."""
         from mbd_core.checkpoint.folder import model_digest, read_folder
         from mbd_core.evaluation.sweep.model_answers import ANSWERS_KIND, PART, Answering
 
-        kept = Folder.at(options["answers"] or f"{target}.answers")
+        kept = Folder.at(options.answers or f"{target}.answers")
         if kept.is_remote:
             raise ValueError(f"{kept} is a URL: name a folder here that keeps the answers as they come with --answers")
         if folder_kind(kept.path) != ANSWERS_KIND:
             check_target_folder(kept.path, ANSWERS_KIND, in_place=True)
-        name = options["method"] or MULTI
+        name = options.method or MULTI
         if name not in METHODS:
             raise ValueError(f"--method {name}: known are {', '.join(METHODS)}")
-        if (options["max_rows"] or 1) > PART:
-            raise ValueError(f"--max-rows {options['max_rows']} must be at most {PART}")
-        fields = merge_fields(METHODS[name], json_object(options["decoding"] or "{}", "--decoding"))
+        if (options.max_rows or 1) > PART:
+            raise ValueError(f"--max-rows {options.max_rows} must be at most {PART}")
+        fields = merge_fields(METHODS[name], options.decoding or {})
         folder = read_folder(model_folder(fetch_model(model)))
         answering = Answering(
             model=model,
             digest=model_digest(folder.path),
             decoding=decoding_config(folder.defaults, fields, block_size=folder.config.block_size),
-            sampling=Sampling(temperature=options["temperature"] or 0.0, seed=options["seed"] or 0),
-            max_tokens=options["max_tokens"] or 1024,
-            keep_unfinished=bool(options["keep_unfinished"]),
-            max_rows=options["max_rows"] or Answering.max_rows,
+            sampling=Sampling(temperature=options.temperature or 0.0, seed=options.seed or 0),
+            max_tokens=options.max_tokens or 1024,
+            keep_unfinished=bool(options.keep_unfinished),
+            max_rows=options.max_rows or Answering.max_rows,
         )
         return cls(model=model, tokenizer=folder.tokenizer, answering=answering, folder=kept.path)
 

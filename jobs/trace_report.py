@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jobs.command_line import (
-    DATA,
-    DECODING,
-    MODEL,
-    OUTPUT,
-    MaxTokens,
-    OutFolder,
-    Overwrite,
-    command,
-    command_text,
-    json_object,
-)
+from jobs.command_line import MaxTokens, OutFolder, Overwrite, command, command_text
 from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.files import check_target_folder, folder_beside
+from mbd_core.options import DATA, DECODING, MODEL, OUTPUT, Option
 from mbd_core.tasks import gsm_mini
 
 if TYPE_CHECKING:
@@ -32,43 +22,6 @@ if TYPE_CHECKING:
 
 KIND = "trace report"
 NUM_PROMPTS = 16
-
-Traces = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="NAME=TRACE", help="Trace files, or folders of parts, each with a name or without."),
-]
-RecordedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Record traces of this model instead of reading any: a shipped model's name, or a model folder.",
-        rich_help_panel=MODEL,
-    ),
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="The traces' model, for the texts of the replay page.", rich_help_panel=MODEL),
-]
-Prompts = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", help="What the user asks (default: 16 questions of gsm-mini)", rich_help_panel=DATA),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(help="B, for traces recorded without tokens that do not say it.", min=1, rich_help_panel=DATA),
-]
-RequestId = Annotated[
-    str | None,
-    typer.Option("--request", help="Request to replay (default: the first of all traces)", rich_help_panel=OUTPUT),
-]
-BufferSize = Annotated[
-    int | None,
-    typer.Option(help="MultiBD's slots (default: the model's, if more than 1, or 4)", rich_help_panel=DECODING),
-]
-Decoding = Annotated[
-    str,
-    typer.Option(metavar="JSON", help='Decoding fields, as {"tau_m2t": 0.8}.', rich_help_panel=DECODING),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +42,35 @@ class TraceSource:
 
 def run(
     context: typer.Context,
-    traces: Traces = None,
     *,
-    model: RecordedModel = None,
-    tokenizer: Tokenizer = None,
-    prompt: Prompts = None,
-    block_size: BlockSize = None,
+    traces: Annotated[
+        tuple[str, ...],
+        Option(
+            "Trace files, or folders of parts, each with a name or without.", positional=True, metavar="NAME=TRACE"
+        ),
+    ] = (),
+    model: Annotated[
+        str | None,
+        Option(
+            "Record traces of this model instead of reading any: a shipped model's name, or a model folder.", MODEL
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, Option("The traces' model, for the texts of the replay page.", MODEL, metavar="MODEL")
+    ] = None,
+    prompt: Annotated[tuple[str, ...], Option("What the user asks.", DATA, default="16 questions of gsm-mini")] = (),
+    block_size: Annotated[
+        int | None, Option("B, for traces recorded without tokens that do not say it.", DATA, at_least=1)
+    ] = None,
     max_tokens: MaxTokens = 128,
-    buffer_size: BufferSize = None,
-    decoding: Decoding = "{}",
+    buffer_size: Annotated[
+        int | None, Option("MultiBD's slots.", DECODING, default="the model's, if more than 1, or 4")
+    ] = None,
+    decoding: Annotated[
+        dict[str, Any] | None, Option('Decoding fields, as {"tau_m2t": 0.8}.', DECODING, metavar="JSON")
+    ] = None,
     out: OutFolder,
-    request: RequestId = None,
+    request: Annotated[str | None, Option("Request to replay.", OUTPUT, default="the first of all traces")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Numbers of decode traces, the pictures of Figure 2, and a replay page.
@@ -119,10 +90,10 @@ def run(
         ("--tokenizer", tokenizer, traces),
         ("--block-size", block_size, traces),
     ):
-        if value is not None and not belongs:
+        if value and not belongs:
             raise ValueError(f"{name} has no meaning {'with' if model else 'without'} --model")
-    paths = dict(map(_named, traces or []))
-    if len(paths) < len(traces or []):
+    paths = dict(map(_named, traces))
+    if len(paths) < len(traces):
         raise ValueError(f"two traces have the same name ({', '.join(paths)}); name them with NAME=TRACE")
     check_target_folder(out, KIND, overwrite=overwrite)
     for path in paths.values():
@@ -132,8 +103,7 @@ def run(
         if model is None:
             source = _read(paths, tokenizer, block_size, request)
         else:
-            fields = json_object(decoding, "--decoding")
-            source = _record(model, folder / "traces", prompt, fields, buffer_size, max_tokens)
+            source = _record(model, folder / "traces", prompt, decoding or {}, buffer_size, max_tokens)
         settings = {**source.settings, "command": command_text(context)}
         text = write_trace_report(source.runs, folder, settings=settings)
         replay = _replay(source, folder / "replay.html")
@@ -183,7 +153,7 @@ def _read(paths: dict[str, Path], model: str | None, block_size: int | None, req
 def _record(
     name: str,
     folder: Path,
-    prompts: list[str] | None,
+    prompts: Sequence[str],
     fields: dict[str, Any],
     buffer_size: int | None,
     max_tokens: int,

@@ -105,7 +105,8 @@ class OptionField:
             for member in kinds:
                 choices += [True, False] if member is bool else typing.get_args(member)
             return "one of " + ", ".join(json.dumps(choice) for choice in choices)
-        return f"{' or '.join(map(_kind_text, kinds))} {self.option.bounds}".strip()
+        texts = {_kind_text(member): self.option.bounds if _has_numbers(member) else "" for member in kinds}
+        return " or ".join(f"{text} {bounds}".strip() for text, bounds in texts.items())
 
 
 @functools.cache
@@ -203,6 +204,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (dict, Mapping):
         return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
     return hint is Any or isinstance(value, hint)
+
+
+def _has_numbers(hint: Any) -> bool:
+    return hint in (int, float) or typing.get_origin(hint) in LISTS
 
 
 def _numbers(value: Any) -> list[float]:

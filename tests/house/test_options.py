@@ -1,5 +1,6 @@
 """Options are said once: a dataclass's annotations are its checks, its reader, its command line and its table."""
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,8 +8,11 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from jobs.command_line import Changes, Fields, command, command_options
+from jobs.command_line import Changes, Fields, command, command_options, flag
+from jobs.option_tables import COMMANDS, page
 from mbd_core.options import DATA, ENGINE, OUTPUT, Option, check, options_of, read
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,3 +170,16 @@ def test_the_options_of_a_dataclass_are_listed() -> None:
     rows, share, *_ = options_of(Sizes)
     assert (rows.name, rows.hint, rows.default, rows.values) == ("rows", int, 4, "a whole number of at least 1")
     assert (share.option.help, share.option.panel) == ("Of the memory.", ENGINE)
+
+
+def test_the_page_of_options_is_current() -> None:
+    current = (ROOT / "docs" / "reference" / "options.md").read_text()
+    assert current == page(), "write it anew: python -m jobs.option_tables > docs/reference/options.md"
+
+
+def test_the_page_has_every_option_of_a_command() -> None:
+    for name in COMMANDS:
+        section = page().partition(f"## jobs/{name}.py\n")[2].partition("\n## ")[0]
+        items = command_options(importlib.import_module(f"jobs.{name}").run)
+        names = {item.option.metavar if item.option.positional else flag(item) for item in items}
+        assert names and all(f"| `{name}` |" in section.replace("\\|", "|") for name in names)

@@ -1,0 +1,95 @@
+"""The tables of options in the documents: `python -m jobs.option_tables > docs/reference/options.md`."""
+
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, is_dataclass
+
+from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
+from jobs.command_line import command_options, flag
+from mbd_core.engine.config import EngineConfig
+from mbd_core.options import PANELS, OptionField, members, options_of
+
+COMMANDS = ("serve", "eval_sweep", "prepare_data", "convert_checkpoint", "grade", "trace_report", "harness_tasks")
+FILE_OBJECTS = {
+    "`args`": ServingArgs,
+    "each of `models`": ModelArgs,
+    "`engine` of a model": EngineConfig,
+    "`replicas` of a model, where it is no number": Autoscaling,
+}
+OPENING = """# Options
+
+Every option of the commands, and every field of the `args` in a Serve config file. `python -m jobs.option_tables`
+writes the page from the dataclasses that use the values, and `tests/house/test_options.py` holds it to them.
+`--help` of a command shows the same. Lists are given with commas where `,...` stands; other lists repeat their option.
+"""
+IN_A_FILE = """## A Serve config file
+
+The `args` of the application have the options of `jobs/serve.py` by the names below, and what a command line does not
+have; unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml) is such a file.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([OPENING, *(_command_section(name) for name in COMMANDS), IN_A_FILE, *_file_sections()])
+
+
+def _command_section(name: str) -> str:
+    items = command_options(importlib.import_module(f"jobs.{name}").run)
+    items.sort(key=lambda item: PANELS.index(item.option.panel) if item.option.panel else -1)
+    rows = [[f"`{_name(item)}`", _values(item), _default(item), item.option.help] for item in items]
+    return f"## jobs/{name}.py\n\n" + _table(["option", "values", "default", "what it is"], rows)
+
+
+def _name(item: OptionField) -> str:
+    return str(item.option.metavar) if item.option.positional else flag(item)
+
+
+def _file_sections() -> Iterator[str]:
+    for place, kind in FILE_OBJECTS.items():
+        items = options_of(kind)
+        shared = [f"`{item.name}`" for item in items if not _is_for_files(item) and kind is not Autoscaling]
+        rows = [
+            [f"`{item.name}`", _values(item), _default(item), item.option.help]
+            for item in items
+            if _is_for_files(item) or kind is Autoscaling
+        ]
+        also = f"As on the command line: {', '.join(shared)}.\n\n" if shared else ""
+        yield f"### {place}\n\n{also}" + _table(["field", "values", "default", "what it is"], rows)
+
+
+def _is_for_files(item: OptionField) -> bool:
+    return item.option.flag is False or is_dataclass(item.hint)
+
+
+def _values(item: OptionField) -> str:
+    """The values, without an article and `null`."""
+    if item.option.metavar and not item.option.positional:
+        return f"`{item.option.metavar}`"
+    if bool in members(item.hint):
+        return "switch"
+    for article in ("a ", "an ", "one of null, ", "one of "):
+        if item.values.startswith(article):
+            return item.values.removeprefix(article).replace('"', "`")
+    return item.values
+
+
+def _default(item: OptionField) -> str:
+    """The default, as --help shows it; nothing where the text of the option has it."""
+    if item.option.default:
+        return item.option.default
+    if item.default is MISSING:
+        return "**required**"
+    if item.default in (None, (), {}, "") or is_dataclass(item.default):
+        return ""
+    return f"`{item.default if isinstance(item.default, str) else json.dumps(item.default)}`"
+
+
+def _table(heads: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
