@@ -7,6 +7,8 @@ from dataclasses import MISSING, is_dataclass
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.command_line import command_options, flag
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import PANELS, OptionField, members, options_of
 
@@ -23,6 +25,19 @@ Every option of the commands, and every field of the `args` in a Serve config fi
 writes the page from the dataclasses that use the values, and `tests/house/test_options.py` holds it to them.
 `--help` of a command shows the same. Lists are given with commas where `,...` stands; other lists repeat their option.
 """
+DECODING_OBJECTS = {
+    "`decoding`": DecodingConfig,
+    "`t2t`": T2T,
+    "`soft`": Soft,
+    "`canvas`": Canvas,
+    "`leap` of a canvas": Leap,
+    "`refresh` of a canvas": Refresh,
+    "`branches` of a canvas": Branches,
+}
+DECODING = """## Decoding fields
+
+What a request's `decoding`, a method of a sweep and `--decoding` may set.
+"""
 IN_A_FILE = """## A Serve config file
 
 The `args` of the application have the options of `jobs/serve.py` by the names below, and what a command line does not
@@ -32,7 +47,9 @@ have; unknown names are refused. [k8s/base/serve.yaml](../../k8s/base/serve.yaml
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([OPENING, *(_command_section(name) for name in COMMANDS), IN_A_FILE, *_file_sections()])
+    commands = [_command_section(name) for name in COMMANDS]
+    decoding = [f"### {place}\n\n" + _field_table(options_of(kind)) for place, kind in DECODING_OBJECTS.items()]
+    return "\n".join([OPENING, *commands, IN_A_FILE, *_file_sections(), DECODING, *decoding])
 
 
 def _command_section(name: str) -> str:
@@ -50,13 +67,14 @@ def _file_sections() -> Iterator[str]:
     for place, kind in FILE_OBJECTS.items():
         items = options_of(kind)
         shared = [f"`{item.name}`" for item in items if not _is_for_files(item) and kind is not Autoscaling]
-        rows = [
-            [f"`{item.name}`", _values(item), _default(item), item.option.help]
-            for item in items
-            if _is_for_files(item) or kind is Autoscaling
-        ]
         also = f"As on the command line: {', '.join(shared)}.\n\n" if shared else ""
-        yield f"### {place}\n\n{also}" + _table(["field", "values", "default", "what it is"], rows)
+        own = [item for item in items if _is_for_files(item) or kind is Autoscaling]
+        yield f"### {place}\n\n{also}" + _field_table(own)
+
+
+def _field_table(items: Iterable[OptionField]) -> str:
+    rows = [[f"`{item.name}`", _values(item), _default(item), item.option.help] for item in items]
+    return _table(["field", "values", "default", "what it is"], rows)
 
 
 def _is_for_files(item: OptionField) -> bool:
@@ -67,7 +85,7 @@ def _values(item: OptionField) -> str:
     """The values, without an article and `null`."""
     if item.option.metavar and not item.option.positional:
         return f"`{item.option.metavar}`"
-    if bool in members(item.hint):
+    if bool in members(item.hint) and item.option.panel:
         return "switch"
     for article in ("a ", "an ", "one of null, ", "one of "):
         if item.values.startswith(article):

@@ -25,6 +25,7 @@ MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT = (
     "Output",
 )  # the panels of --help, in this order
 PANELS = (MODEL, DATA, DECODING, ENGINE, CLUSTER, OUTPUT)
+MOST = 2**31 - 1  # of counts that tensors of 32-bit integers hold
 LISTS = (tuple, list, Sequence)
 T = TypeVar("T")
 
@@ -65,10 +66,11 @@ class Option:
 
     @property
     def bounds(self) -> str:
-        """The bounds in words: "from 0 to 1", "of at least 1", "above 0 and at most 1"; "" for none."""
-        if self.at_least is not None and self.at_most is not None:
-            return f"from {self.at_least:.15g} to {self.at_most:.15g}"
-        bounds = {"of at least": self.at_least, "above": self.above, "at most": self.at_most}
+        """The bounds in words: "from 0 to 1", "above 0 and at most 1"; "" for none, and for `MOST`."""
+        at_most = None if self.at_most == MOST else self.at_most
+        if self.at_least is not None and at_most is not None:
+            return f"from {self.at_least:.15g} to {at_most:.15g}"
+        bounds = {"of at least": self.at_least, "above": self.above, "at most": at_most}
         return " and ".join(f"{words} {value:.15g}" for words, value in bounds.items() if value is not None)
 
 
@@ -93,6 +95,8 @@ class OptionField:
         """What the value must be, as the rest of a sentence; `None` if it is that."""
         if _fits(value, self.hint) and all(self.option.allows(number) for number in _numbers(value)):
             return None
+        if self.option.at_most == MOST and any(number > MOST for number in _numbers(value)):
+            return f"must be at most {MOST}"
         return f"must be {self.values}"
 
     @property

@@ -23,7 +23,7 @@ from cluster.storage import Folder
 from cluster.topology import ClusterTooSmall
 from jobs.eval_sweep import main
 from jobs.report_sweep import main as report_main
-from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.config import DecodingConfig, read_decoding
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.folder import read_report, read_samples
@@ -127,10 +127,7 @@ def test_a_sweep_accounts_for_every_sample(
         assert row["tpf_ratio_of_sums"] == pytest.approx(
             sum(s["num_tokens"] for s in decoded) / sum(s["num_forwards"] for s in decoded)
         )
-        assert all(
-            from_fields(DecodingConfig, json.loads(s["config"])) == from_fields(DecodingConfig, row["config"])
-            for s in of
-        )
+        assert all(read_decoding(json.loads(s["config"])) == read_decoding(row["config"]) for s in of)
     timed = {(row["model"], row["method"], row["task"], str(row["config"])) for row in report["times"]}
     assert len(timed) == len(report["times"]) == 2 * 4 * 4
     assert {row["num_alone"] for row in report["times"] if row["task"] == "gsm8k"} == {1}, "the other cannot be served"

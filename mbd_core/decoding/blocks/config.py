@@ -1,13 +1,11 @@
 """How one request is decoded: the papers' methods and thresholds as one value, checked once."""
 
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
-from mbd_core.decoding.checks import check_choice, check_count, check_share
+from mbd_core.options import MOST, Option, check, read
 
 Fallback = Literal["confidence", "leftmost", "margin", "neg_entropy"]
 PromptAttention = Literal["block_causal", "full"]
@@ -15,32 +13,43 @@ PromptAttention = Literal["block_causal", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class T2T:
-    """Token-to-token editing (LLaDA2.1; Alg. 5 line 15).
+    """Token-to-token editing (LLaDA2.1; Alg. 5 line 15)."""
 
-    tau        a filled token is replaced when another token is predicted with confidence > tau
-    max_edits  after this many forwards a complete block is final, even if the last one edited it
-    """
-
-    tau: float = 0.5
-    max_edits: int = 16
+    tau: Annotated[
+        float,
+        Option(
+            "A filled token is replaced when another token is predicted with confidence > tau.", at_least=0, at_most=1
+        ),
+    ] = 0.5
+    max_edits: Annotated[
+        int,
+        Option(
+            "After this many forwards a complete block is final, even if the last one edited it.",
+            at_least=1,
+            at_most=MOST,
+        ),
+    ] = 16
 
     def __post_init__(self) -> None:
-        check_share("t2t.", "tau", self.tau)
-        check_count("t2t.", "max_edits", self.max_edits)
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soft:
-    """Soft parallel decoding (DMax): accept from the left, revise every filled position, feed mixed embeddings.
+    """Soft parallel decoding (DMax): accept from the left, revise every filled position, feed mixed embeddings."""
 
-    stop_confidence  a complete block is final when every prediction has confidence >= stop_confidence, when a forward
-                     changes nothing, or after `block_size` forwards
-    """
-
-    stop_confidence: float = 0.9
+    stop_confidence: Annotated[
+        float,
+        Option(
+            "A complete block is final when every prediction has at least this confidence, when a forward changes "
+            "nothing, or after `block_size` forwards.",
+            at_least=0,
+            at_most=1,
+        ),
+    ] = 0.9
 
     def __post_init__(self) -> None:
-        check_share("soft.", "stop_confidence", self.stop_confidence)
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,67 +60,86 @@ class DecodingConfig:
     `prompt_attention="full"`. Its cache-only ablation also has `buffer_size=1`; its fully block-causal variant has the
     same thresholds without `prompt_attention` (App. C.5).
 
-    block_size        B, tokens of a diffusion block; it must be the model's
-    buffer_size       N_buf, the most blocks of the request that are resident at once
-    adaptive          a busy engine may hold the request to fewer blocks (`EngineConfig.block_budget`); without it, its
-                      tokens do not depend on how busy the engine is
-    tau_add           the next block is activated when the last active one has progress > tau_add
-    tau_stable        and, if set, stability > tau_stable: the share of its filled positions whose tokens the last
-                      forward predicted again (needs `t2t` or `soft`)
-    tau_semi          a block may use the fallback when its predecessor has progress >= tau_semi
-    tau_m2t           a masked position becomes a token when its confidence > tau_m2t (1.0: only by fallback)
-    tokens_per_step   the fallback: if fewer positions exceed tau_m2t, the best `tokens_per_step` are accepted
-    fallback          what "best" means: highest confidence, leftmost (SDAR's sequential remasking), largest lead over
-                      the second token, or lowest entropy (D2F's margin_confidence and neg_entropy)
-    prompt_attention  how the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)
-    prefix_cache      share stored blocks with other requests; `None`: if that is exact
-    t2t, soft         revision of filled positions; `None`: off
-    canvas            decode a canvas with a full-attention model instead; then all fields except `block_size` and
-                      `prefix_cache` must be left out
-
     Progress counts editable positions only: not the prompt's remainder in the boundary block, not positions past
     `max_tokens`. Raises `ValueError` naming the field.
     """
 
-    block_size: int
-    buffer_size: int = 1
-    adaptive: bool = True
-    tau_add: float = 0.1
-    tau_stable: float | None = None
-    tau_semi: float = 0.9
-    tau_m2t: float = 0.95
-    tokens_per_step: int = 1
-    fallback: Fallback = "confidence"
-    prompt_attention: PromptAttention = "block_causal"
-    prefix_cache: bool | None = None
-    t2t: T2T | None = None
-    soft: Soft | None = None
-    canvas: Canvas | None = None
+    block_size: Annotated[
+        int, Option("B, tokens of a diffusion block; it must be the model's.", at_least=1, at_most=MOST)
+    ]
+    buffer_size: Annotated[
+        int, Option("N_buf, the most blocks of the request that are resident at once.", at_least=1, at_most=MOST)
+    ] = 1
+    adaptive: Annotated[
+        bool,
+        Option(
+            "A busy engine may hold the request to fewer blocks (its block budget); without it, its tokens do not "
+            "depend on how busy the engine is."
+        ),
+    ] = True
+    tau_add: Annotated[
+        float,
+        Option("The next block is activated when the last active one has progress > tau_add.", at_least=0, at_most=1),
+    ] = 0.1
+    tau_stable: Annotated[
+        float | None,
+        Option(
+            "And, if set, stability > tau_stable: the share of its filled positions whose tokens the last forward "
+            "predicted again (needs `t2t` or `soft`).",
+            at_least=0,
+            at_most=1,
+        ),
+    ] = None
+    tau_semi: Annotated[
+        float,
+        Option("A block may use the fallback when its predecessor has progress >= tau_semi.", at_least=0, at_most=1),
+    ] = 0.9
+    tau_m2t: Annotated[
+        float,
+        Option(
+            "A masked position becomes a token when its confidence > tau_m2t (1: only by fallback).",
+            at_least=0,
+            at_most=1,
+        ),
+    ] = 0.95
+    tokens_per_step: Annotated[
+        int,
+        Option(
+            "The fallback: if fewer positions exceed tau_m2t, so many of the best are accepted.",
+            at_least=1,
+            at_most=MOST,
+        ),
+    ] = 1
+    fallback: Annotated[
+        Fallback,
+        Option(
+            'What "best" means: highest confidence, leftmost (SDAR\'s sequential remasking), largest lead over the '
+            "second token, or lowest entropy (D2F's margin_confidence and neg_entropy)."
+        ),
+    ] = "confidence"
+    prompt_attention: Annotated[
+        PromptAttention,
+        Option("How the prompt attends: in blocks, or in full with the block grid beginning at its end (D2F)."),
+    ] = "block_causal"
+    prefix_cache: Annotated[
+        bool | None, Option("Share stored blocks with other requests.", default="if that is exact")
+    ] = None
+    t2t: Annotated[T2T | None, Option("Token-to-token editing of filled positions.")] = None
+    soft: Annotated[Soft | None, Option("Soft parallel decoding.")] = None
+    canvas: Annotated[
+        Canvas | None,
+        Option(
+            "Decode a canvas with a full-attention model instead; then all fields except `block_size` and "
+            "`prefix_cache` must be left out."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "buffer_size", "tokens_per_step"):
-            check_count("", name, getattr(self, name))
-        for name in ("tau_add", "tau_semi", "tau_m2t"):
-            check_share("", name, getattr(self, name))
-        if self.tau_stable is not None:
-            check_share("", "tau_stable", self.tau_stable)
-            if not self.revises:
-                raise ValueError(
-                    f"tau_stable={self.tau_stable} needs t2t or soft: without them no filled token changes"
-                )
+        check(self)
+        if self.tau_stable is not None and not self.revises:
+            raise ValueError(f"tau_stable={self.tau_stable} needs t2t or soft: without them no filled token changes")
         if self.tokens_per_step > self.block_size:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} exceeds block_size={self.block_size}")
-        for name, known in (
-            ("fallback", get_args(Fallback)),
-            ("prompt_attention", get_args(PromptAttention)),
-            ("prefix_cache", (None, True, False)),
-            ("adaptive", (True, False)),
-        ):
-            check_choice("", name, getattr(self, name), known)
-        for name, kind in (("t2t", T2T), ("soft", Soft), ("canvas", Canvas)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{name}={value!r} must be an object with the fields of {kind.__name__}")
         self._check_parts()
 
     def _check_parts(self) -> None:
@@ -148,31 +176,11 @@ class DecodingConfig:
 
 
 CANVAS_FIELDS = ("block_size", "prefix_cache", "canvas")
-T = TypeVar("T")
 
 
-def from_fields(kind: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
-    """Build a config dataclass and its parts from JSON values; `ValueError` names an unknown or invalid field."""
-    by_name = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - by_name.keys())
-    if unknown:
-        raise ValueError(f"unknown decoding field '{path}{unknown[0]}'; known: {', '.join(by_name)}")
-    missing = [n for n, f in by_name.items() if n not in values and f.default is MISSING]
-    if missing:
-        raise ValueError(f"decoding field '{path}{missing[0]}' is missing")
-    hints = typing.get_type_hints(kind)
-    return kind(**{n: _from_json(hints[n], v, f"{path}{n}") for n, v in values.items()})
-
-
-def _from_json(hint: Any, value: Any, path: str) -> Any:
-    part = next((a for a in typing.get_args(hint) if is_dataclass(a)), None) if _is_union(hint) else None
-    if part is not None and isinstance(value, Mapping):
-        return from_fields(typing.cast(type, part), value, path=f"{path}.")
-    return value
-
-
-def _is_union(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+def read_decoding(values: Mapping[str, Any]) -> DecodingConfig:
+    """A whole configuration of JSON values; `ValueError` names an unknown, missing or refused field."""
+    return read(DecodingConfig, values, noun="decoding field")
 
 
 def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *, block_size: int) -> DecodingConfig:
@@ -194,4 +202,4 @@ def decoding_config(defaults: Mapping[str, Any], overrides: Mapping[str, Any], *
         values = {k: v for k, v in values.items() if k in CANVAS_FIELDS}
     elif set(overrides) - set(CANVAS_FIELDS):
         values.pop("canvas", None)
-    return from_fields(DecodingConfig, values | dict(overrides) | {"block_size": block_size})
+    return read_decoding(values | dict(overrides) | {"block_size": block_size})

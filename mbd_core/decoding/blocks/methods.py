@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mbd_core.decoding.blocks.config import decoding_config, from_fields
+from mbd_core.decoding.blocks.config import decoding_config
+from mbd_core.options import read
 
 Fields = Mapping[str, Any]
 
@@ -193,7 +194,7 @@ def read_front(generation: Mapping[str, Any], *, block_size: int) -> SpeedFront 
             decoding_config(generation, point["decoding"], block_size=block_size)
         except ValueError as error:
             raise ValueError(f"{KEY}.points.{number}: {error}") from None
-        points.append(from_fields(SpeedPoint, point))
+        points.append(read(SpeedPoint, point, path=f"{KEY}.points.{number}."))
     return SpeedFront(
         points=tuple(points), tasks=tuple(stored.get("tasks", ())), num_samples=int(stored.get("num_samples", 0))
     )

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from mbd_core.decoding.checks import check_choice
+from mbd_core.options import Option, check
 
 Syntax = Literal["json_schema", "regex", "lark"]
 NAMES: dict[Syntax, str] = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
@@ -28,12 +28,12 @@ class Grammar:
     may_be_cut  the answer may also end without an EOS at `max_tokens`, where the grammar accepts the text so far
     """
 
-    syntax: Syntax
+    syntax: Annotated[Syntax, Option("What the text is.")]
     text: str
     may_be_cut: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("grammar.", "syntax", self.syntax, get_args(Syntax))
+        check(self)
         if not self.text:
             raise GrammarRefused("the grammar is empty; leave it out if any text will do")
         if len(self.text) > MAX_CHARACTERS:

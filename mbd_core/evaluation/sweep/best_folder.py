@@ -13,7 +13,7 @@ from typing import Any
 from mbd_core.checkpoint.config import load_config, load_generation_defaults
 from mbd_core.checkpoint.folder import CHOSEN, METHOD_FIELDS
 from mbd_core.checkpoint.shipped import SHIPPED
-from mbd_core.decoding.blocks.config import CANVAS_FIELDS, DecodingConfig, decoding_config, from_fields
+from mbd_core.decoding.blocks.config import CANVAS_FIELDS, decoding_config, read_decoding
 from mbd_core.decoding.blocks.methods import read_front
 from mbd_core.evaluation.sweep.best import BestPoint, decoding_fields
 from mbd_core.files import check_writable, write_json
@@ -82,7 +82,7 @@ def write_best(folder: Path, point: BestPoint) -> None:
     block_size = before.get("block_size", load_config(folder).block_size)
     try:
         found = decoding_config(changed, {}, block_size=block_size)
-        if found != from_fields(DecodingConfig, point.best.config):
+        if found != read_decoding(point.best.config):
             raise ValueError(f"block_size={point.best.config['block_size']} is not the model's {block_size}")
         read_front(changed, block_size=block_size)
     except ValueError as error:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from mbd_core.checkpoint.chat import decode_text
-from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.request import Output, Request, Rollout, StepOutput
 from mbd_core.decoding.canvas.canvas_decoder import canvas_max_tokens
 from mbd_core.engine.admission import RequestRefused
@@ -115,7 +115,7 @@ def sample_requests(model: DecodingModel, rows: Sequence[Mapping[str, Any]]) -> 
             request_id=str(row["sample"]),
             prompt=tuple(prompt),
             max_tokens=row["max_tokens"],
-            decoding=from_fields(DecodingConfig, json.loads(row["config"])),
+            decoding=read_decoding(json.loads(row["config"])),
         )
         requests.append(fitted(request, positions) if row["may_shorten"] else request)
     return requests

@@ -1,11 +1,13 @@
 """The settings of a canvas say no, by the field's name, to what cannot be honoured."""
 
 import math
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import pytest
 
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.canvas_config import Branches, Leap, Refresh
+from mbd_core.decoding.blocks.config import decoding_config
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refre
         ({"accept": "quota", "score": "random", "score_temperature": 0.5}, "canvas.score_temperature"),
         ({"cache": "dual", "refresh": Refresh()}, "canvas.refresh"),
         ({"block_length": None, "refresh": Refresh()}, "canvas.refresh.response_interval"),
-        ({"refresh": {"prompt_interval": 3}}, "canvas.refresh"),
+        ({"refresh": 3}, "canvas.refresh=3"),
         ({"branches": Branches(), "cache": "dual"}, "canvas.cache"),
         ({"branches": Branches(), "block_length": 8}, "canvas.block_length"),
         ({"branches": Branches(), "leap": Leap()}, "canvas.leap"),
@@ -37,22 +39,23 @@ from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refre
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], named: str) -> None:
+    canvas = {name: asdict(value) if is_dataclass(value) else value for name, value in fields.items()}
     with pytest.raises(ValueError, match=named.replace(".", r"\.")):
-        Canvas(**fields)
+        decoding_config({}, {"canvas": canvas}, block_size=4)
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"block_lengths": (8, 4)}, "branches.block_lengths"),
-        ({"block_lengths": ()}, "branches.block_lengths"),
-        ({"block_lengths": (4, 4)}, "branches.block_lengths"),
-        ({"tau_merge": 0.0}, "branches.tau_merge"),
-        ({"tau_sync": -1}, "branches.tau_sync"),
-        ({"refresh": 0}, "branches.refresh"),
-        ({"eos_test": "never"}, "branches.eos_test"),
+        ({"block_lengths": (8, 4)}, "canvas.branches.block_lengths"),
+        ({"block_lengths": ()}, "canvas.branches.block_lengths"),
+        ({"block_lengths": (4, 4)}, "canvas.branches.block_lengths"),
+        ({"tau_merge": 0.0}, "canvas.branches.tau_merge"),
+        ({"tau_sync": -1}, "canvas.branches.tau_sync"),
+        ({"refresh": 0}, "canvas.branches.refresh"),
+        ({"eos_test": "never"}, "canvas.branches.eos_test"),
     ],
 )
 def test_bad_branch_settings_are_named(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named.replace(".", r"\.")):
-        Branches(**fields)  # type: ignore[arg-type]
+        decoding_config({}, {"canvas": {"branches": fields}}, block_size=4)

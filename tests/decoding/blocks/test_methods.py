@@ -1,18 +1,18 @@
 """Methods by name: each is a configuration, and fields of it can be changed one by one."""
 
-from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.methods import D2F_TABLE_8, METHODS, TABLE_4, merge_fields
 
 
 def test_every_named_method_and_row_is_a_configuration() -> None:
     for name, fields in METHODS.items():
-        assert from_fields(DecodingConfig, {"block_size": 32, **fields}), name
+        assert read_decoding({"block_size": 32, **fields}), name
     for fields in D2F_TABLE_8.values():
-        assert from_fields(DecodingConfig, fields).prompt_attention == "full"
+        assert read_decoding(fields).prompt_attention == "full"
     for model, families in TABLE_4.items():
         size = 4 if model.endswith("b4") else 32
         for rows in families.values():
-            single, multi = (from_fields(DecodingConfig, {"block_size": size, **rows[k]}) for k in ("single", "multi"))
+            single, multi = (read_decoding({"block_size": size, **rows[k]}) for k in ("single", "multi"))
             assert single.buffer_size == 1 < multi.buffer_size
             assert single.tau_m2t == multi.tau_m2t
 

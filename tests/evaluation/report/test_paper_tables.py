@@ -9,7 +9,7 @@ import pytest
 from sweep_rows import graded_sample
 from written_sweeps import timed_table
 
-from mbd_core.decoding.blocks.config import DecodingConfig, from_fields
+from mbd_core.decoding.blocks.config import read_decoding
 from mbd_core.decoding.blocks.methods import METHODS, TABLE_4
 from mbd_core.evaluation.measures.statistics import Interval
 from mbd_core.evaluation.measures.summary import AupMean, ReportKey, ReportRow, build_aup, build_rows
@@ -22,7 +22,7 @@ FOUR = ("gsm8k", "math500", "mbpp-plus", "humaneval-plus")
 
 
 def config(fields: Mapping[str, Any], block_size: int = 32) -> str:
-    return json.dumps(asdict(from_fields(DecodingConfig, {"block_size": block_size, **fields})))
+    return json.dumps(asdict(read_decoding({"block_size": block_size, **fields})))
 
 
 def sweep(

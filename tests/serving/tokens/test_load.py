@@ -115,7 +115,7 @@ def test_jobs_refuse_such_ids_too(
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"tau_m2t": "x"}, "generation_config.json: tau_m2t='x' must be a number"),
+        ({"tau_m2t": "x"}, 'generation_config.json: tau_m2t="x" must be a number'),
         ({"prefix_cache": 1}, "generation_config.json: prefix_cache=1 must be one of null, true, false"),
     ],
 )
