@@ -21,9 +21,10 @@ FILE_OBJECTS = {
 }
 OPENING = """# Options
 
-Every option of the commands, and every field of the `args` in a Serve config file. `python -m jobs.option_tables > docs/reference/options.md`
-writes the page from the dataclasses that use the values, and `tests/house/test_options.py` holds it to them.
-`--help` of a command shows the same. Lists are given with commas where `,...` stands; other lists repeat their option.
+Every option of the commands, and every field of the `args` in a Serve config file. They come from the dataclasses that
+use the values: `python -m jobs.option_tables > docs/reference/options.md` writes the page, and
+`tests/house/test_options.py` holds it to them. `--help` of a command shows the same. Lists are given with commas where
+`,...` stands; other lists repeat their option.
 """
 DECODING_OBJECTS = {
     "`decoding`": DecodingConfig,
