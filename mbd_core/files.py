@@ -2,7 +2,7 @@
 
 A command checks its target before it begins (`check_new_file`, `check_target_folder`). Files and folders are written
 beside their place and renamed (`file_beside`, `folder_beside`), or, where results come one by one, into a folder that
-was claimed for them (`claim_folder`). A folder that the project wrote carries a manifest: what it is, and which files
+was claimed for them (`PartsFolder`). A folder that the project wrote carries a manifest: what it is, and which files
 in it are the project's. Only such a folder may be replaced, and only if it holds nothing else.
 """
 
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
 
 MANIFEST = "mbd-manifest.json"
 FLAT = tuple(f"{scheme}://" for scheme in ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"))
@@ -51,9 +53,10 @@ def check_new_file(path: Path) -> None:
 def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_place: bool = False) -> None:
     """Raise `ValueError` if a folder of `kind` cannot be written at `folder`.
 
-    A folder that does not exist or is empty can be filled. With `overwrite` a folder whose manifest says `kind` can be
-    replaced, unless it holds a file that the manifest does not name. `in_place`: it will be filled by `claim_folder`;
-    otherwise it is replaced whole by `folder_beside`, which a mount point or the current folder cannot be.
+    A folder that does not exist or is empty can be filled; so can one whose manifest a killed process did not finish.
+    With `overwrite` a folder whose manifest says `kind` can be replaced, unless it holds a file that the manifest does
+    not name. `in_place`: it will be filled by `claim_folder`; otherwise it is replaced whole by `folder_beside`, which
+    a mount point or the current folder cannot be.
     """
     check_name(folder)
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -61,7 +64,7 @@ def check_target_folder(folder: Path, kind: str, *, overwrite: bool = False, in_
     exists = folder.exists()
     if exists and not in_place and (folder.is_mount() or folder.samefile(Path.cwd())):
         raise ValueError(f"{folder} is a mount point or the current folder; give a folder in it")
-    if exists and any(folder.iterdir()):
+    if exists and any(not is_leftover(path.name, ()) for path in folder.iterdir()):
         check_replaceable(folder, _manifest(folder), _files(folder), kind, overwrite=overwrite)
     check_writable(folder if exists and in_place else folder.parent, folder)
 
@@ -76,6 +79,24 @@ def file_beside(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[Path]:
+    """As `file_beside`, and what was written outlives the machine."""
+    with file_beside(path) as beside:
+        yield beside
+        sync(beside)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Let what was written to a file, or the names in a folder, outlive the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -125,6 +146,43 @@ def claim_folder(folder: Path, kind: str, files: Sequence[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     _write_manifest(folder, kind, files)
     return folder
+
+
+class PartsFolder:
+    """A claimed folder (`claim_folder`) that fills part by part: a killed job goes on from the parts that are there.
+
+    One process at a time writes in it, each part once, by `durable_file`. What killed processes began and did not
+    finish is removed. `lock` is one of `files`. Raises `ValueError` as `claim_folder`, and while another process
+    writes there. Close it, or use it as a context.
+    """
+
+    def __init__(self, path: Path, kind: str, files: Sequence[str], *, lock: str) -> None:
+        self.path = claim_folder(path, kind, files)
+        self._lock = FileLock(path / lock)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            sentence = f"another process is writing in {path}; wait for its end, or give another folder"
+            raise ValueError(sentence) from None
+        for place in {(path / pattern).parent for pattern in files}:
+            for file in place.iterdir() if place.is_dir() else ():
+                if is_leftover(str(file.relative_to(path)), files):
+                    file.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process write there."""
+        self._lock.release()
+
+
+def is_leftover(name: str, files: Sequence[str]) -> bool:
+    """Whether a killed process began this file of a claimed folder, by its relative name, and did not finish it."""
+    return is_partial(Path(name)) and any(is_named(name, pattern) for pattern in (MANIFEST, *files))
 
 
 def folder_kind(folder: Path) -> str | None:

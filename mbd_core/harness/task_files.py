@@ -12,7 +12,7 @@ from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
 from mbd_core.evaluation.tasks.asking import examples_of
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import Example
-from mbd_core.evaluation.tasks.recipes import Recipe, Setting
+from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 from mbd_core.files import write_text
 from mbd_core.harness.scoring import MEASURES, metrics_of, score
 
@@ -39,25 +39,25 @@ def write_task_files(
     """
     flags: dict[str, str] = {}
     for problem_set in problem_sets:
-        task, setting = problem_set.task, recipe.setting(problem_set.task.name)
+        task, prompt = problem_set.task, recipe.task_prompt(problem_set.task.name)
         shown = examples_of(task, recipe, examples.get(task.name))
         name = task_name(recipe, task.name)
         files = {"test": f"{name}.problems.jsonl"}
-        write_text(folder / files["test"], _lines(_problem_rows(problem_set, setting)))
+        write_text(folder / files["test"], _lines(_problem_rows(problem_set, prompt)))
         if shown:
             files["train"] = f"{name}.examples.jsonl"
-            write_text(folder / files["train"], _lines([_example_row(task.name, setting, one) for one in shown]))
+            write_text(folder / files["train"], _lines([_example_row(task.name, prompt, one) for one in shown]))
         paths = {split: str(home / file) for split, file in files.items()}
-        write_text(folder / f"{name}.yaml", _yaml(name, recipe, problem_set, setting, paths))
-        flags[name] = FLAGS[setting.wording.form]
+        write_text(folder / f"{name}.yaml", _yaml(name, recipe, problem_set, prompt, paths))
+        flags[name] = FLAGS[prompt.wording.form]
     return flags
 
 
-def _problem_rows(problem_set: ProblemSet, setting: Setting) -> list[dict[str, str]]:
+def _problem_rows(problem_set: ProblemSet, prompt: TaskPrompt) -> list[dict[str, str]]:
     return [
         {
             "task": problem_set.task.name,
-            "asked": setting.wording.text.format(question=one.text or one.prompt, tests=one.tests),
+            "asked": prompt.wording.text.format(question=one.text or one.prompt, tests=one.tests),
             "target": one.reference if problem_set.task.rule not in ("code", "plus") else one.entry_point,
             **{name: getattr(one, name) for name in PROBLEM_COLUMNS},
         }
@@ -65,10 +65,10 @@ def _problem_rows(problem_set: ProblemSet, setting: Setting) -> list[dict[str, s
     ]
 
 
-def _example_row(task: str, setting: Setting, example: Example) -> dict[str, str]:
+def _example_row(task: str, prompt: TaskPrompt, example: Example) -> dict[str, str]:
     """A row with the columns of a problem's: the splits of a data set must have the same."""
-    asked = setting.wording.text.format(question=example.question, tests=example.tests)
-    target = setting.wording.answer.format(answer=example.answer)
+    asked = prompt.wording.text.format(question=example.question, tests=example.tests)
+    target = prompt.wording.answer.format(answer=example.answer)
     return dict.fromkeys(COLUMNS, "") | {"task": task, "asked": asked, "target": target}
 
 
@@ -76,9 +76,9 @@ def _lines(rows: Sequence[Mapping[str, str]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, setting: Setting, files: Mapping[str, str]) -> str:
+def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, prompt: TaskPrompt, files: Mapping[str, str]) -> str:
     """The task as YAML, every value as JSON, which YAML contains."""
-    wording = setting.wording
+    wording = prompt.wording
     fields: dict[str, Any] = {
         "task": name,
         "dataset_path": "json",
@@ -89,8 +89,8 @@ def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, setting: Setting, 
         "doc_to_target": "target",
         "target_delimiter": wording.joint,
         "fewshot_delimiter": wording.between,
-        "num_fewshot": setting.num_examples,
-        "generation_kwargs": {"until": list(setting.stop), "max_gen_toks": setting.max_tokens, "do_sample": False},
+        "num_fewshot": prompt.num_examples,
+        "generation_kwargs": {"until": list(prompt.stop), "max_gen_toks": prompt.max_tokens, "do_sample": False},
         "metric_list": [
             {"metric": metric, "aggregation": "mean", "higher_is_better": metric not in ("nfe", "tokens", "cut")}
             for metric in metrics_of(problem_set.task)
@@ -98,15 +98,15 @@ def _yaml(name: str, recipe: Recipe, problem_set: ProblemSet, setting: Setting, 
         "metadata": {
             "version": 1.0,
             "recipe": f"{recipe.name} ({recipe.source})",
-            "setting_from": setting.source,
-            "prompt_by": setting.text_by,
+            "setting_from": prompt.source,
+            "prompt_by": prompt.text_by,
             "problems": problem_set.source,
             "problems_sha256": problem_set.sha256,
         },
     }
-    if setting.num_examples:
+    if prompt.num_examples:
         fields["training_split"] = fields["fewshot_split"] = "train"
-        fields["fewshot_config"] = {"sampler": "first_n" if setting.choice == "first" else "default"}
+        fields["fewshot_config"] = {"sampler": "first_n" if prompt.choice == "first" else "default"}
     lines = [
         f"# {recipe.name}: {problem_set.task.label}, asked with: mbd-lm-eval {FLAGS[wording.form]} ...",
         f"# {', '.join(MEASURES)}: means over the answers of the model 'mbd'",

@@ -1,4 +1,4 @@
-"""Task files for lm-evaluation-harness: a recipe's settings on the user's data, and scores by our graders."""
+"""Task files for lm-evaluation-harness: a recipe's prompts on the user's data, and scores by our graders."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     return yaml.load((folder / f"{name}.yaml").read_text(), Loader=FunctionLoader)
 
 
-def test_a_recipe_s_task_has_its_setting_and_the_rows_of_the_user_s_files(
+def test_a_recipe_s_task_has_its_prompt_and_the_rows_of_the_user_s_files(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = data / "tasks"

@@ -7,6 +7,7 @@ import pytest
 
 from mbd_core.files import (
     MANIFEST,
+    PartsFolder,
     check_new_file,
     check_target_folder,
     claim_folder,
@@ -171,3 +172,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path / ("x" * 300) / "model", tmp_path.joinpath(*["x" * 100] * 40), tmp_path / "a\nb"):
         with pytest.raises(ValueError, match="cannot be written"):
             check_target_folder(path, "model")
+
+
+def test_a_folder_whose_first_manifest_a_killed_process_did_not_finish_is_claimed_again(tmp_path: Path) -> None:
+    (tmp_path / f".{MANIFEST}.77.partial.json").write_text("{")
+    with PartsFolder(tmp_path, "sweep", (".lock", "part-*"), lock=".lock"):
+        assert {path.name for path in tmp_path.iterdir()} == {MANIFEST, ".lock"}

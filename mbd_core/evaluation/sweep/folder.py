@@ -11,7 +11,6 @@ ours to mark, the digests are kept. What carries neither is somebody else's: it 
 
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
 from mbd_core.evaluation.measures.rates import RULES, GradedSample, SampleCounts
 from mbd_core.evaluation.measures.summary import ReportKey
@@ -30,12 +28,12 @@ from mbd_core.evaluation.sweep.record import SweepRecord, difference
 from mbd_core.evaluation.tasks.benchmarks import TASKS
 from mbd_core.files import (
     MANIFEST,
+    PartsFolder,
     check_target_folder,
-    claim_folder,
+    durable_file,
     file_beside,
     folder_kind,
-    is_named,
-    is_partial,
+    is_leftover,
 )
 
 KIND = "sweep"
@@ -77,15 +75,13 @@ class FolderState:
 
     def save(self, folder: Path) -> None:
         """Write it, durably: without it the parts that are there are nobody's."""
-        with file_beside(folder / RECORD) as beside:
-            content = {**vars(self), "record": self.record.as_json()}
+        content = {**vars(self), "record": self.record.as_json()}
+        with durable_file(folder / RECORD) as beside:
             beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            _sync(beside)
-        _sync(folder)
 
     def owns(self, folder: Path, name: str) -> bool:
         """Whether a file of the folder, by its relative name, was written by this sweep or one that it replaced."""
-        if name in (MANIFEST, RECORD, LOCK) or is_leftover(name):
+        if name in (MANIFEST, RECORD, LOCK) or is_leftover(name, FILES):
             return True
         if Path(name).parts[0] in TABLES:
             return part_id(folder / name) in (self.id, *self.previous)
@@ -93,13 +89,13 @@ class FolderState:
 
 
 class SweepFolder:
-    """A claimed folder: one process at a time writes in it. Close it, or use it as a context.
+    """A sweep's `PartsFolder` and state.
 
     `published` is called with the relative name of every file that was written or removed.
     """
 
-    def __init__(self, path: Path, state: FolderState, lock: FileLock, published: Callable[[str], None]) -> None:
-        self.path, self.state, self._lock, self._published = path, state, lock, published
+    def __init__(self, parts: PartsFolder, state: FolderState, published: Callable[[str], None]) -> None:
+        self.path, self.state, self._parts, self._published = parts.path, state, parts, published
 
     @classmethod
     def claim(
@@ -115,12 +111,7 @@ class SweepFolder:
         Raises `ValueError` as `check_sweep_folder` does, and while another process writes there.
         """
         check_sweep_folder(path, record, overwrite=overwrite)
-        claim_folder(path, KIND, FILES)
-        lock = FileLock(path / LOCK)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(f"another sweep is writing in {path}; wait for its end, or give another folder") from None
+        parts = PartsFolder(path, KIND, FILES, lock=LOCK)
         there = FolderState.load(path)
         if there is None:
             state = FolderState(record)
@@ -130,7 +121,7 @@ class SweepFolder:
                 state.record = replace(there.record, num_cases=record.num_cases, timing=record.timing)
         else:
             state = FolderState(record, previous=[there.id, *there.previous], digests=there.digests)
-        folder = cls(path, state, lock, published)
+        folder = cls(parts, state, published)
         folder._save()
         folder._clear()
         return folder
@@ -143,7 +134,7 @@ class SweepFolder:
 
     def close(self) -> None:
         """Let another process write there."""
-        self._lock.release()
+        self._parts.close()
 
     def missing(self) -> list[int]:
         """The numbers of the parts that are still to be computed."""
@@ -169,11 +160,9 @@ class SweepFolder:
         path = self.path / name
         if path.exists():
             raise OSError(f"{path} was not written by this sweep, whose file has that name; move it")
-        with file_beside(path) as beside:
-            said = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
-            pq.write_table(table.replace_schema_metadata({**said, MARK: self.state.id}), beside)
-            _sync(beside)
-        _sync(path.parent)
+        kept = {key: value for key, value in (table.schema.metadata or {}).items() if key == ISOLATION}
+        with durable_file(path) as beside:
+            pq.write_table(table.replace_schema_metadata({**kept, MARK: self.state.id}), beside)
         self._published(name)
 
     def write_files(self, contents: dict[str, bytes]) -> None:
@@ -210,18 +199,11 @@ class SweepFolder:
         self._published(RECORD)
 
     def _clear(self) -> None:
-        """Remove what is left of replaced sweeps and of killed processes; without all parts, the report too."""
+        """Remove what is left of replaced sweeps; without all parts, the report too."""
         outdated = REPORT_FILES if self.missing() or self.missing_cases() else ()
         for name in files_in(self.path):
-            if is_leftover(name):
-                (self.path / name).unlink()
-            elif name in outdated or part_id(self.path / name) in self.state.previous:
+            if name in outdated or part_id(self.path / name) in self.state.previous:
                 self.remove(name)
-
-
-def is_leftover(name: str) -> bool:
-    """Whether a killed process of ours left this file, by its relative name: one that it began and did not finish."""
-    return is_partial(Path(name)) and any(is_named(name, pattern) for pattern in (MANIFEST, *FILES))
 
 
 def part_name(number: int) -> str:
@@ -276,7 +258,7 @@ def check_sweep_folder(folder: Path, record: SweepRecord | None = None, *, overw
         return
     there = FolderState.load(folder)
     if there is None:
-        strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_leftover(name)]
+        strange = [name for name in files_in(folder) if name not in (MANIFEST, LOCK) and not is_leftover(name, FILES)]
         if strange:
             raise ValueError(f"{folder} cannot be used: it has no {RECORD}, and {strange[0]} in it; move that")
         return
@@ -438,12 +420,3 @@ def _digest(path: Path) -> str | None:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def _sync(path: Path) -> None:
-    """Let what was written there outlive the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

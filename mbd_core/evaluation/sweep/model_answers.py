@@ -26,12 +26,13 @@ from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.admission import RequestRefused
 from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.decoding import DecodingModel, fitted
-from mbd_core.files import claim_folder, write_json, write_text
+from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
 from mbd_core.multitf.data.preparation import Answer, Chat
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest
-SETTINGS, FILES = "answers.json", ("answers.json", "part_*.jsonl")
+SETTINGS, LOCK = "answers.json", ".mbd-answers.lock"
+FILES = (SETTINGS, LOCK, "part_*.jsonl")
 PART = 64
 """Rows that are decoded together and appear together."""
 REFUSED = "refused"
@@ -97,8 +98,12 @@ class ModelAnswers:
         self.answering, self.folder, self.rows_at_once = answering, folder, rows_at_once
         self._decode, self._next, self._num_rows = decode, 0, num_rows
         self._bar: tqdm[Any] | None = None
-        claim_folder(folder, ANSWERS_KIND, FILES)
-        self._check_settings()
+        self._parts = PartsFolder(folder, ANSWERS_KIND, FILES, lock=LOCK)
+        try:
+            self._check_settings()
+        except ValueError:
+            self._parts.close()
+            raise
 
     def record(self) -> dict[str, Any]:
         """What the data folder says of its answers."""
@@ -114,12 +119,14 @@ class ModelAnswers:
             bar = self._progress(missing[0][0] * PART)
             for number, lines in self._decode(missing):
                 named = [name | line for name, line in zip(_names(parts[number]), lines, strict=True)]
-                write_text(self._file(number), "".join(json.dumps(line) + "\n" for line in named))
+                with durable_file(self._file(number)) as beside:
+                    beside.write_text("".join(json.dumps(line) + "\n" for line in named), encoding="utf-8")
                 bar.update(len(lines))
         return [self._answer(line) for number, part in parts.items() for line in self._kept(number, part)]
 
     def close(self) -> None:
-        """End the progress bar."""
+        """End the progress bar, and let another process write in the folder."""
+        self._parts.close()
         if self._bar is not None:
             self._bar.close()
 

@@ -18,7 +18,7 @@ from mbd_core.evaluation.sweep.endpoint import ENDPOINT_DEFAULT, Endpoint
 from mbd_core.evaluation.sweep.grid import Grid, Methods, Variant, parse_grid, parse_methods, plan_variants
 from mbd_core.evaluation.sweep.options import SweepOptions
 from mbd_core.evaluation.sweep.parts import PROBLEM_COLUMNS
-from mbd_core.evaluation.tasks.asking import Asked, ask_tasks, check_positions
+from mbd_core.evaluation.tasks.asking import TaskInputs, ask_tasks, check_positions
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import ProblemSet, load_problems
 from mbd_core.evaluation.tasks.recipes import Recipe, find_recipe
@@ -60,13 +60,13 @@ def check_default_alone(endpoints: Sequence[Endpoint], asked: Sequence[str]) -> 
         )
 
 
-def endpoint_notes(endpoint: Endpoint, asked: Mapping[str, Asked]) -> Sequence[str]:
+def endpoint_notes(endpoint: Endpoint, inputs: Mapping[str, TaskInputs]) -> Sequence[str]:
     """What a reader must know of numbers from an endpoint; `ValueError` for answers that it cannot hold."""
-    for task, one in asked.items():
-        if endpoint.positions is not None and one.max_tokens >= endpoint.positions:
+    for task, of_task in inputs.items():
+        if endpoint.positions is not None and of_task.max_tokens >= endpoint.positions:
             raise ValueError(
                 f"endpoint '{endpoint.name}' holds {endpoint.positions} positions, prompt and answer together, and an "
-                f"answer of {task} may have {one.max_tokens} tokens; give --max-tokens"
+                f"answer of {task} may have {of_task.max_tokens} tokens; give --max-tokens"
             )
     known = "" if endpoint.is_ours else "; it says neither forwards nor TPF, and decodes as it likes"
     return [f"model '{endpoint.name}' is '{endpoint.model}' at {endpoint.url}, asked at temperature 0{known}"]
@@ -78,7 +78,7 @@ class Sweep:
 
     models    name -> folder, an argument of `model_folder`
     endpoints name -> endpoint, for the models that are asked over HTTP
-    asked     how each task is asked, by its name
+    inputs    what models are given for each task, by its name
     methods   the decoding fields of each method in the sweep
     notes     remarks for a reader of the numbers
     """
@@ -90,7 +90,7 @@ class Sweep:
     grid: str
     methods: Methods
     recipe: Recipe
-    asked: Mapping[str, Asked]
+    inputs: Mapping[str, TaskInputs]
     seed: int
     engine: EngineConfig
     tensor_parallel: int
@@ -106,7 +106,7 @@ class Sweep:
         sample = 0
         for model, variants in self.variants.items():
             for problem_set in self.problem_sets:
-                asked = self.asked[problem_set.task.name]
+                inputs = self.inputs[problem_set.task.name]
                 for number, problem in enumerate(problem_set.problems):
                     for variant in variants:
                         yield {
@@ -116,7 +116,7 @@ class Sweep:
                             "task": problem_set.task.name,
                             **{name: getattr(problem, name) for name in PROBLEM_COLUMNS},
                             "config": variant.config,
-                            **asked.columns(number),
+                            **inputs.columns(number),
                             "seed": self.seed,
                         }
                         sample += 1
@@ -140,7 +140,7 @@ class Sweep:
                     "source": problem_set.source,
                     "n": len(problem_set.problems),
                     "sha256": problem_set.sha256,
-                    **self.asked[problem_set.task.name].record,
+                    **self.inputs[problem_set.task.name].record,
                 }
                 for problem_set in self.problem_sets
             },
@@ -163,7 +163,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     files = task_files(options.data, task_names, option="--data")
     examples = task_files(options.examples, task_names, option="--examples")
     recipe = find_recipe(options.recipe)
-    settings = [recipe.setting(name) for name in task_names]
+    prompts = [recipe.task_prompt(name) for name in task_names]
     grid, methods = parse_grid(options.grid), parse_methods(options.definitions)
     if ENDPOINT_DEFAULT in (options.methods or ()) and options.models:
         raise ValueError(f"method '{ENDPOINT_DEFAULT}' is an endpoint's; --models are decoded here, by other methods")
@@ -173,7 +173,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         load_problems(task, split=options.split, seed=options.seed, limit=options.limit, data=files.get(task.name))
         for task in tasks
     ]
-    asked = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
+    inputs = ask_tasks(problem_sets, recipe, examples=examples, max_tokens=options.max_tokens)
     models: dict[str, str] = {}
     variants: dict[str, list[Variant]] = {}
     notes: list[str] = []
@@ -184,11 +184,11 @@ def plan_sweep(options: SweepOptions) -> Sweep:
             raise ValueError(f"two models are named '{name}': {models[name]} and {model}; rename one folder")
         models[name] = model if folder == SHIPPED / model else str(folder.resolve())
         contents = read_folder(folder)
-        if any(setting.wording.needs_chat for setting in settings) and not contents.tokenizer.chat_template:
+        if any(prompt.wording.needs_chat for prompt in prompts) and not contents.tokenizer.chat_template:
             raise ValueError(f"model '{name}' has a tokenizer without a chat template, which the prompts need")
         contents = replace(contents, defaults=with_method(author_defaults(contents.defaults), contents.config))
         variants[name] = _model_variants(name, contents, grid, method_names, methods, options.tensor_parallel)
-        notes += check_positions(name, contents.config.max_positions, asked)
+        notes += check_positions(name, contents.config.max_positions, inputs)
         model_notes = (edit_note(name, contents.defaults, one.decoding) for one in variants[name] if one.decoding)
         notes += dict.fromkeys(note for note in model_notes if note is not None)
     num_slots = max(
@@ -201,7 +201,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         if endpoint.name in variants:
             raise ValueError(f"--endpoint {endpoint.name}: two models are named so; give it another name")
         variants[endpoint.name] = endpoint_variants(endpoint, grid, method_names, methods)
-        notes += endpoint_notes(endpoint, asked)
+        notes += endpoint_notes(endpoint, inputs)
     return Sweep(
         models=models,
         endpoints={endpoint.name: endpoint for endpoint in options.endpoints},
@@ -210,7 +210,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         grid=options.grid,
         methods={name: methods[name] for name in method_names if name in methods},
         recipe=recipe,
-        asked=asked,
+        inputs=inputs,
         seed=options.seed,
         engine=replace(options.engine, buffer_size=num_slots),
         tensor_parallel=options.tensor_parallel,

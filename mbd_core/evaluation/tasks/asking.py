@@ -9,12 +9,12 @@ from typing import Any
 from mbd_core.evaluation.tasks.benchmarks import Task
 from mbd_core.evaluation.tasks.problems import ProblemSet
 from mbd_core.evaluation.tasks.prompts import Example, choose_examples, load_examples, worded
-from mbd_core.evaluation.tasks.recipes import Recipe, Setting
+from mbd_core.evaluation.tasks.recipes import Recipe, TaskPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A task as it is asked.
+class TaskInputs:
+    """What a model is given for the problems of a task.
 
     inputs         one for each problem, as `worded` made them
     max_tokens     an answer's tokens, at most
@@ -22,7 +22,7 @@ class Asked:
     examples_from  the file of the examples, if there are any, and `examples_sha256` a hash of its examples
     """
 
-    setting: Setting
+    prompt: TaskPrompt
     inputs: tuple[str, ...]
     max_tokens: int
     may_shorten: bool
@@ -33,7 +33,7 @@ class Asked:
         """The planned columns of a problem that concern its prompt and its end."""
         return {
             "input": self.inputs[number],
-            "stop": json.dumps(self.setting.stop),
+            "stop": json.dumps(self.prompt.stop),
             "max_tokens": self.max_tokens,
             "may_shorten": self.may_shorten,
         }
@@ -42,22 +42,22 @@ class Asked:
     def record(self) -> dict[str, Any]:
         """What a report says of it."""
         return {
-            "examples": self.setting.num_examples,
+            "examples": self.prompt.num_examples,
             "examples_from": self.examples_from,
             "examples_sha256": self.examples_sha256,
-            "form": self.setting.wording.form,
-            "prompt": self.setting.wording.text,
-            "prompt_by": self.setting.text_by,
+            "form": self.prompt.wording.form,
+            "prompt": self.prompt.wording.text,
+            "prompt_by": self.prompt.text_by,
             "max_tokens": self.max_tokens,
-            "stop": list(self.setting.stop),
-            "setting_from": self.setting.source,
-            "extraction": self.setting.extraction,
+            "stop": list(self.prompt.stop),
+            "setting_from": self.prompt.source,
+            "extraction": self.prompt.extraction,
         }
 
 
 def ask_tasks(
     problem_sets: Sequence[ProblemSet], recipe: Recipe, *, examples: Mapping[str, str], max_tokens: int | None
-) -> dict[str, Asked]:
+) -> dict[str, TaskInputs]:
     """`ask` for every task, by its name; `examples` are the files of those that have some."""
     return {
         one.task.name: ask(one, recipe, examples=examples.get(one.task.name), max_tokens=max_tokens)
@@ -65,22 +65,22 @@ def ask_tasks(
     }
 
 
-def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_tokens: int | None) -> Asked:
+def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_tokens: int | None) -> TaskInputs:
     """The problems as `recipe` asks them; `max_tokens` takes the place of the recipe's limit.
 
     Raises `ValueError` if the recipe does not have the task, and for examples that are missing, malformed, too few or
     not wanted.
     """
-    setting = recipe.setting(problem_set.task.name)
+    prompt = recipe.task_prompt(problem_set.task.name)
     shown = examples_of(problem_set.task, recipe, examples)
-    chosen = choose_examples(shown, count=setting.num_examples, choice=setting.choice)
+    chosen = choose_examples(shown, count=prompt.num_examples, choice=prompt.choice)
     inputs = tuple(
-        worded(setting.wording, problem, before) for problem, before in zip(problem_set.problems, chosen, strict=False)
+        worded(prompt.wording, problem, before) for problem, before in zip(problem_set.problems, chosen, strict=False)
     )
-    return Asked(
-        setting=setting,
+    return TaskInputs(
+        prompt=prompt,
         inputs=inputs,
-        max_tokens=setting.max_tokens if max_tokens is None else max_tokens,
+        max_tokens=prompt.max_tokens if max_tokens is None else max_tokens,
         may_shorten=max_tokens is None,
         examples_from=examples,
         examples_sha256=hashlib.sha256(json.dumps([asdict(one) for one in shown]).encode()).hexdigest()
@@ -91,7 +91,7 @@ def ask(problem_set: ProblemSet, recipe: Recipe, *, examples: str | None, max_to
 
 def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[Example]:
     """The examples of the user's file, as many as the recipe shows or more; raises as `ask` does."""
-    wanted = recipe.setting(task.name).num_examples
+    wanted = recipe.task_prompt(task.name).num_examples
     if (path is None) != (wanted == 0):
         raise ValueError(
             f"recipe '{recipe.name}' shows {wanted} solved problems before each of {task.name}; "
@@ -103,20 +103,20 @@ def examples_of(task: Task, recipe: Recipe, path: str | None) -> list[Example]:
     return examples
 
 
-def check_positions(name: str, positions: int, asked: Mapping[str, Asked]) -> Sequence[str]:
+def check_positions(name: str, positions: int, tasks: Mapping[str, TaskInputs]) -> Sequence[str]:
     """A note for each task whose answers a model must shorten; `ValueError` for a limit of the user's own that the
     model cannot hold."""
     notes = []
-    for task, one in asked.items():
-        if one.max_tokens < positions:
+    for task, inputs in tasks.items():
+        if inputs.max_tokens < positions:
             continue
-        if not one.may_shorten:
+        if not inputs.may_shorten:
             raise ValueError(
-                f"--max-tokens {one.max_tokens} cannot be honoured: model '{name}' holds {positions} positions, "
+                f"--max-tokens {inputs.max_tokens} cannot be honoured: model '{name}' holds {positions} positions, "
                 "prompt and answer together"
             )
         notes.append(
             f"model '{name}' holds {positions} positions, prompt and answer together: an answer of {task} gets what "
-            f"its prompt leaves of them, not the recipe's {one.max_tokens} tokens"
+            f"its prompt leaves of them, not the recipe's {inputs.max_tokens} tokens"
         )
     return notes

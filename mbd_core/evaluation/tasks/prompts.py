@@ -1,4 +1,4 @@
-"""What a model is given: a problem in the words of a recipe's setting, after the examples chosen for it."""
+"""What a model is given: a problem in the words of a recipe, after the examples chosen for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Evaluation settings by name: what the papers' numbers were made with, as far as their sources say.
+"""Recipes of prompts by name: what the papers' numbers were made with, as far as their sources say.
 
-A recipe is named after the project whose numbers it repeats, and has a setting for each task that the project reports.
-A setting says where each part of it comes from. Where a source names a prompt's style and not its text, the text is
-ours and the setting says so (`text_by="this project"`); nobody else's text is made up. Sources are the papers
+A recipe is named after the project whose numbers it repeats, and has a prompt for each task that the project reports.
+A prompt says where each part of it comes from. Where a source names a prompt's style and not its text, the text is
+ours and the prompt says so (`text_by="this project"`); nobody else's text is made up. Sources are the papers
 (BlockBatch, D2F, MBD-LMs), lm-evaluation-harness 0.4.13, whose task files several projects use, and the scripts and
 benchmark files that the projects released.
 
@@ -21,7 +21,7 @@ LONGEST_ANSWER = 4096  # MBD-LMs, Table 4: "Max New" of every row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TaskPrompt:
     """How a recipe asks one task.
 
     num_examples   solved problems before the one that is asked; `choice` says which of the user's file
@@ -44,22 +44,20 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings by task. Generated tasks are asked as this project's models were trained, under every recipe."""
+    """Prompts by task. Generated tasks are asked as this project's models were trained, under every recipe."""
 
     name: str
     source: str
-    settings: Mapping[str, Setting]
+    prompts: Mapping[str, TaskPrompt]
     remark: str = ""
 
-    def setting(self, task: str) -> Setting:
-        """The setting of a task; `ValueError` names the tasks that the recipe has."""
+    def task_prompt(self, task: str) -> TaskPrompt:
+        """How a task is asked; `ValueError` names the tasks that the recipe has."""
         if TASKS[task].generate is not None:
             return replace(GENERATED, max_tokens=TASKS[task].max_tokens)
-        if task not in self.settings:
-            raise ValueError(
-                f"recipe '{self.name}' has no setting for task '{task}'; it has {', '.join(self.settings)}"
-            )
-        return self.settings[task]
+        if task not in self.prompts:
+            raise ValueError(f"recipe '{self.name}' has no prompt for task '{task}'; it has {', '.join(self.prompts)}")
+        return self.prompts[task]
 
 
 THIS_PROJECT = "this project"
@@ -81,7 +79,7 @@ FUNCTION_FOR_TESTS = Wording(
     "Answer with the whole function in one fenced block of Python.",
 )
 OWN_MATH = Wording(form="turn", text="{question}\nSolve it step by step. End with the answer alone in \\boxed{{}}.")
-GENERATED = Setting(
+GENERATED = TaskPrompt(
     wording=BARE,
     max_tokens=Task.max_tokens,
     source="this project's generated tasks, asked as its models were trained",
@@ -90,15 +88,17 @@ GENERATED = Setting(
 )
 
 
-def _own(wording: Wording, *, max_tokens: int, source: str, extraction: str = BY_VALUE) -> Setting:
-    return Setting(wording=wording, max_tokens=max_tokens, source=source, extraction=extraction, text_by=THIS_PROJECT)
+def _own(wording: Wording, *, max_tokens: int, source: str, extraction: str = BY_VALUE) -> TaskPrompt:
+    return TaskPrompt(
+        wording=wording, max_tokens=max_tokens, source=source, extraction=extraction, text_by=THIS_PROJECT
+    )
 
 
 # -- The task files of lm-evaluation-harness, which several projects use ----------------------------------------------
 
 HARNESS = "lm-evaluation-harness 0.4.13"
 _TURN_ENDS = ("</s>", "<|im_end|>")
-HARNESS_GSM8K = Setting(
+HARNESS_GSM8K = TaskPrompt(
     wording=Wording(form="plain", text="Question: {question}\nAnswer:"),
     num_examples=5,
     choice="drawn",
@@ -108,7 +108,7 @@ HARNESS_GSM8K = Setting(
     extraction="flexible-extract (the last number) or strict-match (the number after ####)",
     text_by=HARNESS,
 )
-HARNESS_GSM8K_COT = Setting(
+HARNESS_GSM8K_COT = TaskPrompt(
     wording=Wording(form="plain", text="Q: {question}\nA:"),
     num_examples=8,
     max_tokens=256,
@@ -117,7 +117,7 @@ HARNESS_GSM8K_COT = Setting(
     extraction="flexible-extract (the last number) or strict-match (the number after 'The answer is')",
     text_by=HARNESS,
 )
-HARNESS_MATH = Setting(
+HARNESS_MATH = TaskPrompt(
     wording=Wording(form="plain", text="Problem:\n{question}\n\nSolution:"),
     num_examples=4,
     max_tokens=256,
@@ -126,14 +126,14 @@ HARNESS_MATH = Setting(
     extraction="math_verify of the whole text, or exact_match of the closing sentence's answer",
     text_by=HARNESS,
 )
-HARNESS_HUMANEVAL = Setting(
+HARNESS_HUMANEVAL = TaskPrompt(
     wording=Wording(form="plain", text="{question}"),
     max_tokens=256,
     source=f"{HARNESS}, task humaneval, without its stop strings: they cut right programs, and the projects lift them",
     extraction="the program, sanitised, and the tests",
     text_by=HARNESS,
 )
-HARNESS_MBPP = Setting(
+HARNESS_MBPP = TaskPrompt(
     wording=Wording(
         form="plain",
         text="You are an expert Python programmer, and here is your task: {question} "
@@ -150,9 +150,9 @@ HARNESS_MBPP = Setting(
 )
 
 
-def _as(setting: Setting, form: str, **changes: object) -> Setting:
-    """A setting in another form, with changes."""
-    return replace(setting, wording=replace(setting.wording, form=form), **changes)  # type: ignore[arg-type]
+def _as(prompt: TaskPrompt, form: str, **changes: object) -> TaskPrompt:
+    """A task's prompt in another form, with changes."""
+    return replace(prompt, wording=replace(prompt.wording, form=form), **changes)  # type: ignore[arg-type]
 
 
 # -- The recipes ----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ OWN = Recipe(
     name="own",
     source="this project",
     remark="Zero-shot chat in our own words, for models without a recipe.",
-    settings={
+    prompts={
         **dict.fromkeys(
             ("gsm8k", "gsm8k-cot", "math500", "math"), _own(OWN_MATH, max_tokens=LONGEST_ANSWER, source="own")
         ),
@@ -174,14 +174,14 @@ NOTHING_ADDED = Recipe(
     name="bare",
     source="this project",
     remark="The problem alone, in one turn of the user; MBPP's with its tests, which name the function.",
-    settings={
-        **dict.fromkeys(OWN.settings, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
+    prompts={
+        **dict.fromkeys(OWN.prompts, _own(BARE, max_tokens=LONGEST_ANSWER, source="own")),
         **dict.fromkeys(("mbpp", "mbpp-plus"), _own(BARE_WITH_TESTS, max_tokens=LONGEST_ANSWER, source="own")),
     },
 )
 
 _MBD_TABLE = "MBD-LMs, Appendix D, Table 4 (0-shot, 4,096 new tokens, temperature 0)"
-_MBD_MATH = Setting(
+_MBD_MATH = TaskPrompt(
     wording=Wording(form="turn", text="{question}\nLet's think step by step\n"),
     max_tokens=LONGEST_ANSWER,
     source=f"{_MBD_TABLE}; the benchmark files of its engine, LLaDA2's",
@@ -212,7 +212,7 @@ MBD_LMS = Recipe(
     source="MBD-LMs, Tables 1 to 4: the LLaDA2 rows",
     remark="The system turn 'detailed thinking off' is the chat template's own matter. The source also has a limit of "
     "2,048 tokens for MATH500 in its benchmark files; Table 4 has 4,096.",
-    settings={
+    prompts={
         **dict.fromkeys(("gsm8k", "math500", "math"), _MBD_MATH),
         **dict.fromkeys(("humaneval", "humaneval-plus"), _MBD_CODE),
         **dict.fromkeys(("mbpp", "mbpp-plus"), _MBD_TESTS),
@@ -221,7 +221,7 @@ MBD_LMS = Recipe(
 MBD_LMS_SDAR = Recipe(
     name="mbd-lms-sdar",
     source="MBD-LMs, Tables 1 to 4: the SDAR rows",
-    settings={**MBD_LMS.settings, **dict.fromkeys(("gsm8k", "math500", "math"), _MBD_SDAR_MATH)},
+    prompts={**MBD_LMS.prompts, **dict.fromkeys(("gsm8k", "math500", "math"), _MBD_SDAR_MATH)},
 )
 
 _D2F_TABLE = "D2F, Tables 1 and 8"
@@ -229,7 +229,7 @@ D2F_LLADA = Recipe(
     name="d2f-llada",
     source="D2F, Tables 1 and 8: LLaDA-Instruct",
     remark="Examples are turns of a chat, as in the released scripts; HumanEval is plain text.",
-    settings={
+    prompts={
         "gsm8k": _as(HARNESS_GSM8K, "turns", num_examples=4, max_tokens=512, source=f"{_D2F_TABLE}; 4-shot"),
         "math": _as(
             HARNESS_MATH, "turns", max_tokens=512, source=f"{_D2F_TABLE}; 4-shot (the released script has 0-shot)"
@@ -244,7 +244,7 @@ D2F_DREAM = Recipe(
     source="D2F, Tables 2 and 8: Dream-Base",
     remark="The released script puts Dream-Base's prompts into a chat template too. For HumanEval our sources do not "
     "say it; plain text, as for LLaDA.",
-    settings={
+    prompts={
         "gsm8k-cot": _as(HARNESS_GSM8K_COT, "turns", source=f"{_D2F_DREAM}; 8-shot"),
         "math": _as(HARNESS_MATH, "turns", source=f"{_D2F_DREAM}; 4-shot"),
         "humaneval": replace(HARNESS_HUMANEVAL, source=f"{_D2F_DREAM}; 0-shot, no stop strings"),
@@ -259,7 +259,7 @@ BLOCK_BATCH = Recipe(
     remark="The paper names the shots and 256 tokens. That an instruct model gets all examples in one turn of the "
     "user is Fast-dLLM's way, on whose code the release builds; for Dream-Base use fast-dllm-base, which is the same "
     "as plain text.",
-    settings={
+    prompts={
         "gsm8k": _as(
             HARNESS_GSM8K, "turn", source=f"{_BLOCK_BATCH}; 5-shot", extraction="flexible-extract (the last number)"
         ),
@@ -276,7 +276,7 @@ FAST_DLLM = Recipe(
     name="fast-dllm",
     source="Fast-dLLM's released scripts: instruct models",
     remark="Our sources name 5-shot GSM8K and 0-shot HumanEval; MATH and MBPP have the task files' own shots.",
-    settings={
+    prompts={
         "gsm8k": _as(HARNESS_GSM8K, "turn", source=f"{_FAST}; 5-shot"),
         "math": _as(HARNESS_MATH, "turn", source=f"{_FAST}; 4-shot, the task file's"),
         "humaneval": _as(HARNESS_HUMANEVAL, "turn", source=f"{_FAST}; 0-shot"),
@@ -287,7 +287,7 @@ FAST_DLLM_BASE = Recipe(
     name="fast-dllm-base",
     source="Fast-dLLM's released scripts: base models",
     remark="The task files' plain text, without a chat template.",
-    settings={
+    prompts={
         "gsm8k": HARNESS_GSM8K,
         "math": HARNESS_MATH,
         "humaneval": HARNESS_HUMANEVAL,
@@ -300,7 +300,7 @@ LLADA = Recipe(
     name="llada",
     source="LLaDA's own evaluation of Instruct and 1.5",
     remark="GSM8K was also reported with 256 tokens and blocks of 8.",
-    settings={
+    prompts={
         "gsm8k": _own(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
         "math": _own(OWN_MATH, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
         "humaneval": _own(FUNCTION, max_tokens=512, source=f"{_LLADA}; 512 tokens"),
@@ -311,7 +311,7 @@ _DREAM = "Dream's own evaluation of Dream-Base by lm-evaluation-harness"
 DREAM = Recipe(
     name="dream",
     source="Dream's own evaluation of Dream-Base",
-    settings={
+    prompts={
         "gsm8k-cot": replace(HARNESS_GSM8K_COT, source=f"{_DREAM}; 8-shot, 256 tokens"),
         "math": replace(HARNESS_MATH, max_tokens=512, source=f"{_DREAM}; 4-shot, 512 tokens"),
         "humaneval": replace(HARNESS_HUMANEVAL, max_tokens=512, source=f"{_DREAM}; 0-shot, 512 tokens"),
@@ -319,7 +319,7 @@ DREAM = Recipe(
     },
 )
 _SDAR = "SDAR's own evaluation: 0-shot by OpenCompass, whose prompts and limits are not in our sources"
-_SDAR_MATH = Setting(
+_SDAR_MATH = TaskPrompt(
     wording=Wording(form="turn", text=f"{{question}}\n{STEP_BY_STEP}"),
     max_tokens=LONGEST_ANSWER,
     source=f"{_SDAR}; the sentence is that of SDAR's rows in MBD-LMs' benchmark files, the limit that of MBD-LMs",
@@ -329,7 +329,7 @@ _SDAR_MATH = Setting(
 SDAR = Recipe(
     name="sdar",
     source="SDAR's own evaluation",
-    settings={
+    prompts={
         "gsm8k": _SDAR_MATH,
         "math500": _SDAR_MATH,
         "humaneval": _own(FUNCTION, max_tokens=LONGEST_ANSWER, source=f"{_SDAR}; the limit is MBD-LMs'"),
@@ -344,8 +344,8 @@ DINFER = Recipe(
     source="dInfer's task files",
     remark="Its four examples are its own; the user's file must hold them. Its stop at a closing fence is not "
     "applied: the program is taken out of the fence instead.",
-    settings={
-        "gsm8k": Setting(
+    prompts={
+        "gsm8k": TaskPrompt(
             wording=Wording(form="turn", text="Question: {question}\nLet's think step by step\nAnswer:"),
             num_examples=4,
             max_tokens=1024,
@@ -366,7 +366,7 @@ D3LLM = Recipe(
     source="d3LLM's released scripts: LLaDA",
     remark="The first 10 samples are left out of its times. It also has a long GSM8K, 5-shot, and 512 tokens for some "
     "MATH runs; our sources do not say which. Dream-Coder's two EvalPlus rows have 512 tokens.",
-    settings={
+    prompts={
         "gsm8k-cot": replace(
             HARNESS_GSM8K_COT,
             wording=Wording(form="turn", text="Q: {question}\nA: Let's think step by step."),

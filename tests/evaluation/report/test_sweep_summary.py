@@ -113,7 +113,7 @@ def test_a_report_is_written_anew_in_place_also_of_a_part(tmp_path: Path, capsys
     out = tmp_path / "out"
     with SweepFolder.claim(out, sweep_record(rows, parts)) as folder:
         assert main([str(out)]) == 2
-        assert "another sweep is writing in" in capsys.readouterr().err
+        assert "another process is writing in" in capsys.readouterr().err
         folder.write_part(0, graded_table(parts[0]))
     assert main([str(out)]) == 0
     assert "4 of 40 samples are there" in capsys.readouterr().err

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from written_sweeps import graded_table, planned_rows, sweep_record, timed_table, write_parts
 
+from mbd_core import files as files_room
 from mbd_core.evaluation.report.summary import rewrite_summary, write_summary
-from mbd_core.evaluation.sweep import folder as sweep_folder
 from mbd_core.evaluation.sweep.folder import (
     FAILURE,
     LOCK,
@@ -149,7 +149,7 @@ def test_other_timing_is_the_same_sweep_whose_times_stay(tmp_path: Path) -> None
 def test_two_processes_do_not_write_in_one_folder(tmp_path: Path) -> None:
     with (
         SweepFolder.claim(tmp_path / "out", RECORDED),
-        pytest.raises(ValueError, match="another sweep is writing in"),
+        pytest.raises(ValueError, match="another process is writing in"),
     ):
         SweepFolder.claim(tmp_path / "out", RECORDED)
     SweepFolder.claim(tmp_path / "out", RECORDED).close()
@@ -275,7 +275,7 @@ def test_a_file_that_appears_while_a_sweep_runs_is_not_replaced(tmp_path: Path) 
 
 def test_the_record_outlives_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(sweep_folder, "_sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(files_room, "sync", lambda path: synced.append(path.name))
     SweepFolder.claim(tmp_path / "out", RECORDED).close()
     assert [bool(is_named(name, RECORD)) for name in synced] == [True, False] and synced[1] == "out"
 

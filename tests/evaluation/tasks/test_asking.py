@@ -63,7 +63,7 @@ def test_few_shot_prompts_show_the_user_s_examples_and_stop_where_the_recipe_doe
     ("changes", "sentence"),
     [
         ({"recipe": "gsm"}, "unknown recipe 'gsm'; known: own, bare"),
-        ({"recipe": "dream"}, "recipe 'dream' has no setting for task 'gsm8k'; it has gsm8k-cot, math"),
+        ({"recipe": "dream"}, "recipe 'dream' has no prompt for task 'gsm8k'; it has gsm8k-cot, math"),
         (
             {"recipe": "blockbatch"},
             "recipe 'blockbatch' shows 5 solved problems before each of gsm8k; name their file",

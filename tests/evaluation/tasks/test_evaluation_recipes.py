@@ -11,12 +11,12 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.decoding.blocks.methods import NAMED_METHODS
 from mbd_core.evaluation.sweep.grid import parse_grid, plan_variants
 from mbd_core.evaluation.tasks.benchmarks import TASKS
-from mbd_core.evaluation.tasks.recipes import HARNESS, OWN, RECIPES, THIS_PROJECT, Setting, find_recipe
+from mbd_core.evaluation.tasks.recipes import HARNESS, OWN, RECIPES, THIS_PROJECT, TaskPrompt, find_recipe
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 PAPERS = Path(__file__).resolve().parents[4] / "shared" / "papers"
-SETTINGS = {(r.name, task): setting for r in RECIPES.values() for task, setting in r.settings.items()}
-EVERY = pytest.mark.parametrize(("recipe", "task"), SETTINGS, ids="/".join)
+PROMPTS = {(r.name, task): prompt for r in RECIPES.values() for task, prompt in r.prompts.items()}
+EVERY = pytest.mark.parametrize(("recipe", "task"), PROMPTS, ids="/".join)
 OURS = ("own", "bare")
 REAL_TASKS = [name for name, task in TASKS.items() if task.generate is None]
 
@@ -32,17 +32,15 @@ def test_recipes_are_found_by_name_and_ours_has_every_task() -> None:
     assert all(find_recipe(name).name == name for name in RECIPES)
     with pytest.raises(ValueError, match="unknown recipe 'bd3lm'; known: own, bare, mbd-lms, mbd-lms-sdar"):
         find_recipe("bd3lm")
-    assert set(OWN.settings) == set(REAL_TASKS)
-    with pytest.raises(
-        ValueError, match="recipe 'blockbatch' has no setting for task 'mbpp-plus'; it has gsm8k, math"
-    ):
-        find_recipe("blockbatch").setting("mbpp-plus")
+    assert set(OWN.prompts) == set(REAL_TASKS)
+    with pytest.raises(ValueError, match="recipe 'blockbatch' has no prompt for task 'mbpp-plus'; it has gsm8k, math"):
+        find_recipe("blockbatch").task_prompt("mbpp-plus")
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_generated_tasks_are_asked_as_the_models_were_trained(name: str) -> None:
-    setting = find_recipe(name).setting("gsm-mini")
-    assert (setting.wording.text, setting.max_tokens, setting.num_examples) == ("{question}", 128, 0)
+    prompt = find_recipe(name).task_prompt("gsm-mini")
+    assert (prompt.wording.text, prompt.max_tokens, prompt.num_examples) == ("{question}", 128, 0)
 
 
 @pytest.mark.parametrize("name", GENERATED_TASKS)
@@ -50,28 +48,28 @@ def test_a_right_answer_to_a_generated_problem_is_shorter_than_its_limit(name: s
     task, tokenizer = GENERATED_TASKS[name], read_folder(model_folder("tiny-bd")).tokenizer
     rows = itertools.islice(task.generate(split="test", seed=0), 300)
     longest = max(len(tokenizer(row[task.answered], add_special_tokens=False)["input_ids"]) for row in rows)
-    assert longest + 1 < OWN.setting(name).max_tokens, "with its EOS, and room for one that is drawn longer"
+    assert longest + 1 < OWN.task_prompt(name).max_tokens, "with its EOS, and room for one that is drawn longer"
 
 
 @EVERY
 def test_a_setting_asks_the_problem_once_and_says_where_it_comes_from(recipe: str, task: str) -> None:
-    setting = SETTINGS[recipe, task]
-    text = setting.wording.text.format(question="<Q>", tests="<T>")
+    prompt = PROMPTS[recipe, task]
+    text = prompt.wording.text.format(question="<Q>", tests="<T>")
     assert text.count("<Q>") == 1
     assert text.count("<T>") == task.startswith("mbpp"), "only MBPP's tests are part of its question"
-    assert setting.wording.answer.format(answer="<A>").count("<A>") == 1
-    assert setting.source and setting.extraction and task in REAL_TASKS
-    assert setting.num_examples >= 0 and 1 <= setting.max_tokens <= 4096
-    if recipe not in OURS and setting.text_by == THIS_PROJECT:
-        assert re.search(r"not in our sources|is ours|limit is MBD-LMs'|EvalPlus, 512", setting.source), setting.source
+    assert prompt.wording.answer.format(answer="<A>").count("<A>") == 1
+    assert prompt.source and prompt.extraction and task in REAL_TASKS
+    assert prompt.num_examples >= 0 and 1 <= prompt.max_tokens <= 4096
+    if recipe not in OURS and prompt.text_by == THIS_PROJECT:
+        assert re.search(r"not in our sources|is ours|limit is MBD-LMs'|EvalPlus, 512", prompt.source), prompt.source
 
 
 @EVERY
 def test_only_words_of_the_task_files_are_said_to_be_theirs(recipe: str, task: str) -> None:
-    setting = SETTINGS[recipe, task]
-    ours = {s.wording.text for name in OURS for s in find_recipe(name).settings.values()}
-    raw = setting.text_by == HARNESS and task == "humaneval"  # its prompt is the problem alone, too
-    assert (setting.wording.text in ours) == (setting.text_by == THIS_PROJECT or raw)
+    prompt = PROMPTS[recipe, task]
+    ours = {s.wording.text for name in OURS for s in find_recipe(name).prompts.values()}
+    raw = prompt.text_by == HARNESS and task == "humaneval"  # its prompt is the problem alone, too
+    assert (prompt.wording.text in ours) == (prompt.text_by == THIS_PROJECT or raw)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_only_words_of_the_task_files_are_said_to_be_theirs(recipe: str, task: s
 )
 def test_the_parts_of_mbd_lms_code_prompts_that_are_known_are_named(task: str, known: str) -> None:
     for recipe in ("mbd-lms", "mbd-lms-sdar"):
-        assert known in find_recipe(recipe).setting(task).source
+        assert known in find_recipe(recipe).task_prompt(task).source
 
 
 def test_the_documents_table_is_the_recipes_own() -> None:
@@ -88,9 +86,9 @@ def test_the_documents_table_is_the_recipes_own() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "evaluation.md").read_text()
     for recipe in RECIPES.values():
         tasks: dict[str, list[str]] = {}
-        for task, setting in recipe.settings.items():
-            words = "ours" if setting.text_by == THIS_PROJECT else "theirs"
-            how = f"{setting.num_examples}-shot, {setting.max_tokens:,}, {setting.wording.form}, {words}"
+        for task, prompt in recipe.prompts.items():
+            words = "ours" if prompt.text_by == THIS_PROJECT else "theirs"
+            how = f"{prompt.num_examples}-shot, {prompt.max_tokens:,}, {prompt.wording.form}, {words}"
             tasks.setdefault(how, []).append(task)
         cells = "; ".join(f"{', '.join(names)}: {how}" for how, names in tasks.items())
         row = f"| `{recipe.name}` | {recipe.source} | {cells} |"
@@ -127,8 +125,8 @@ def test_d2f_has_the_shots_and_lengths_of_its_tables() -> None:
         rows = text.partition(f"Method: {method}")[2].partition("Method:")[0]
         length = re.search(rf"^{benchmark}\tBaseline.*\s+D2F\t(\d+)\t", rows, re.MULTILINE | re.IGNORECASE)
         assert shots is not None and length is not None, (benchmark, recipe)
-        setting = SETTINGS[recipe, task]
-        assert (setting.num_examples, setting.max_tokens) == (int(shots[1]), int(length[1])), (benchmark, recipe)
+        prompt = PROMPTS[recipe, task]
+        assert (prompt.num_examples, prompt.max_tokens) == (int(shots[1]), int(length[1])), (benchmark, recipe)
 
 
 def test_blockbatch_has_the_shots_of_its_appendix() -> None:
@@ -136,15 +134,15 @@ def test_blockbatch_has_the_shots_of_its_appendix() -> None:
     shots = dict(re.findall(r"(GSM8K|MATH|MBPP|HumanEval) uses (\d)-shot prompting", text))
     length = re.search(r"greedy decoding with \$G = (\d+)\$", text)
     assert len(shots) == 4 and length is not None
-    settings = find_recipe("blockbatch").settings
-    assert {task: s.num_examples for task, s in settings.items()} == {t.lower(): int(n) for t, n in shots.items()}
-    assert {s.max_tokens for s in settings.values()} == {int(length[1])}
+    prompts = find_recipe("blockbatch").prompts
+    assert {task: s.num_examples for task, s in prompts.items()} == {t.lower(): int(n) for t, n in shots.items()}
+    assert {s.max_tokens for s in prompts.values()} == {int(length[1])}
 
 
 def test_mbd_lms_has_the_new_tokens_of_table_4() -> None:
     rows = re.findall(r"^\S.*\t(?:Math|Code)\t\d+\t\d+\t\d+\t(\d+)\t", paper("mbd_lms.txt"), re.MULTILINE)
     assert len(rows) > 20
     for name in ("mbd-lms", "mbd-lms-sdar"):
-        settings: list[Setting] = list(find_recipe(name).settings.values())
-        assert {s.max_tokens for s in settings} == {int(number) for number in rows}
-        assert {s.num_examples for s in settings} == {0}
+        prompts: list[TaskPrompt] = list(find_recipe(name).prompts.values())
+        assert {s.max_tokens for s in prompts} == {int(number) for number in rows}
+        assert {s.num_examples for s in prompts} == {0}
