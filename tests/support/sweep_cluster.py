@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from actors.evaluation import sweep as evaluation
+from cluster import local
 from mbd_core.evaluation.sweep.decoding import ModelRefused
 from mbd_core.evaluation.sweep.executor import ExecutorFailed, LocalExecutor, NumberedTable
 from mbd_core.evaluation.sweep.parts import TimedCase
@@ -26,7 +27,7 @@ class Cluster:
 
     @contextmanager
     def executor(
-        self, sweep: Sweep, *, num_engines: int, concurrency: int, isolated: bool, **_: Any
+        self, sweep: Sweep, *, num_engines: int, concurrency: int, isolated: bool = False, **_: Any
     ) -> Iterator["FaultyExecutor"]:
         self.starts += 1
         load = evaluation.loader(sweep.models, tensor_parallel=1)
@@ -66,5 +67,6 @@ class FaultyExecutor(LocalExecutor):
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The cluster of the sweep's command from now on."""
     cluster = Cluster()
+    monkeypatch.setattr(local, "connect", lambda **_: False)
     monkeypatch.setattr(evaluation, "ray_executor", cluster.executor)
     return cluster
