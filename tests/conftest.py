@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("house", deadline=None)  # how long an example takes says how busy the machine is
+hypothesis.settings.load_profile("house")
 
 # Ray reads these once, when it is imported, and its processes inherit them; a job's runtime_env would come too late
 # and would keep workers from being started ahead.

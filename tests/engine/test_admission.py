@@ -52,7 +52,7 @@ def test_block_batch_behind_a_long_prompt_is_served_with_fewer_tokens() -> None:
     assert not accepts(limits, replace(asked, max_tokens=number + 1))
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.sampled_from(METHODS), st.integers(1, 90), st.integers(1, 60), st.integers(1, 40))
 def test_the_default_is_the_nearest_number_that_is_accepted(
     decoding: DecodingConfig, prompt_length: int, preferred: int, num_pages: int

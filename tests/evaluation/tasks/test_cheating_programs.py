@@ -81,7 +81,7 @@ def is_near(out: Any, expected: Any) -> bool:
     return bool(out == expected)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data, st.integers(0, 2))
 def test_no_plain_data_passes_for_another(out: Any, nesting: int) -> None:
     for value in (out, [out] * nesting, [[out]] * nesting, [out for _ in range(nesting)] + [[]]):

@@ -224,7 +224,7 @@ def test_padding_changes_nothing(model: Decoder) -> None:
     torch.testing.assert_close(together, sum(parts) / 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 99), st.sampled_from(["floor", "ceil"])
 )

@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     return bind(layout)(q, k, v)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(spec=batches, page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
 def test_bundles_and_rows_are_the_equation(spec: list[tuple[int, list[int]]], page_size: int, seed: int) -> None:
     q, k, v, layout = sequences(spec, page_size=page_size, seed=seed)

@@ -19,7 +19,7 @@ from mbd_core.ops.experts.choice import (
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.integers(1, 40), num_experts=st.integers(1, 9), per_token=st.integers(1, 3), seed=st.integers(0, 99))
 def test_grouped_and_loop_are_the_equation(tokens: int, num_experts: int, per_token: int, seed: int) -> None:
     arguments = layer(tokens, 24, 20, num_experts, min(per_token, num_experts), seed=seed)
