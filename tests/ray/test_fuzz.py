@@ -100,7 +100,7 @@ def test_the_schema_is_served(url: str) -> None:
 
 @pytest.mark.slow
 @SCHEMA.parametrize()
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_what_the_schema_says_is_what_comes(url: str, case: schemathesis.Case) -> None:
     given = case.body
     if isinstance(given, dict):

@@ -63,7 +63,7 @@ def authorized(key: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @SCHEMA.parametrize()
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_orders_answer_as_the_schema_says(client: httpx.Client, tiny_model_dir: Path, case: schemathesis.Case) -> None:
     given = case.body
     if isinstance(given, dict):

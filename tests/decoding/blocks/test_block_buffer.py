@@ -137,7 +137,7 @@ def reference(
     return run.tokens, run.finish_reason, run.num_forwards, run.num_store_forwards
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(problems())
 def test_buffer_follows_algorithm_5(problem) -> None:
     assert run_buffer([problem], problem[2].block_size)[0] == reference(problem, naive=False)
@@ -150,7 +150,7 @@ def load(seed: int) -> Iterator[int]:
         yield from [rng.randint(1, 4)] * rng.randint(1, 5)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(problems(), st.integers(0, 10**6))
 def test_a_row_held_to_fewer_blocks_follows_algorithm_5_held_alike(problem, seed: int) -> None:
     held = run_buffer([problem], problem[2].block_size, load(seed))[0]
@@ -159,13 +159,13 @@ def test_a_row_held_to_fewer_blocks_follows_algorithm_5_held_alike(problem, seed
     assert run_buffer([free], problem[2].block_size, load(seed))[0] == reference(problem, naive=False)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(problems())
 def test_algorithm_5_is_algorithm_4_capped_at_buffer_size(problem) -> None:
     assert reference(problem, naive=False) == reference(problem, naive=True)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(problems(), min_size=2, max_size=5))
 def test_rows_with_their_own_settings_do_not_touch_each_other(batch) -> None:
     size = batch[0][2].block_size
@@ -173,7 +173,7 @@ def test_rows_with_their_own_settings_do_not_touch_each_other(batch) -> None:
     assert run_buffer(batch, size) == [run_buffer([p], size)[0] for p in batch]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(problems())
 def test_what_leaves_is_exact(problem) -> None:
     tokens, reason, forwards, stores = reference(problem, naive=False)

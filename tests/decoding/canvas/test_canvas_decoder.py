@@ -79,7 +79,7 @@ def problems(draw: st.DrawFn) -> tuple[Canvas, dict[str, Any], int]:
     return draw(canvases(max_tokens)), rest, draw(st.integers(0, 10_000))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(problems())
 def test_every_method_ends_and_fills_exactly(problem: tuple[Canvas, dict[str, Any], int]) -> None:
     canvas, rest, seed = problem
@@ -93,7 +93,7 @@ def test_every_method_ends_and_fills_exactly(problem: tuple[Canvas, dict[str, An
         assert decoder.num_forwards <= rest["max_tokens"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problems())
 def test_a_token_s_step_is_the_forward_that_accepted_it(problem: tuple[Canvas, dict[str, Any], int]) -> None:
     canvas, rest, seed = problem
@@ -114,7 +114,7 @@ def test_a_token_s_step_is_the_forward_that_accepted_it(problem: tuple[Canvas, d
     assert steps <= accepted if canvas.branches else steps == accepted
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problems())
 def test_planning_changes_nothing_and_a_replay_is_the_same(problem: tuple[Canvas, dict[str, Any], int]) -> None:
     canvas, rest, seed = problem
@@ -130,7 +130,7 @@ def test_planning_changes_nothing_and_a_replay_is_the_same(problem: tuple[Canvas
     assert (again.tokens, again.log_probs, again.num_forwards) == (once.tokens, once.log_probs, once.num_forwards)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problems(), st.sets(st.integers(1, 12), min_size=1, max_size=3))
 def test_an_eos_only_cuts(problem: tuple[Canvas, dict[str, Any], int], eos: set[int]) -> None:
     canvas, rest, seed = problem
@@ -178,7 +178,7 @@ def test_two_settings_that_mean_the_same(one: Canvas, other: Canvas, shift: bool
         assert (a.tokens, a.log_probs, a.num_forwards) == (b.tokens, b.log_probs, b.num_forwards)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(problems())
 def test_updates_tell_what_was_filled(problem: tuple[Canvas, dict[str, Any], int]) -> None:
     """Masks accepted, less those a sync put back, are the tokens there are; ratios are what the forward saw."""

@@ -116,7 +116,7 @@ def equations(layout: GroupLayout, size: int) -> torch.Tensor:
     return mask
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3))
 def test_mask_is_its_equations(sizes: list[int], size: int) -> None:
     layout = GroupLayout(tuple(sizes))

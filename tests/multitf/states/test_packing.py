@@ -7,7 +7,7 @@ import pytest
 import torch
 from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trainer_state import load_trainer, trainer_state
@@ -52,7 +52,6 @@ def loss_of(model: Decoder, batch: MultiTFBatch, states: StateConfig, attention:
     return multitf_loss(model, batch, attention=attention)[0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 80))
 def test_every_sample_stands_in_one_sequence_that_has_room(lengths: list[int], room: int) -> None:
     together = packed_together(lengths, room)
@@ -62,7 +61,6 @@ def test_every_sample_stands_in_one_sequence_that_has_room(lengths: list[int], r
     assert all(a + b > room for i, a in enumerate(tokens) for b in tokens[i + 1 :])  # no two could be one
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=12, max_size=12), st.integers(1, 80))
 def test_all_workers_have_equally_many_sequences(lengths: list[int], room: int) -> None:
     packed = packed_alike([lengths[rank::3] for rank in range(3)], room)
