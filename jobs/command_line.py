@@ -29,7 +29,6 @@ from typer.main import get_command
 
 from mbd_core.json_text import parse_json
 from mbd_core.options import (
-    CLUSTER,
     DATA,
     DECODING,
     ENGINE,
@@ -65,16 +64,6 @@ IsolationText = Annotated[
 MaxRows = Annotated[int, Option("Sequences decoded at once.", ENGINE, at_least=1)]
 NumPages = Annotated[
     int | None, Option("Pages of KV memory, each engine's (default: as many as fit).", ENGINE, at_least=2)
-]
-KvMemoryFraction = Annotated[
-    float,
-    Option(
-        "Share of a device's memory for an engine, where --num-pages is not given. Engines on CPUs divide it.", ENGINE
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    Option("Ranks that the model is cut among: GPUs of a node, or processes without GPUs.", CLUSTER, at_least=1),
 ]
 
 

@@ -23,7 +23,7 @@ import typer
 
 from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
-from jobs.command_line import CLUSTER, DATA, MODEL, OUTPUT, Overwrite, command
+from jobs.command_line import DATA, MODEL, OUTPUT, Overwrite, command
 from mbd_core.multitf.recipes.by_name import RECIPES
 from mbd_core.multitf.run.log_targets import chosen_targets
 from mbd_core.multitf.run.options import (
@@ -41,6 +41,7 @@ from mbd_core.multitf.run.options import (
     Steps,
     TensorParallel,
 )
+from mbd_core.options import CLUSTER
 
 if TYPE_CHECKING:
     from actors.training.run import TrainingRun

@@ -14,7 +14,6 @@ import typer
 from benchmarks.load.endpoints import Asking, measure, own_sides, url_sides
 from benchmarks.load.stream_client import Route
 from jobs.command_line import (
-    CLUSTER,
     DATA,
     DECODING,
     ENGINE,
@@ -36,6 +35,7 @@ from mbd_core.evaluation.tasks.benchmarks import TASKS, find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_new_file, file_beside, write_json
 from mbd_core.models.shapes import SHAPES
+from mbd_core.options import CLUSTER
 
 if TYPE_CHECKING:
     from benchmarks.load.loads import Load

@@ -16,7 +16,6 @@ from benchmarks.load.soak_parts import Ended, SoakClient, SoakWatch, memory_rows
 from benchmarks.load.stream_client import Target, open_session, served_models
 from benchmarks.measuring import markdown
 from jobs.command_line import (
-    CLUSTER,
     OUTPUT,
     JsonFile,
     MaxRows,
@@ -30,6 +29,7 @@ from jobs.command_line import (
 from mbd_core.evaluation.tasks.benchmarks import find_task
 from mbd_core.evaluation.tasks.problems import load_problems
 from mbd_core.files import check_new_file, write_json
+from mbd_core.options import CLUSTER
 
 LOAD = "Load"
 SETTLE_SECONDS = 60.0

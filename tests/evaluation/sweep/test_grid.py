@@ -167,7 +167,7 @@ def test_a_method_that_cannot_be_read_is_refused(given: str, reason: str) -> Non
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ('edit={"t2t": {"tau": "x"}}', "method 'edit': t2t.tau='x' must be a number"),
+        ('edit={"t2t": {"tau": "x"}}', "method 'edit': t2t.tau=\"x\" must be a number"),
         ("a|b={}", "without a comma or |"),
         ("a\u2028b={}", "the name printable"),
         ('edit={"tau": 1}', "method 'edit': unknown decoding field 'tau'"),
