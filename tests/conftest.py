@@ -7,10 +7,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-hypothesis.settings.register_profile("house", deadline=None)  # how long an example takes says how busy the machine is
-hypothesis.settings.load_profile("house")
+with suppress(ModuleNotFoundError):  # the tests on a GPU run without it
+    from hypothesis import settings
+
+    settings.register_profile("house", deadline=None)  # how long an example takes says how busy the machine is
+    settings.load_profile("house")
 
 # Ray reads these once, when it is imported, and its processes inherit them; a job's runtime_env would come too late
 # and would keep workers from being started ahead.
