@@ -149,10 +149,18 @@ def run(
     if data is not None:
         chosen = replace(chosen, data=prepared_data_at(data))
     chosen = with_options(
-        chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
-        activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
+        chosen,
+        fitted_noise=fitted_noise,
+        steps=steps,
+        micro_batch=micro_batch,
+        pack=pack,
+        lora=lora,
+        activation_checkpointing=again,
+        attention=attention,
+        compile=compile,
+        tensor_parallel=tensor_parallel,
         cut_experts=cut_experts,
-    )  # fmt: skip
+    )
     if plan:
         kind = "CPU" if device == "cpu" else "GPU"
         start = StartingPoint.read(chosen, fetch=fetch_model)

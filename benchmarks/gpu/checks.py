@@ -54,9 +54,18 @@ def check_config(family: str, *, on_gpu: bool) -> ModelConfig:
     whole = SHAPES["sdar-8b" if family == "sdar" else "llada2-mini"]
     moe = None if whole.moe is None else replace(whole.moe, num_experts=32, intermediate_size=128)
     return replace(
-        whole, vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=3, num_heads=8, num_kv_heads=2,
-        max_positions=1024, mask_token_id=2047, eos_token_ids=(2046,), moe=moe,
-    )  # fmt: skip
+        whole,
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=2,
+        max_positions=1024,
+        mask_token_id=2047,
+        eos_token_ids=(2046,),
+        moe=moe,
+    )
 
 
 def check_model(family: str, device: torch.device) -> Decoder:
@@ -86,10 +95,14 @@ def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
             prompt = torch.randint(config.vocab_size - 8, (20 + 30 * number,), generator=generator).tolist()
             out.append(
                 Request(
-                    request_id=f"{name} {len(out)}", prompt=tuple(prompt), max_tokens=max_tokens, decoding=decoding,
-                    sampling=sampling, ignore_eos=True,
+                    request_id=f"{name} {len(out)}",
+                    prompt=tuple(prompt),
+                    max_tokens=max_tokens,
+                    decoding=decoding,
+                    sampling=sampling,
+                    ignore_eos=True,
                 )
-            )  # fmt: skip
+            )
     return out
 
 
@@ -103,9 +116,14 @@ def graphs_are_eager(
     """
     on_gpu = model.model.norm.weight.is_cuda
     sizes = EngineConfig(
-        max_rows=max_rows, num_pages=256, page_size=PAGE, static_shapes=True, overlap=False,
-        max_adapters=len(adapters or {}), max_rank=8,
-    )  # fmt: skip
+        max_rows=max_rows,
+        num_pages=256,
+        page_size=PAGE,
+        static_shapes=True,
+        overlap=False,
+        max_adapters=len(adapters or {}),
+        max_rank=8,
+    )
     requests = check_requests(model.config, max_tokens=max_tokens)
     if adapters:
         names = cycle((None, *adapters))
@@ -122,9 +140,14 @@ def graphs_are_eager(
     if on_gpu and (captured != len(kinds) or report["steps_eager"]):
         raise CheckFailed(f"of {len(kinds)} kinds {captured} were captured, {report['steps_eager']} steps ran eagerly")
     return {
-        "model": model.config.architecture, "attention": replayed.attention.name, "kinds": len(kinds),
-        "captured": captured, "replayed": report["steps_replayed"], "eager": report["steps_eager"], "same": True,
-    }  # fmt: skip
+        "model": model.config.architecture,
+        "attention": replayed.attention.name,
+        "kinds": len(kinds),
+        "captured": captured,
+        "replayed": report["steps_replayed"],
+        "eager": report["steps_eager"],
+        "same": True,
+    }
 
 
 def _with_adapters(engine: Engine, adapters: Mapping[str, Path]) -> Engine:
@@ -176,9 +199,15 @@ def _waits_are_errors() -> Iterator[None]:
 def kernel_rows(device: torch.device, *, small: bool) -> Iterator[Row]:
     """Each kernel beside its definition: name, size, largest error. Raises `CheckFailed` behind them if one is off."""
     checks: tuple[Callable[..., Row], ...] = (
-        _attention_row, _long_attention_row, _experts_row, _shared_experts_row, _fp8_experts_row,
-        partial(_fp8_experts_row, block=fp8.RELEASED), _fp8_linear_row, _confidence_row,
-    )  # fmt: skip
+        _attention_row,
+        _long_attention_row,
+        _experts_row,
+        _shared_experts_row,
+        _fp8_experts_row,
+        partial(_fp8_experts_row, block=fp8.RELEASED),
+        _fp8_linear_row,
+        _confidence_row,
+    )
     generator = torch.Generator(device=device).manual_seed(0)
     wrong = []
     for check in checks:
@@ -311,9 +340,11 @@ def _fp8_linear_row(device: torch.device, dtype: torch.dtype, generator: torch.G
     bound = (x.float().abs() @ weight.abs().T) * 0.14 + 1e-2
     error = (result.float() - x.float() @ weight.T).abs()
     return {
-        "kernel": "product in FP8", "size": f"{tokens} x {inner} x {outer}", "largest_error": float(error.max()),
+        "kernel": "product in FP8",
+        "size": f"{tokens} x {inner} x {outer}",
+        "largest_error": float(error.max()),
         "right": bool((error <= bound).all()),
-    }  # fmt: skip
+    }
 
 
 def _confidence_row(device: torch.device, dtype: torch.dtype, generator: torch.Generator, small: bool) -> Row:

@@ -89,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     sections = PARTS[options.part]
     try:
-        unknown = [name for name in (*(options.only or ()), *([options.section] * bool(options.section)))
-                   if name not in sections]  # fmt: skip
+        unknown = [
+            name
+            for name in (*(options.only or ()), *([options.section] * bool(options.section)))
+            if name not in sections
+        ]
         if unknown:
             raise ValueError(f"part {options.part} has no section '{unknown[0]}'; it has {', '.join(sections)}")
         if not options.toy and not torch.cuda.is_available():

@@ -85,8 +85,11 @@ def layers_row(model: Decoder, case: StepCase) -> Row:
     if not right:
         raise CheckFailed(f"{model.config.architecture}: layers by kernels are off by {error}, a share of the norm")
     return {
-        "kernel": "layers by kernels", "size": model.config.architecture, "largest_error": error, "right": True,
-    }  # fmt: skip
+        "kernel": "layers by kernels",
+        "size": model.config.architecture,
+        "largest_error": error,
+        "right": True,
+    }
 
 
 def steps_row(model: Decoder, case: StepCase) -> Row:

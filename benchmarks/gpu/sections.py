@@ -70,9 +70,17 @@ class Day:
 def toy_day(out: Path) -> Day:
     """Sizes at which all sections together take seconds on a CPU."""
     return Day(
-        device=torch.device("cpu"), out=out, mini="tiny-llada2", dense="tiny-sdar", prefixes=(32,), buffers=(1, 2),
-        many_rows=2, steps=2, prompt=64, soak_seconds=1.0,
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        out=out,
+        mini="tiny-llada2",
+        dense="tiny-sdar",
+        prefixes=(32,),
+        buffers=(1, 2),
+        many_rows=2,
+        steps=2,
+        prompt=64,
+        soak_seconds=1.0,
+    )
 
 
 def machine(day: Day) -> list[Row]:
@@ -136,9 +144,14 @@ def steps(
         cases.append(replace(cases[0], graphs=False))
     config = SHAPES[shape]
     benchmark = StepBenchmark(
-        model=shape, config=config, device=day.device, dtype=day.dtype, cases=cases, fp8=parts,
+        model=shape,
+        config=config,
+        device=day.device,
+        dtype=day.dtype,
+        cases=cases,
+        fp8=parts,
         uniform_routing=uniform and config.moe is not None,
-    )  # fmt: skip
+    )
     benchmark.check()
     speed = measure_machine(day.device, day.dtype) if day.on_gpu else Machine(bandwidth=1e10, flops=1e10)
     model = benchmark.load()
@@ -155,10 +168,13 @@ def _step_row(benchmark: StepBenchmark, model: Decoder, case: StepCase, speed: M
     row = benchmark.row(model, case, speed, lambda: None)
     row_of_step = {
         **{key: row[key] for key in ("model", "rows", "prefix", "buffer_size", "fp8", "routing", "graphs", "backend")},
-        "step_ms": row["step_seconds"] * 1e3, "forward_ms": row["forward_seconds"] * 1e3,
-        "floor_ms": row["floor_seconds"] * 1e3, "step_over_floor": row["step_over_floor"],
-        "touched_experts": row["touched_experts"], "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
-    }  # fmt: skip
+        "step_ms": row["step_seconds"] * 1e3,
+        "forward_ms": row["forward_seconds"] * 1e3,
+        "floor_ms": row["floor_seconds"] * 1e3,
+        "step_over_floor": row["step_over_floor"],
+        "touched_experts": row["touched_experts"],
+        "gb_per_s": row["floor_bytes"] / row["step_seconds"] / 1e9,
+    }
     moe, tokens = model.config.moe, case.rows * case.buffer_size * model.config.block_size
     with torch.inference_mode():
         fused = moe is not None and moe_layers(model)[0].fuses(tokens)
@@ -260,9 +276,15 @@ def _best_tiles(day: Day, layer: MoE, moe: MoEConfig, x_TD: Tensor, size: int) -
     best = min(tried, key=lambda tiles: tried[tiles])
     experts_triton.TILES[tokens, width, size] = best
     return {
-        "tokens": tokens, "width": width, "bytes": size, "tiles": [*best], "microseconds": tried[best] * 1e6,
-        "default_tiles": [*default], "default": tried[default] * 1e6, "tried": len(tried),
-    }  # fmt: skip
+        "tokens": tokens,
+        "width": width,
+        "bytes": size,
+        "tiles": [*best],
+        "microseconds": tried[best] * 1e6,
+        "default_tiles": [*default],
+        "default": tried[default] * 1e6,
+        "tried": len(tried),
+    }
 
 
 @torch.inference_mode()

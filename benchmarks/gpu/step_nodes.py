@@ -237,11 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     rows = [
         {
-            "work": name, "layer": nodes.layer.total(), "step": nodes.step.total(),
-            "inexact": ", ".join(sorted(nodes.inexact)) or None, "megabytes": nodes.num_bytes / 1e6,
+            "work": name,
+            "layer": nodes.layer.total(),
+            "step": nodes.step.total(),
+            "inexact": ", ".join(sorted(nodes.inexact)) or None,
+            "megabytes": nodes.num_bytes / 1e6,
         }
         for name, nodes in counted.items()
-    ]  # fmt: skip
+    ]
     columns = {"work": "work", "layer": "a layer", "step": "a step", "inexact": "of them inexact"}
     print(markdown(rows, columns | {"megabytes": "results (MB)|.1f"}), "\n")
     greedy = counted["greedy"]

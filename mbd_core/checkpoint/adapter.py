@@ -23,10 +23,22 @@ from mbd_core.models.shard import Shard, split_dim
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "bias"}
 TRAINING = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "target_modules", "task_type",
-}  # fmt: skip
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
 """Settings that concern training or PEFT itself: what was trained is in the tensors."""
 
 KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

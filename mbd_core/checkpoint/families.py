@@ -52,36 +52,124 @@ class Family:
 
 
 # What transformers writes into any config.json, of its versions 4 and 5, and what trainers and engines add.
-OF_ANY_MODEL = frozenset([
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation",
-    "_moe_implementation", "_name_or_path", "add_cross_attention", "attention_dropout", "attn_implementation",
-    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "debug", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "embedding_dropout", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "fuse_cross_entropy", "gradient_checkpointing",
-    "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "length_penalty", "max_length", "micro_forward", "min_length", "moe_implementation", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_dropout",
-    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "residual_dropout", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "skip_checkpoint", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
-    "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-])  # fmt: skip
-OF_ANY_MOE = frozenset([
-    "ep_size", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "use_deepep",
-])  # fmt: skip
+OF_ANY_MODEL = frozenset(
+    [
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_experts_implementation",
+        "_moe_implementation",
+        "_name_or_path",
+        "add_cross_attention",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "debug",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "embedding_dropout",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "fuse_cross_entropy",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "micro_forward",
+        "min_length",
+        "moe_implementation",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_dropout",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "residual_dropout",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "skip_checkpoint",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+    ]
+)
+OF_ANY_MOE = frozenset(
+    [
+        "ep_size",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_z_loss_coef",
+        "use_deepep",
+    ]
+)
 # Of a window that `fixed` switches off, or layers without one.
 WINDOW = frozenset(("max_window_layers", "sliding_window"))
 # Of OLMo's configuration, which LLaDA's is: how weights began, and what `fixed` switches off. `block_group_size` names
 # the tensors otherwise, which is seen there.
-OLMO = frozenset([
-    "alibi_bias_max", "attention_layer_norm_with_affine", "block_group_size", "flash_attention", "init_cutoff_factor",
-    "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "tie_word_embeddings",
-])  # fmt: skip
-READ_IN_ANY = frozenset([
-    "architectures", "embedding_size", "head_dim", "model_type", "quantization_config", "rope_parameters",
-])  # fmt: skip
+OLMO = frozenset(
+    [
+        "alibi_bias_max",
+        "attention_layer_norm_with_affine",
+        "block_group_size",
+        "flash_attention",
+        "init_cutoff_factor",
+        "init_device",
+        "init_fn",
+        "init_std",
+        "mlp_ratio",
+        "precision",
+        "tie_word_embeddings",
+    ]
+)
+READ_IN_ANY = frozenset(
+    [
+        "architectures",
+        "embedding_size",
+        "head_dim",
+        "model_type",
+        "quantization_config",
+        "rope_parameters",
+    ]
+)
 EVERYWHERE: dict[str, tuple[Any, ...]] = {"layer_types": ("full_attention",), "pruned_heads": ({},)}
 
 QWEN_KEYS = {

@@ -125,9 +125,22 @@ def model_digest(folder: Path) -> str:
 
 # Weights in any format, and states of other trainers.
 WEIGHTS_ENDINGS = (
-    ".safetensors", ".distcp", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx",
-    ".onnx_data", ".index.json", METADATA,
-)  # fmt: skip
+    ".safetensors",
+    ".distcp",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".ggml",
+    ".h5",
+    ".msgpack",
+    ".npz",
+    ".onnx",
+    ".onnx_data",
+    ".index.json",
+    METADATA,
+)
 # Of no folder whose weights were changed: an adapter beside them would be applied a second time.
 NEVER_CARRIED = (MANIFEST, "adapter_config.json", "trainer_state.json")
 # Settings of weights that are quantized, which ours are not.

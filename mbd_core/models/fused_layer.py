@@ -35,8 +35,10 @@ class FusedLayer:
         self._head_gains: tuple[Tensor, ...] = ()
         self._head_norm: Norm | None = None
         if attention.q_norm is not None and attention.k_norm is not None:
-            self._head_gains = (attention.q_norm.weight.expand(config.num_heads, -1),
-                                attention.k_norm.weight.expand(config.num_kv_heads, -1))  # fmt: skip
+            self._head_gains = (
+                attention.q_norm.weight.expand(config.num_heads, -1),
+                attention.k_norm.weight.expand(config.num_kv_heads, -1),
+            )
             self._head_norm = Norm(torch.cat(self._head_gains), config.rms_norm_eps)
         self._out = attention.o_proj.weight.detach().t()
         self._input_norm, self._output_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)

@@ -59,9 +59,17 @@ class MoEConfig:
 
 
 WHOLE_NUMBERS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-    "max_positions", "mask_token_id", "block_size",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+    "mask_token_id",
+    "block_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,16 @@ and of the lm_head. Everything else is whole on every rank.
 
 from dataclasses import dataclass
 
-ROWS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias",
-        "gate_proj.weight", "up_proj.weight")  # fmt: skip
+ROWS = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "q_proj.bias",
+    "k_proj.bias",
+    "v_proj.bias",
+    "gate_proj.weight",
+    "up_proj.weight",
+)
 COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.gate_proj", "experts.up_proj")
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 

@@ -38,10 +38,11 @@ Models = Annotated[
 Traces = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Take the traces that an earlier run wrote there instead: no model is loaded.",
+        metavar="DIR",
+        help="Take the traces that an earlier run wrote there instead: no model is loaded.",
         rich_help_panel=MODEL,
     ),
-]  # fmt: skip
+]
 Schedules = Annotated[
     str,
     typer.Option(

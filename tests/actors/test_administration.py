@@ -159,8 +159,10 @@ def test_other_weights_reach_all_replicas_and_later_ones_and_lose_no_request(
     with ThreadPoolExecutor(1) as pool:
         running = Stream(url, pool)
         assert order(url, "/update_weights", folder=str(other_weights), version=5) == {
-            "folder": str(other_weights), "version": 5, "replicas": 2
-        }  # fmt: skip
+            "folder": str(other_weights),
+            "version": 5,
+            "replicas": 2,
+        }
         last = running.events.result()[-1]
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
     assert (last["mbd"]["oldest_weights"], last["mbd"]["newest_weights"]) == (0, 5)

@@ -114,8 +114,12 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, d
     path = tmp_path / "m" / "model.safetensors"
     weights = load_file(path)
     assert load_model(tmp_path / "m").model.norm.weight.dtype == dtype
-    for name in ("model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.0.attention.query_key_value.weight",
-                 "model.norm.weight", "model.layers.1.mlp.gate.expert_bias"):  # fmt: skip
+    for name in (
+        "model.layers.1.mlp.experts.5.up_proj.weight",
+        "model.layers.0.attention.query_key_value.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.gate.expert_bias",
+    ):
         bad = weights[name].clone()
         bad.view(-1)[-1] = value
         save_file(weights | {name: bad}, path)

@@ -67,7 +67,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
     "config is no text": (lambda f: (f / "config.json").write_bytes(b"\xff"), "config.json is not UTF-8"),
     "generation is no JSON": (lambda f: (f / "generation_config.json").write_text("{"), "^[^:]*/generation_config.j"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)

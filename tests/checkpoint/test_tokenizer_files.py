@@ -13,8 +13,11 @@ from mbd_core.checkpoint.tokenizer import load_tokenizer
 
 def test_generation_defaults_and_tokenizer(folder: Path) -> None:
     assert load_generation_defaults(folder) == {
-        "eos_token_id": [1], "mask_token_id": 0, "block_size": 4, "buffer_size": 2,
-    }  # fmt: skip
+        "eos_token_id": [1],
+        "mask_token_id": 0,
+        "block_size": 4,
+        "buffer_size": 2,
+    }
     tokenizer = load_tokenizer(folder, load_config(folder))
     text = "some wörds\n    12 = 3 <|mask|>"
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -35,9 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "block_causal": {},
     "full": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},
     "shifted": {
-        "architecture": "DreamModel", "attention": "full", "shift_logits": True, "qk_norm": False, "qkv_bias": True,
+        "architecture": "DreamModel",
+        "attention": "full",
+        "shift_logits": True,
+        "qk_norm": False,
+        "qkv_bias": True,
     },
-}  # fmt: skip
+}
 METHODS = {
     "block_causal": ("single", "multi", "t2t", "soft"),
     "full": ("d2f", "quota", "d2f block-causal", "branches"),
@@ -136,9 +140,14 @@ def test_an_adapter_is_loaded_while_others_decode_and_unloaded_when_nobody_uses_
         for name, r in (("first", asked[0]), ("second", asked[1]))
     )
     served = adapted_engine(
-        model, {"first": folder["first"]}, max_rows=1, max_adapters=2, batch_invariant=False, static_shapes=True,
+        model,
+        {"first": folder["first"]},
+        max_rows=1,
+        max_adapters=2,
+        batch_invariant=False,
+        static_shapes=True,
         overlap=True,
-    )  # fmt: skip
+    )
     served.add(replace(asked[0], adapter="first"))
     for _ in range(3):
         served.step()

@@ -10,9 +10,17 @@ from mbd_core.models.mlp import Experts
 from mbd_core.models.model_config import MoEConfig
 
 MOE = MoEConfig(
-    num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
-    num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
-)  # fmt: skip
+    num_experts=8,
+    experts_per_token=2,
+    intermediate_size=16,
+    score="sigmoid",
+    norm_topk_prob=True,
+    num_shared_experts=1,
+    expert_bias=True,
+    num_groups=4,
+    topk_groups=2,
+    first_dense_layers=1,
+)
 
 
 def test_only_resident_slots_reach_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,22 @@ MASK, EOS, B = 0, 1, 4
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     config = ModelConfig(
-        architecture="SDARForCausalLM", vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256, tie_word_embeddings=False,
-        mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B,
-    )  # fmt: skip
+        architecture="SDARForCausalLM",
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_positions=256,
+        tie_word_embeddings=False,
+        mask_token_id=MASK,
+        eos_token_ids=(EOS,),
+        block_size=B,
+    )
     model = Decoder(config)
     init_weights(model, seed=3, std=0.35)
     return model.double().eval()
@@ -104,8 +116,11 @@ def test_engine_is_naive_multibd_on_whole_forwards(model: Decoder, seed: int) ->
     )
     served = engine(model)
     assert gist(served.generate([r])[0]) == (
-        tuple(run.tokens), run.finish_reason, run.num_forwards, run.num_store_forwards,
-    )  # fmt: skip
+        tuple(run.tokens),
+        run.finish_reason,
+        run.num_forwards,
+        run.num_store_forwards,
+    )
     served.check_integrity()
 
 

@@ -28,10 +28,22 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     config = ModelConfig(
-        architecture="SDARForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256,
-        tie_word_embeddings=False, mask_token_id=0, eos_token_ids=(1,), block_size=B,
-    )  # fmt: skip
+        architecture="SDARForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_positions=256,
+        tie_word_embeddings=False,
+        mask_token_id=0,
+        eos_token_ids=(1,),
+        block_size=B,
+    )
     model = Decoder(config)
     init_weights(model, seed=3, std=0.35)
     return model.eval()

@@ -43,10 +43,23 @@ FULL: dict[str, dict[str, Any]] = {
 
 def build(architecture: str = "SDARForCausalLM", **changes: Any) -> Decoder:
     config = ModelConfig(
-        architecture=architecture, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256,
-        tie_word_embeddings=False, mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B, **changes,
-    )  # fmt: skip
+        architecture=architecture,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_positions=256,
+        tie_word_embeddings=False,
+        mask_token_id=MASK,
+        eos_token_ids=(EOS,),
+        block_size=B,
+        **changes,
+    )
     model = Decoder(config)
     init_weights(model, seed=3, std=0.35)
     return model.eval()

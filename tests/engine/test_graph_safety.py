@@ -49,14 +49,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llada2": {
         "architecture": "LLaDA2MoeModelLM",
         "moe": MoEConfig(
-            num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
-            num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=16,
+            score="sigmoid",
+            norm_topk_prob=True,
+            num_shared_experts=1,
+            expert_bias=True,
+            num_groups=4,
+            topk_groups=2,
+            first_dense_layers=1,
         ),
     },
     "dream": {
-        "architecture": "DreamModel", "attention": "full", "shift_logits": True, "qk_norm": False, "qkv_bias": True,
+        "architecture": "DreamModel",
+        "attention": "full",
+        "shift_logits": True,
+        "qk_norm": False,
+        "qkv_bias": True,
     },
-}  # fmt: skip
+}
 KERNELS: dict[str, Callable[[FakePackages, FakeDevice], flash.Kernel]] = {
     "vllm": lambda packages, device: flash.vllm_flash(device.kernel(packages.vllm), fa_version=3),
     "flash 3": lambda packages, device: flash.flash_3(device.kernel(packages.flash_3)),
@@ -92,10 +104,31 @@ def widened(stack: Tensor, scale: Tensor, expert: int, dtype: torch.dtype, rows:
 
 
 def swiglu_kernel(
-    grid: Any, x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor, up_scale: Tensor, shared_gate: Tensor,
-    shared_up: Tensor, hidden: Tensor, order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int,
-    E: int, K: int, num_scales: int, *, SHARES: bool, ROWS: int, COLUMNS: int, BLOCK_F: int, **_: Any,
-) -> None:  # fmt: skip
+    grid: Any,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_scale: Tensor,
+    up_scale: Tensor,
+    shared_gate: Tensor,
+    shared_up: Tensor,
+    hidden: Tensor,
+    order: Tensor,
+    expert: Tensor,
+    first: Tensor,
+    end: Tensor,
+    D: int,
+    F_: int,
+    E: int,
+    K: int,
+    num_scales: int,
+    *,
+    SHARES: bool,
+    ROWS: int,
+    COLUMNS: int,
+    BLOCK_F: int,
+    **_: Any,
+) -> None:
     assert not SHARES and len(gate) == E and (ROWS == 0 or gate_scale[0].numel() == up_scale[0].numel() == num_scales)
     assert x.shape[1] == D and gate.shape[1:] == up.shape[1:] == (F_, D) and grid[1] == -(-F_ // BLOCK_F)
     for e, rows in tiles(grid, expert, first, end):
@@ -107,10 +140,29 @@ def swiglu_kernel(
 
 
 def down_kernel(
-    grid: Any, hidden: Tensor, down: Tensor, scale: Tensor, shared_down: Tensor, weights: Tensor, y: Tensor,
-    order: Tensor, expert: Tensor, first: Tensor, end: Tensor, D: int, F_: int, E: int, wide: int, num_scales: int, *,
-    SHARES: bool, ROWS: int, COLUMNS: int, BLOCK_D: int, **_: Any,
-) -> None:  # fmt: skip
+    grid: Any,
+    hidden: Tensor,
+    down: Tensor,
+    scale: Tensor,
+    shared_down: Tensor,
+    weights: Tensor,
+    y: Tensor,
+    order: Tensor,
+    expert: Tensor,
+    first: Tensor,
+    end: Tensor,
+    D: int,
+    F_: int,
+    E: int,
+    wide: int,
+    num_scales: int,
+    *,
+    SHARES: bool,
+    ROWS: int,
+    COLUMNS: int,
+    BLOCK_D: int,
+    **_: Any,
+) -> None:
     assert not SHARES and len(down) == E and (ROWS == 0 or scale[0].numel() == num_scales)
     assert hidden.shape[1] == F_ and y.shape == (len(order), D) and grid[1] == -(-D // BLOCK_D)
     for e, rows in tiles(grid, expert, first, end):
@@ -128,9 +180,21 @@ def sum_of_parts(y: Tensor, ids: Tensor, num_experts: int, dtype: torch.dtype) -
 
 
 def split_kernel(
-    grid: Any, q: Tensor, k: Tensor, v: Tensor, parts: Tensor, lse: Tensor, bounds: Tensor, keys: Tensor,
-    table: Tensor, *strides: float, EACH: int, PAGE: int, SPLITS: int, **_: Any,
-) -> None:  # fmt: skip
+    grid: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    *strides: float,
+    EACH: int,
+    PAGE: int,
+    SPLITS: int,
+    **_: Any,
+) -> None:
     """All of a row's keys are in the first split; the others have none."""
     assert {t.dtype for t in (bounds, keys, table)} == {torch.int32} and grid[1:] == (k.shape[2], SPLITS)
     assert len(keys) % EACH == 0 and grid[0] == len(keys) // EACH * strides[9]
@@ -498,9 +562,11 @@ def test_a_graph_repeats_the_devices_work_and_nothing_else(device: FakeDevice) -
 def test_a_layout_without_its_longest_row_is_read_back(device: FakeDevice) -> None:
     bounds = torch.tensor([0, 2, 5], device=CUDA)
     layout = RowLayout(
-        cu_seqlens_q=bounds, kv_lens_R=bounds[1:], page_table_RP=torch.zeros(2, 3, dtype=torch.int64, device=CUDA),
+        cu_seqlens_q=bounds,
+        kv_lens_R=bounds[1:],
+        page_table_RP=torch.zeros(2, 3, dtype=torch.int64, device=CUDA),
         page_size=4,
-    )  # fmt: skip
+    )
     assert layout.for_kernels().max_q == 3 and device.waits["aten._local_scalar_dense"] == 1
     with device.capture(Graph()):
         assert replace(layout, max_q=3).for_kernels().max_k == 12

@@ -447,12 +447,16 @@ def test_holes_of_every_length_at_every_alignment(loaded: LoadedModel, method: s
     """The fixed text is untouched, each hole is filled, and a forward saw the fixed text behind it in its block: the
     step map says so and replays."""
     requests = [
-        template_request(1000 * prompt + 100 * hole + fixed, (hole, fixed, 2), prompt=tuple(range(30, 30 + prompt)),
-                         decoding=DecodingConfig(block_size=B, **METHODS[method]))
+        template_request(
+            1000 * prompt + 100 * hole + fixed,
+            (hole, fixed, 2),
+            prompt=tuple(range(30, 30 + prompt)),
+            decoding=DecodingConfig(block_size=B, **METHODS[method]),
+        )
         for prompt in range(1, B + 1)
         for hole in range(1, 2 * B + 2)
         for fixed in (1, 2, B, 2 * B + 1)
-    ]  # fmt: skip
+    ]
     outputs = loaded.engine.generate(requests)
     vocab_size = len(loaded.tokenizer)
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):

@@ -34,17 +34,29 @@ from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
 MOE = MoEConfig(
-    num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
-    num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, first_dense_layers=1,
-)  # fmt: skip
+    num_experts=8,
+    experts_per_token=2,
+    intermediate_size=16,
+    score="sigmoid",
+    norm_topk_prob=True,
+    num_shared_experts=1,
+    expert_bias=True,
+    num_groups=4,
+    topk_groups=2,
+    first_dense_layers=1,
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
     "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": MOE},
     "llada": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},
     "dream": {
-        "architecture": "DreamModel", "attention": "full", "shift_logits": True, "qk_norm": False, "qkv_bias": True,
+        "architecture": "DreamModel",
+        "attention": "full",
+        "shift_logits": True,
+        "qk_norm": False,
+        "qkv_bias": True,
     },
-}  # fmt: skip
+}
 
 
 def other(model: Decoder) -> Decoder:
@@ -398,9 +410,11 @@ def test_all_ranks_swap_between_the_same_steps(
 
 
 def test_weights_that_one_rank_cannot_read_change_none(
-    models: dict[str, tuple[Decoder, Decoder]], folders: dict[str, Path], tmp_path: Path,
+    models: dict[str, tuple[Decoder, Decoder]],
+    folders: dict[str, Path],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     save_model(tmp_path / "old", models["sdar"][0])
     monkeypatch.setattr(start, "run_follower", run_follower_on_a_bad_disk)
     sizes = EngineConfig(max_rows=3, num_pages=60, page_size=8)

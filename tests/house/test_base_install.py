@@ -9,16 +9,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
-    "benchmarks.__main__", "jobs.grade",
-    "jobs.report_sweep", "jobs.trace_report", "research.alignment.study",
-    "research.block_batch.study", "research.ledger.gate",
-)  # fmt: skip
+    "benchmarks.__main__",
+    "jobs.grade",
+    "jobs.report_sweep",
+    "jobs.trace_report",
+    "research.alignment.study",
+    "research.block_batch.study",
+    "research.ledger.gate",
+)
 # Each is imported where it is used: openai for endpoints, datasets for a data set of the hub, lm_eval by its backend,
 # peft where a recipe trains an adapter, mlflow and wandb where a run is logged to them, the others where a GPU is.
 OPTIONAL = {
-    "datasets", "flash_attn", "flashinfer", "kernels", "lm_eval", "mlflow", "openai", "peft", "triton", "vllm",
+    "datasets",
+    "flash_attn",
+    "flashinfer",
+    "kernels",
+    "lm_eval",
+    "mlflow",
+    "openai",
+    "peft",
+    "triton",
+    "vllm",
     "wandb",
-}  # fmt: skip
+}
 
 
 def imported_packages(path: Path) -> set[str]:

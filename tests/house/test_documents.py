@@ -119,9 +119,13 @@ def help_shown() -> dict[str, dict[str, Any]]:
     In one process, in turn: a module that a command imports is there for those after it too.
     """
     done = subprocess.run(
-        [sys.executable, "-c", HELP, *JOBS], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        [sys.executable, "-c", HELP, *JOBS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
         env={"PATH": "", "TERM": "dumb"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     shown: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return shown
@@ -174,8 +178,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(package: str, names:
     done = subprocess.run(
         [sys.executable, "-m", package, "nowhere"], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
-    assert (done.returncode, done.stderr) == (
-        2, f"{package}: there is no nowhere; the names are {', '.join(names)}\n"
-    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, f"{package}: there is no nowhere; the names are {', '.join(names)}\n")
     listed = subprocess.run([sys.executable, "-m", package], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert listed.returncode == 0 and all(text in listed.stdout for _, text in names.values())

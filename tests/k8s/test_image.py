@@ -116,9 +116,14 @@ class Image:
 
     def run(self, *command: str, folder: Path | None = None) -> str:
         done = subprocess.run(
-            command, cwd=folder or self.folder, env=self.environment, capture_output=True, text=True, timeout=300,
+            command,
+            cwd=folder or self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
             check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -112,9 +112,13 @@ def test_a_job_runs_a_command_that_there_is(overlay: str) -> None:
     python, script, *words = job["spec"]["entrypoint"].split()
     assert python == "python"
     done = subprocess.run(
-        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, ROOT / script, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={"COLUMNS": "200", "PATH": "", "TERM": "dumb"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert {word for word in words if word.startswith("--")} <= {*done.stdout.split()}
     written = [word for word in words if word.startswith("/")]

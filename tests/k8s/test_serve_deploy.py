@@ -60,8 +60,13 @@ def application(cluster: LocalCluster) -> dict[str, Any]:
 def test_serve_deploy_takes_the_file_and_the_endpoint_answers(cluster: LocalCluster) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ray.serve.scripts", "deploy", BASE_SERVE_FILE, "-a", cluster.dashboard_url],
-        capture_output=True, text=True, env=cluster.environment, cwd=ROOT, timeout=SECONDS, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=cluster.environment,
+        cwd=ROOT,
+        timeout=SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     deployments = application(cluster)["deployments"].values()
     args = CONFIG["applications"][0]["args"]

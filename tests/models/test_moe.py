@@ -13,17 +13,39 @@ from mbd_core.models.model_config import ModelConfig, MoEConfig
 from mbd_core.ops.experts.choice import grouped_experts, loop_experts
 
 GROUPED = MoEConfig(
-    num_experts=16, experts_per_token=4, intermediate_size=12, score="sigmoid", norm_topk_prob=True,
-    num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, routed_scaling=2.5, first_dense_layers=1,
-)  # fmt: skip
+    num_experts=16,
+    experts_per_token=4,
+    intermediate_size=12,
+    score="sigmoid",
+    norm_topk_prob=True,
+    num_shared_experts=1,
+    expert_bias=True,
+    num_groups=4,
+    topk_groups=2,
+    routed_scaling=2.5,
+    first_dense_layers=1,
+)
 SOFTMAX = MoEConfig(
     num_experts=16, experts_per_token=4, intermediate_size=12, score="softmax", norm_topk_prob=True, sparse_step=2
 )
 CONFIG = ModelConfig(
-    architecture="LLaDA2MoeModelLM", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2,
-    num_kv_heads=1, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=64, tie_word_embeddings=False,
-    mask_token_id=0, eos_token_ids=(1,), block_size=4, moe=GROUPED,
-)  # fmt: skip
+    architecture="LLaDA2MoeModelLM",
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_positions=64,
+    tie_word_embeddings=False,
+    mask_token_id=0,
+    eos_token_ids=(1,),
+    block_size=4,
+    moe=GROUPED,
+)
 
 
 def drawn(module: torch.nn.Module) -> torch.nn.Module:
@@ -186,10 +208,18 @@ def test_which_layers_have_experts() -> None:
 
 def test_llada2_mini_has_as_many_parameters_as_published() -> None:
     mini = replace(
-        CONFIG, vocab_size=157184, hidden_size=2048, intermediate_size=5120, num_layers=20, num_heads=16,
-        num_kv_heads=4, head_dim=128, rotary_dim=64, block_size=32,
+        CONFIG,
+        vocab_size=157184,
+        hidden_size=2048,
+        intermediate_size=5120,
+        num_layers=20,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        rotary_dim=64,
+        block_size=32,
         moe=replace(GROUPED, num_experts=256, experts_per_token=8, intermediate_size=512, num_groups=8, topk_groups=4),
-    )  # fmt: skip
+    )
     assert mini.num_parameters == pytest.approx(16.256e9, rel=1e-4)
 
 

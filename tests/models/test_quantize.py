@@ -58,8 +58,16 @@ MOE = ModelConfig(
         first_dense_layers=1,
     ),
 )
-DENSE = replace(MOE, architecture="DreamModel", moe=None, qkv_bias=True, qk_norm=False, attention="full",
-                shift_logits=True, tie_word_embeddings=True)  # fmt: skip
+DENSE = replace(
+    MOE,
+    architecture="DreamModel",
+    moe=None,
+    qkv_bias=True,
+    qk_norm=False,
+    attention="full",
+    shift_logits=True,
+    tie_word_embeddings=True,
+)
 ATTENTION = {f"self_attn.{n}_proj" for n in "qkvo"}
 MLP = {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 SHARED = {f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}

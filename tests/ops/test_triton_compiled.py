@@ -107,16 +107,39 @@ def test_the_experts_kernels_fit(form: str, shares: bool, each: int, capability:
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     rule = {"num_scales": "i32!", "SHARES": shares, "ROWS": rows, "COLUMNS": columns, "TILE": tiles.rows}
     gather = {
-        "x_ptr": "*bf16", "gate_ptr": "*" + weights, "up_ptr": "*" + weights, "gate_scale_ptr": scale,
-        "up_scale_ptr": scale, "shared_gate_ptr": "*bf16", "shared_up_ptr": "*bf16", "hidden_ptr": "*bf16", **layout,
-        "D": "i32", "F": "i32", "E": "i32", "K": "i32!", **rule, "BLOCK_F": tiles.columns, "BLOCK_D": tiles.depth,
-    }  # fmt: skip
+        "x_ptr": "*bf16",
+        "gate_ptr": "*" + weights,
+        "up_ptr": "*" + weights,
+        "gate_scale_ptr": scale,
+        "up_scale_ptr": scale,
+        "shared_gate_ptr": "*bf16",
+        "shared_up_ptr": "*bf16",
+        "hidden_ptr": "*bf16",
+        **layout,
+        "D": "i32",
+        "F": "i32",
+        "E": "i32",
+        "K": "i32!",
+        **rule,
+        "BLOCK_F": tiles.columns,
+        "BLOCK_D": tiles.depth,
+    }
     check(compiled(swiglu, gather, capability, **options), capability, tmp_path)
     scatter = {
-        "hidden_ptr": "*bf16", "down_ptr": "*" + weights, "down_scale_ptr": scale, "shared_down_ptr": "*bf16",
-        "weights_ptr": "*fp32", "y_ptr": "*fp32", **layout, "D": "i32", "F": "i32", "E": "i32", "wide": "i32", **rule,
+        "hidden_ptr": "*bf16",
+        "down_ptr": "*" + weights,
+        "down_scale_ptr": scale,
+        "shared_down_ptr": "*bf16",
+        "weights_ptr": "*fp32",
+        "y_ptr": "*fp32",
+        **layout,
+        "D": "i32",
+        "F": "i32",
+        "E": "i32",
+        "wide": "i32",
+        **rule,
         "BLOCK_D": tiles.columns,
-    }  # fmt: skip
+    }
     for depth in sorted(depths):
         check(compiled(down, scatter | {"BLOCK_F": depth}, capability, **options), capability, tmp_path)
 
@@ -127,9 +150,15 @@ def test_the_confidence_kernels_fit(dtype: str, capability: int, tmp_path: Path)
     stretch, join = confidence.STRETCH.compiled, confidence.JOIN.compiled
     parts = {"top_ptr": "*fp32", "total_ptr": "*fp32", "best_ptr": "*fp32", "token_ptr": "*i32"}
     reads = {
-        "logits_ptr": "*" + dtype, **parts, "stride": "i32", "V": "i32", "size": "i32!", "mask": "i32!",
-        "SPAN": confidence._SPAN, "BLOCK": confidence._BLOCK,
-    }  # fmt: skip
+        "logits_ptr": "*" + dtype,
+        **parts,
+        "stride": "i32",
+        "V": "i32",
+        "size": "i32!",
+        "mask": "i32!",
+        "SPAN": confidence._SPAN,
+        "BLOCK": confidence._BLOCK,
+    }
     check(compiled(stretch, reads, capability), capability, tmp_path)
     writes = {"chosen_ptr": "*i64", **dict.fromkeys(("probability_ptr", "logit_ptr", "lse_ptr"), "*fp32")}
     size = {"S": "i32!", "BLOCK": 1 << (confidence.num_stretches(VOCABULARY) - 1).bit_length()}
@@ -154,20 +183,40 @@ def test_the_attention_kernels_fit(model: str, capability: int, tmp_path: Path) 
         )
         assert (cut.splits == 1) == (sequences > 1)
         reads = {
-            "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*fp32" if cut.splits > 1 else "*bf16",
-            "lse_ptr": "*fp32", "bounds_ptr": "*i32", "keys_ptr": "*i32", "table_ptr": "*i32", **strides, **steps,
-            "EACH": each, "SHARE": share, "C": channels, "PAGE": 32, "SPLITS": cut.splits, "BLOCK_M": cut.block_m,
-            "BLOCK_N": cut.block_n, "BLOCK_C": cut.block_c,
-        }  # fmt: skip
+            "q_ptr": "*bf16",
+            "k_ptr": "*bf16",
+            "v_ptr": "*bf16",
+            "out_ptr": "*fp32" if cut.splits > 1 else "*bf16",
+            "lse_ptr": "*fp32",
+            "bounds_ptr": "*i32",
+            "keys_ptr": "*i32",
+            "table_ptr": "*i32",
+            **strides,
+            **steps,
+            "EACH": each,
+            "SHARE": share,
+            "C": channels,
+            "PAGE": 32,
+            "SPLITS": cut.splits,
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n,
+            "BLOCK_C": cut.block_c,
+        }
         check(
             compiled(split, reads, capability, num_warps=cut.num_warps, num_stages=attention_triton._STAGES),
             capability,
             tmp_path,
         )
     writes = {
-        "parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "num_out": "i32!", "C": channels, "SPLITS": 16,
-        "BLOCK_S": 16, "BLOCK_C": cut.block_c,
-    }  # fmt: skip
+        "parts_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "num_out": "i32!",
+        "C": channels,
+        "SPLITS": 16,
+        "BLOCK_S": 16,
+        "BLOCK_C": cut.block_c,
+    }
     check(compiled(join, writes, capability), capability, tmp_path)
 
 
@@ -176,25 +225,50 @@ def test_the_layer_kernels_fit(capability: int, tmp_path: Path) -> None:
     """At LLaDA2-mini's sizes; the norm also at the widest model's, in all of its forms."""
     residual = residual_norm.ADD_NORM.compiled
     forms = (
-        (2048, 8, True, True, 0), (2048, 0, True, True, 0), (4096, 8, True, True, 0), (2048, 8, False, False, 0),
-        (2048, 0, True, True, 2), (4096, 0, True, True, 8),
-    )  # fmt: skip
+        (2048, 8, True, True, 0),
+        (2048, 0, True, True, 0),
+        (4096, 8, True, True, 0),
+        (2048, 8, False, False, 0),
+        (2048, 0, True, True, 2),
+        (4096, 0, True, True, 8),
+    )
     for width, each, base, norms, ranks in forms:
         warps = 8 if width > 2048 else 4
         rows = {
-            "x_ptr": "*bf16", "part_ptr": "*bf16", "ranks_ptr": "*i64", "y_ptr": "*fp32", "ids_ptr": "*i64",
-            "gain_ptr": "*bf16", "sum_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32", "E": "i32", "eps": "fp32!",
-            "BASE": base, "ADDS": norms and not ranks, "RANKS": ranks, "NORMS": norms, "K": each, "BLOCK": width,
-        }  # fmt: skip
+            "x_ptr": "*bf16",
+            "part_ptr": "*bf16",
+            "ranks_ptr": "*i64",
+            "y_ptr": "*fp32",
+            "ids_ptr": "*i64",
+            "gain_ptr": "*bf16",
+            "sum_ptr": "*bf16",
+            "out_ptr": "*bf16",
+            "D": "i32",
+            "E": "i32",
+            "eps": "fp32!",
+            "BASE": base,
+            "ADDS": norms and not ranks,
+            "RANKS": ranks,
+            "NORMS": norms,
+            "K": each,
+            "BLOCK": width,
+        }
         binary = compiled(residual, rows, capability, num_warps=warps)
         check(binary, capability, tmp_path)
         wide = re.findall(r"ld\.global[.\w]*\.v4", binary.asm["ptx"])
         assert len(wide) >= 2 + ranks, "x, the gain, and every rank's part, each in loads of 16 bytes"
     heads = heads_triton.HEADS.compiled
     pointers = {
-        "qkv_ptr": "*bf16", "gain_ptr": "*bf16", "table_ptr": "*bf16", "positions_ptr": "*i64", "places_ptr": "*i64",
-        "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "eps": "fp32!",
-    }  # fmt: skip
+        "qkv_ptr": "*bf16",
+        "gain_ptr": "*bf16",
+        "table_ptr": "*bf16",
+        "positions_ptr": "*i64",
+        "places_ptr": "*i64",
+        "q_ptr": "*bf16",
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "eps": "fp32!",
+    }
     for count, rotated, norms in ((16, 64, True), (28, 128, False)):
         sizes = {"H": count, "K": 4, "C": 128, "ROTATED": rotated, "NORMS": norms, "BLOCK": 128}
         check(compiled(heads, {**pointers, **sizes}, capability, num_warps=1), capability, tmp_path)
@@ -208,36 +282,82 @@ def test_the_routing_kernels_fit(capability: int, tmp_path: Path) -> None:
     """LLaDA2's grouped choice and SDAR-MoE's of 128 by softmax."""
     choice = router_triton.ROUTE.compiled
     pointers = {
-        "logits_ptr": "*fp32", "bias_ptr": "*fp32", "live_ptr": "*i1", "ids_ptr": "*i64", "weights_ptr": "*fp32",
+        "logits_ptr": "*fp32",
+        "bias_ptr": "*fp32",
+        "live_ptr": "*i1",
+        "ids_ptr": "*i64",
+        "weights_ptr": "*fp32",
         "scaling": "fp32!",
-    }  # fmt: skip
+    }
     for experts, groups, kept, sigmoid, shared in ((256, 8, 4, True, 1), (128, 1, 1, False, 0)):
         rule = {
-            "E": experts, "SHARED": shared, "GROUPS": groups, "KEPT": kept, "K": 8, "SIGMOID": sigmoid,
-            "NORMALIZES": True, "BIASED": sigmoid, "MASKED": True, "BLOCK_G": groups, "BLOCK_E": experts // groups,
+            "E": experts,
+            "SHARED": shared,
+            "GROUPS": groups,
+            "KEPT": kept,
+            "K": 8,
+            "SIGMOID": sigmoid,
+            "NORMALIZES": True,
+            "BIASED": sigmoid,
+            "MASKED": True,
+            "BLOCK_G": groups,
+            "BLOCK_E": experts // groups,
             "BLOCK_K": 8 << shared,
-        }  # fmt: skip
+        }
         check(compiled(choice, {**pointers, **rule}, capability, num_warps=1), capability, tmp_path)
     tiles = expert_tiles.TILES_KERNEL.compiled
     layout = {
-        "ids_ptr": "*i64", "order_ptr": "*i64", "expert_ptr": "*i32", "first_ptr": "*i32", "end_ptr": "*i32",
-        "A": "i32!", "E": "i32", "N": "i32!", "placing": "i32!", "TILE": "i32", "BLOCK": expert_tiles._PLACED,
+        "ids_ptr": "*i64",
+        "order_ptr": "*i64",
+        "expert_ptr": "*i32",
+        "first_ptr": "*i32",
+        "end_ptr": "*i32",
+        "A": "i32!",
+        "E": "i32",
+        "N": "i32!",
+        "placing": "i32!",
+        "TILE": "i32",
+        "BLOCK": expert_tiles._PLACED,
         "CHUNK": expert_tiles._CHUNK,
-    }  # fmt: skip
+    }
     for block in (256, 512):  # 256 experts, and one more
         check(compiled(tiles, {**layout, "BLOCK_E": block}, capability, num_warps=8), capability, tmp_path)
 
 
 BUFFER = {
-    "tokens_ptr": "*i64", "masked_ptr": "*i1", "confidence_ptr": "*fp32", "weight_ptr": "*fp32", "state_ptr": "*i8",
-    "num_steps_ptr": "*i64", "stability_ptr": "*fp64", "positions_ptr": "*i64", "editable_ptr": "*i1",
-    "num_editable_ptr": "*fp64", "whole_ptr": "*i64", "real_ptr": "*fp64", "max_blocks_ptr": "*i64",
-    "eos_ptr": "*i64", "tables_ptr": "*i64", "report_ptr": "*fp64", "out_tokens_ptr": "*i64",
-    "out_positions_ptr": "*i64", "bounds_ptr": "*i32", "kv_lens_ptr": "*i32", "pages_ptr": "*i32",
-    "places_ptr": "*i64", "live_ptr": "*i1", "at_ptr": "*i64", "logits_at_ptr": "*i64", "asked_ptr": "*i32",
-    "new_token_ptr": "*i64", "new_confidence_ptr": "*fp32", "score_ptr": "*fp32", "new_weight_ptr": "*fp32",
-    "kept_ptr": "*fp64", "num_blocks_ptr": "*i64",
-}  # fmt: skip
+    "tokens_ptr": "*i64",
+    "masked_ptr": "*i1",
+    "confidence_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "state_ptr": "*i8",
+    "num_steps_ptr": "*i64",
+    "stability_ptr": "*fp64",
+    "positions_ptr": "*i64",
+    "editable_ptr": "*i1",
+    "num_editable_ptr": "*fp64",
+    "whole_ptr": "*i64",
+    "real_ptr": "*fp64",
+    "max_blocks_ptr": "*i64",
+    "eos_ptr": "*i64",
+    "tables_ptr": "*i64",
+    "report_ptr": "*fp64",
+    "out_tokens_ptr": "*i64",
+    "out_positions_ptr": "*i64",
+    "bounds_ptr": "*i32",
+    "kv_lens_ptr": "*i32",
+    "pages_ptr": "*i32",
+    "places_ptr": "*i64",
+    "live_ptr": "*i1",
+    "at_ptr": "*i64",
+    "logits_at_ptr": "*i64",
+    "asked_ptr": "*i32",
+    "new_token_ptr": "*i64",
+    "new_confidence_ptr": "*fp32",
+    "score_ptr": "*fp32",
+    "new_weight_ptr": "*fp32",
+    "kept_ptr": "*fp64",
+    "num_blocks_ptr": "*i64",
+}
 """What the Block Buffer's kernels point to."""
 
 
@@ -249,10 +369,22 @@ def test_the_buffers_kernels_fit(capability: int, tmp_path: Path) -> None:
     settles, slides = buffer_close.SETTLE.compiled, buffer_close.SLIDE.compiled
     for slots, size, most in ((2, 32, True), (4, 32, True), (1, 128, True), (2, 32, False)):
         constants = {
-            **places, "WHOLE": 15, "REAL": 8, "N": slots, "SLOTS": slots, "SIZE": size, "PAGE": 32, "PAGES": 128,
-            "BLOCK": size, "LISTED": most, "REVISES": most, "QUOTAS": most, "LEFTMOST": 1, "ALL": not most,
+            **places,
+            "WHOLE": 15,
+            "REAL": 8,
+            "N": slots,
+            "SLOTS": slots,
+            "SIZE": size,
+            "PAGE": 32,
+            "PAGES": 128,
+            "BLOCK": size,
+            "LISTED": most,
+            "REVISES": most,
+            "QUOTAS": most,
+            "LEFTMOST": 1,
+            "ALL": not most,
             "SHIFT": not most,
-        }  # fmt: skip
+        }
         counts = dict.fromkeys(("R", "table_row", "P", "num_eos", "A", "mask_token"), "i32!")
         for kernel in (opens, lists, settles, slides):
             given = {**BUFFER, **counts, **constants, **({"BLOCK": buffer_open._LISTED} if kernel is lists else {})}

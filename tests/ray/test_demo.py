@@ -55,8 +55,11 @@ def test_a_table_of_four_rows_three_sentences_and_the_paths_are_what_is_printed(
     (head,) = (at for at, line in enumerate(lines) if line.startswith("model "))
     cells = [line.split()[-4:] for line in lines[head + 1 : head + 5]]
     assert [(row[0], row[1], row[3]) for row in cells] == [
-        ("1", "79", "2.0"), ("4", "27", "8.0"), ("1", "77", "2.0"), ("4", "53", "8.0")
-    ]  # fmt: skip
+        ("1", "79", "2.0"),
+        ("4", "27", "8.0"),
+        ("1", "77", "2.0"),
+        ("4", "53", "8.0"),
+    ]
     assert not lines[head + 5]
     assert "1 of 2 questions" in printed.out and "#### 1" in printed.out
     for path in ("sweep/plot.png", "sweep/report.html", "demo.log"):

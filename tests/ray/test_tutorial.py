@@ -97,8 +97,13 @@ def test_the_page_typed_into_one_shell_gives_what_it_says(tmp_path: Path) -> Non
     environment = {"HOME": str(home), "PATH": path, "PYTHONPATH": str(copy), "LANG": "C.UTF-8"}
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", script],
-        cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS,
-    )  # fmt: skip
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
     folder = home / "mbd-tutorial"
     log = folder / "serve.log"
     assert done.returncode == 0, done.stdout[-8000:] + (log.read_text() if log.exists() else "")

@@ -80,10 +80,23 @@ class FakePackages:
         return out
 
     def varlen_attn(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int,
-        max_k: int, *, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        seqused_k: Any = None,
+        block_table: Any = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
         """torch 2.13's."""
         assert return_aux is None and enable_gqa and seqused_k.dtype == torch.int32
         assert (cu_seq_k is None) != (block_table is None)
@@ -92,14 +105,35 @@ class FakePackages:
         return self.attend(query, keys, values, cu_seq_q)
 
     def vllm(
-        self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
-        cu_seqlens_k: None = None, seqused_k: Any = None, q_v: None = None, dropout_p: float = 0.0,
-        softmax_scale: None = None, causal: bool = False, window_size: None = None, softcap: float = 0.0,
-        alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
-        block_table: Any = None, return_softmax_lse: bool = False, out: None = None, scheduler_metadata: None = None,
-        q_descale: None = None, k_descale: None = None, v_descale: None = None, num_splits: int = 0,
-        output_scale: None = None, fa_version: int = 2,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        max_seqlen_q: int,
+        cu_seqlens_q: Tensor,
+        max_seqlen_k: int,
+        cu_seqlens_k: None = None,
+        seqused_k: Any = None,
+        q_v: None = None,
+        dropout_p: float = 0.0,
+        softmax_scale: None = None,
+        causal: bool = False,
+        window_size: None = None,
+        softcap: float = 0.0,
+        alibi_slopes: None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Any = None,
+        return_softmax_lse: bool = False,
+        out: None = None,
+        scheduler_metadata: None = None,
+        q_descale: None = None,
+        k_descale: None = None,
+        v_descale: None = None,
+        num_splits: int = 0,
+        output_scale: None = None,
+        fa_version: int = 2,
+    ) -> Tensor:
         assert not causal and not return_softmax_lse and block_table.dtype == seqused_k.dtype == torch.int32
         assert num_splits in (0, 1) and k.shape[1] % 16 == 0 and block_table.is_contiguous()
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": num_splits == 1, "fa": fa_version})
@@ -107,26 +141,61 @@ class FakePackages:
         return self.attend(q, keys, values, cu_seqlens_q)
 
     def flash_2(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Any = None,
+    ) -> Tensor:
         assert not causal and not return_attn_probs and cu_seqlens_k.dtype == block_table.dtype == torch.int32
         self.calls.append({"max_q": max_seqlen_q, "max_k": max_seqlen_k, "exact": True})
         keys, values = (gather_back(x, block_table, None, cu_seqlens_k.diff()) for x in (k, v))
         return self.attend(q, keys, values, cu_seqlens_q)
 
     def flash_3(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, qv: None = None,
-        rotary_cos: None = None, rotary_sin: None = None, cache_seqlens: Any = None, cache_batch_idx: None = None,
-        cache_leftpad: None = None, page_table: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: None = None,
-        max_seqlen_q: Any = None, rotary_seqlens: None = None, q_descale: None = None, k_descale: None = None,
-        v_descale: None = None, softmax_scale: None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
-        scheduler_metadata: None = None, num_splits: int = 0, pack_gqa: None = None, sm_margin: int = 0,
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: None = None,
+        v: None = None,
+        qv: None = None,
+        rotary_cos: None = None,
+        rotary_sin: None = None,
+        cache_seqlens: Any = None,
+        cache_batch_idx: None = None,
+        cache_leftpad: None = None,
+        page_table: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k_new: None = None,
+        max_seqlen_q: Any = None,
+        rotary_seqlens: None = None,
+        q_descale: None = None,
+        k_descale: None = None,
+        v_descale: None = None,
+        softmax_scale: None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        rotary_interleaved: bool = True,
+        scheduler_metadata: None = None,
+        num_splits: int = 0,
+        pack_gqa: None = None,
+        sm_margin: int = 0,
         return_softmax_lse: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert not causal and not return_softmax_lse and page_table.dtype == cache_seqlens.dtype == torch.int32
         # it knows the longest row's keys from the table alone
         max_k = page_table.shape[1] * k_cache.shape[1]

@@ -10,10 +10,22 @@ from mbd_core.models.decoder import Decoder, init_weights
 from mbd_core.models.model_config import ModelConfig, MoEConfig
 
 SIZES = {
-    "architecture": "SDARForCausalLM", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2,
-    "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "max_positions": 64,
-    "tie_word_embeddings": False, "mask_token_id": 0, "eos_token_ids": (1,), "block_size": 4,
-}  # fmt: skip
+    "architecture": "SDARForCausalLM",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_positions": 64,
+    "tie_word_embeddings": False,
+    "mask_token_id": 0,
+    "eos_token_ids": (1,),
+    "block_size": 4,
+}
 SDAR = ModelConfig(**(SIZES | {"num_heads": 4, "num_kv_heads": 2}))
 WHOLE_SEQUENCE = {"qk_norm": False, "attention": "full", "block_size": 32}
 FAMILIES = {
@@ -23,8 +35,13 @@ FAMILIES = {
         architecture="SDARMoeForCausalLM",
         num_layers=4,
         moe=MoEConfig(
-            num_experts=4, experts_per_token=2, intermediate_size=6, score="softmax", norm_topk_prob=True,
-            sparse_step=2, dense_layers=(3,),
+            num_experts=4,
+            experts_per_token=2,
+            intermediate_size=6,
+            score="softmax",
+            norm_topk_prob=True,
+            sparse_step=2,
+            dense_layers=(3,),
         ),
     ),
     "llada2": replace(
@@ -33,16 +50,22 @@ FAMILIES = {
         block_size=32,
         rotary_dim=4,
         moe=MoEConfig(
-            num_experts=8, experts_per_token=2, intermediate_size=6, score="sigmoid", norm_topk_prob=True,
-            num_shared_experts=2, expert_bias=True, num_groups=4, topk_groups=2, routed_scaling=2.5,
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=6,
+            score="sigmoid",
+            norm_topk_prob=True,
+            num_shared_experts=2,
+            expert_bias=True,
+            num_groups=4,
+            topk_groups=2,
+            routed_scaling=2.5,
             first_dense_layers=1,
         ),
     ),
     "llada": replace(SDAR, architecture="LLaDAModelLM", num_heads=2, num_kv_heads=2, **WHOLE_SEQUENCE),
-    "dream": replace(
-        SDAR, architecture="DreamModel", head_dim=4, qkv_bias=True, shift_logits=True, **WHOLE_SEQUENCE
-    ),
-}  # fmt: skip
+    "dream": replace(SDAR, architecture="DreamModel", head_dim=4, qkv_bias=True, shift_logits=True, **WHOLE_SEQUENCE),
+}
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> Decoder:

@@ -19,10 +19,22 @@ from mbd_core.models.model_config import ModelConfig, MoEConfig
 LIMIT = 120.0  # seconds to wait for what comes by itself, however busy the machine is
 B, VOCAB = 4, 48
 DENSE = ModelConfig(
-    architecture="SDARForCausalLM", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=8,
-    num_kv_heads=4, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=256, tie_word_embeddings=False,
-    mask_token_id=0, eos_token_ids=(1,), block_size=B,
-)  # fmt: skip
+    architecture="SDARForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_positions=256,
+    tie_word_embeddings=False,
+    mask_token_id=0,
+    eos_token_ids=(1,),
+    block_size=B,
+)
 SDAR_MOE = replace(
     DENSE,
     architecture="SDARMoeForCausalLM",
@@ -33,10 +45,19 @@ LLADA2_MOE = replace(
     architecture="LLaDA2MoeModelLM",
     rotary_dim=4,
     moe=MoEConfig(
-        num_experts=8, experts_per_token=2, intermediate_size=16, score="sigmoid", norm_topk_prob=True,
-        num_shared_experts=1, expert_bias=True, num_groups=4, topk_groups=2, routed_scaling=2.5, first_dense_layers=1,
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=16,
+        score="sigmoid",
+        norm_topk_prob=True,
+        num_shared_experts=1,
+        expert_bias=True,
+        num_groups=4,
+        topk_groups=2,
+        routed_scaling=2.5,
+        first_dense_layers=1,
     ),
-)  # fmt: skip
+)
 CONFIGS = {"dense": DENSE, "llada2-moe": LLADA2_MOE, "sdar-moe": SDAR_MOE}
 SIZES = EngineConfig(max_rows=3, num_pages=24, page_size=8, max_prefill_tokens=12)
 METHODS: tuple[dict[str, Any], ...] = (

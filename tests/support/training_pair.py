@@ -144,9 +144,14 @@ def held_by(trainer: Trainer, recipe: TrainingRecipe, workers: Workers) -> list[
     """The same of a trainer, which does a step."""
     trainer.step()
     workload = Workload(
-        config=trainer.model.config, states=recipe.states, train=recipe.train, sample_tokens=400,
-        num_workers=workers.size, sharding="sharded", precision="float32",
-    )  # fmt: skip
+        config=trainer.model.config,
+        states=recipe.states,
+        train=recipe.train,
+        sample_tokens=400,
+        num_workers=workers.size,
+        sharding="sharded",
+        precision="float32",
+    )
     plan = plan_memory(workload)
     states = [own_part(t) for o in trainer.optimizers for s in o.state.values() for t in s.values() if t.ndim]
     weights = [own_part(p) for p in trainer.model.parameters()]

@@ -55,8 +55,14 @@ class Chosen:
 
 
 _PER_SLOT = (
-    "tokens_RNB", "masked_RNB", "confidence_RNB", "weight_RNB", "state_RN", "num_steps_RN", "stability_RN",
-)  # fmt: skip
+    "tokens_RNB",
+    "masked_RNB",
+    "confidence_RNB",
+    "weight_RNB",
+    "state_RN",
+    "num_steps_RN",
+    "stability_RN",
+)
 _DERIVED = ("positions_RNB", "editable_RNB", "num_editable_RN")
 
 

@@ -149,8 +149,10 @@ class DecodingConfig:
         if self.soft and (self.tokens_per_step > 1 or self.fallback != "confidence"):
             raise ValueError("soft accepts from the left, at least one token; leave out tokens_per_step and fallback")
         if self.prefix_cache and self.prompt_attention == "full":
-            raise ValueError("prefix_cache=True cannot be honoured with prompt_attention='full': the prompt's keys "
-                             "depend on the whole prompt")  # fmt: skip
+            raise ValueError(
+                "prefix_cache=True cannot be honoured with prompt_attention='full': the prompt's keys "
+                "depend on the whole prompt"
+            )
         if self.canvas is not None:
             if self.prefix_cache:
                 raise ValueError("prefix_cache=True cannot be honoured with canvas: full attention has no prefix")

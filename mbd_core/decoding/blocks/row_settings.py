@@ -14,9 +14,22 @@ from mbd_core.decoding.blocks.acceptance import FALLBACKS
 from mbd_core.decoding.blocks.request import Request
 
 _WHOLE = (
-    "first_block", "origin", "begin", "end", "limit", "kept", "quota", "fallback", "eos_stops", "edits", "max_edits",
-    "softens", "top_k", "seed", "forward",
-)  # fmt: skip
+    "first_block",
+    "origin",
+    "begin",
+    "end",
+    "limit",
+    "kept",
+    "quota",
+    "fallback",
+    "eos_stops",
+    "edits",
+    "max_edits",
+    "softens",
+    "top_k",
+    "seed",
+    "forward",
+)
 _REAL = ("tau_add", "tau_stable", "tau_semi", "tau_m2t", "tau_t2t", "stop_confidence", "temperature", "top_p")
 _NEVER = 2.0  # a threshold that no confidence exceeds
 _ALWAYS = -1.0  # a threshold that every confidence exceeds

@@ -122,10 +122,18 @@ def run(
     if data is not None:
         chosen = replace(chosen, data=named_data(data))
     chosen = with_options(
-        chosen, fitted_noise=fitted_noise, steps=steps, micro_batch=micro_batch, pack=pack, lora=lora,
-        activation_checkpointing=again, attention=attention, compile=compile, tensor_parallel=tensor_parallel,
+        chosen,
+        fitted_noise=fitted_noise,
+        steps=steps,
+        micro_batch=micro_batch,
+        pack=pack,
+        lora=lora,
+        activation_checkpointing=again,
+        attention=attention,
+        compile=compile,
+        tensor_parallel=tensor_parallel,
         cut_experts=cut_experts,
-    )  # fmt: skip
+    )
     if plan is not None:
         for workload in StartingPoint.read(chosen).workloads(sharding, num_workers=plan, device="GPU"):
             print("\n".join(plan_lines(workload, plan_memory(workload))))

@@ -36,11 +36,36 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bounds_ptr, keys_ptr, table_ptr,
-    q_token, q_head, k_page, k_place, k_head, v_page, v_place, v_head, table_row, tiles, length, num_out, scale,
-    EACH: tl.constexpr, SHARE: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    bounds_ptr,
+    keys_ptr,
+    table_ptr,
+    q_token,
+    q_head,
+    k_page,
+    k_place,
+    k_head,
+    v_page,
+    v_place,
+    v_head,
+    table_row,
+    tiles,
+    length,
+    num_out,
+    scale,
+    EACH: tl.constexpr,
+    SHARE: tl.constexpr,
+    C: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """One split of a sequence for one key head: each row's output and its sum's base-2 logarithm, or the result."""
     sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     head, split = tl.program_id(1), tl.program_id(2)
@@ -96,9 +121,15 @@ def _split_kernel(
 
 
 def _join_kernel(
-    parts_ptr, lse_ptr, out_ptr, num_out,
-    C: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    lse_ptr,
+    out_ptr,
+    num_out,
+    C: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """The splits of one query of one head, weighted by their sums."""
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
@@ -174,17 +205,46 @@ def split_attention(q_THC: Tensor, k_pages: Tensor, v_pages: Tensor, rows: RowLa
         parts = torch.empty((cut.splits, *q_THC.shape), dtype=torch.float32, device=q_THC.device)
         lse = torch.empty((cut.splits, num_tokens, heads), dtype=torch.float32, device=q_THC.device)
     launch(
-        SPLIT, (sequences * cut.tiles, kv_heads, cut.splits),
-        q_THC, k_pages, v_pages, parts, lse, rows.cu_seqlens_q, rows.kv_lens_R, rows.page_table_RP,
-        *q_THC.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
-        rows.page_table_RP.stride(0), cut.tiles, rows.max_q, num_tokens, channels**-0.5 * math.log2(math.e),
-        EACH=each, SHARE=share, C=channels, PAGE=page_size, SPLITS=cut.splits,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_C=cut.block_c, num_warps=cut.num_warps, num_stages=_STAGES,
-    )  # fmt: skip
+        SPLIT,
+        (sequences * cut.tiles, kv_heads, cut.splits),
+        q_THC,
+        k_pages,
+        v_pages,
+        parts,
+        lse,
+        rows.cu_seqlens_q,
+        rows.kv_lens_R,
+        rows.page_table_RP,
+        *q_THC.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        rows.page_table_RP.stride(0),
+        cut.tiles,
+        rows.max_q,
+        num_tokens,
+        channels**-0.5 * math.log2(math.e),
+        EACH=each,
+        SHARE=share,
+        C=channels,
+        PAGE=page_size,
+        SPLITS=cut.splits,
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        BLOCK_C=cut.block_c,
+        num_warps=cut.num_warps,
+        num_stages=_STAGES,
+    )
     if cut.splits > 1:
         launch(
-            JOIN, (num_tokens * heads,),
-            parts, lse, out, num_tokens * heads,
-            C=channels, SPLITS=cut.splits, BLOCK_S=_MOST_SPLITS, BLOCK_C=cut.block_c,
-        )  # fmt: skip
+            JOIN,
+            (num_tokens * heads,),
+            parts,
+            lse,
+            out,
+            num_tokens * heads,
+            C=channels,
+            SPLITS=cut.splits,
+            BLOCK_S=_MOST_SPLITS,
+            BLOCK_C=cut.block_c,
+        )
     return out

@@ -23,7 +23,7 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 def _predicted(
     asked_ptr, new_token_ptr, new_confidence_ptr, score_ptr, place, packed, inside, leftmost, at, LISTED: tl.constexpr
-):  # fmt: skip
+):
     """The token, confidence and score of a slot's positions, zero where there are no logits. NaN ranks first."""
     source = tl.load(asked_ptr + place, mask=inside, other=-1) if LISTED else packed
     token = tl.load(new_token_ptr + source, mask=source >= 0, other=0)
@@ -35,7 +35,7 @@ def _predicted(
 
 def _accepted(
     can, over, score, at, gate, quota, softens, QUOTAS: tl.constexpr, REVISES: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """The open positions `can` that become tokens: `accept_m2t`, or for rows that soften `accept_from_left`."""
     score = tl.where(can, score, float("-inf"))
     if QUOTAS:
@@ -56,12 +56,33 @@ def _accepted(
 
 
 def _decide(
-    state, token, masked, editable, confidence, new_token, new_confidence, score, num_steps, stability, gate,
-    was_complete, quota, whole, real, at,
-    SIZE: tl.constexpr, REVISES: tl.constexpr, QUOTAS: tl.constexpr, EDITS: tl.constexpr, MAX_EDITS: tl.constexpr,
-    SOFTENS: tl.constexpr, TAU_M2T: tl.constexpr, TAU_T2T: tl.constexpr, STOP_CONFIDENCE: tl.constexpr,
+    state,
+    token,
+    masked,
+    editable,
+    confidence,
+    new_token,
+    new_confidence,
+    score,
+    num_steps,
+    stability,
+    gate,
+    was_complete,
+    quota,
+    whole,
+    real,
+    at,
+    SIZE: tl.constexpr,
+    REVISES: tl.constexpr,
+    QUOTAS: tl.constexpr,
+    EDITS: tl.constexpr,
+    MAX_EDITS: tl.constexpr,
+    SOFTENS: tl.constexpr,
+    TAU_M2T: tl.constexpr,
+    TAU_T2T: tl.constexpr,
+    STOP_CONFIDENCE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One slot after a forward: its tokens, masks, confidences and counters, which positions were accepted and edited,
     whether it is final, and whether the forward stored it."""
     active, final, stored = state == 1, state != 0, state == 2
@@ -96,9 +117,25 @@ def _decide(
 
 
 def _write(
-    report_ptr, new_weight_ptr, kept_ptr, R, here, place, inside, token, masked, confidence, weight, state, num_steps,
-    stability, accepted, edited, N: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    report_ptr,
+    new_weight_ptr,
+    kept_ptr,
+    R,
+    here,
+    place,
+    inside,
+    token,
+    masked,
+    confidence,
+    weight,
+    state,
+    num_steps,
+    stability,
+    accepted,
+    edited,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """One slot's part of the report, and what of it the report does not hold."""
     tl.store(new_weight_ptr + place, weight, mask=inside)
     tl.store(kept_ptr + here * 3, state.to(tl.float64))
@@ -114,15 +151,47 @@ def _write(
 
 
 def _settle_kernel(
-    tokens_ptr, masked_ptr, confidence_ptr, weight_ptr, state_ptr, num_steps_ptr, stability_ptr, editable_ptr,
-    num_editable_ptr, whole_ptr, real_ptr, asked_ptr, new_token_ptr, new_confidence_ptr, score_ptr, report_ptr,
-    new_weight_ptr, kept_ptr, num_blocks_ptr, R,
-    N: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, LISTED: tl.constexpr, REVISES: tl.constexpr,
-    QUOTAS: tl.constexpr, LEFTMOST: tl.constexpr, WHOLE: tl.constexpr, REAL: tl.constexpr, QUOTA: tl.constexpr,
-    FALLBACK: tl.constexpr, EDITS: tl.constexpr, MAX_EDITS: tl.constexpr, SOFTENS: tl.constexpr,
-    FORWARD: tl.constexpr, TAU_SEMI: tl.constexpr, TAU_M2T: tl.constexpr, TAU_T2T: tl.constexpr,
-    STOP_CONFIDENCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    masked_ptr,
+    confidence_ptr,
+    weight_ptr,
+    state_ptr,
+    num_steps_ptr,
+    stability_ptr,
+    editable_ptr,
+    num_editable_ptr,
+    whole_ptr,
+    real_ptr,
+    asked_ptr,
+    new_token_ptr,
+    new_confidence_ptr,
+    score_ptr,
+    report_ptr,
+    new_weight_ptr,
+    kept_ptr,
+    num_blocks_ptr,
+    R,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LISTED: tl.constexpr,
+    REVISES: tl.constexpr,
+    QUOTAS: tl.constexpr,
+    LEFTMOST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REAL: tl.constexpr,
+    QUOTA: tl.constexpr,
+    FALLBACK: tl.constexpr,
+    EDITS: tl.constexpr,
+    MAX_EDITS: tl.constexpr,
+    SOFTENS: tl.constexpr,
+    FORWARD: tl.constexpr,
+    TAU_SEMI: tl.constexpr,
+    TAU_M2T: tl.constexpr,
+    TAU_T2T: tl.constexpr,
+    STOP_CONFIDENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One sequence: Alg. 5 lines 10 to 20, and what the report says of it. Every slot reads the state before."""
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -150,10 +219,33 @@ def _settle_kernel(
         gate = (slot == 0) | (before >= tl.load(real + TAU_SEMI))
         before = 1.0 - left.to(tl.float64) / tl.maximum(tl.load(num_editable_ptr + here), 1.0)
         token, masked, confidence, num_steps, stability, accepted, edited, final, stored = _decide(
-            state, token, masked, editable, confidence, new_token, new_confidence, score, num_steps, stability, gate,
-            (state != 0) & (left == 0), quota, whole, real, at, SIZE, REVISES, QUOTAS, EDITS, MAX_EDITS, SOFTENS,
-            TAU_M2T, TAU_T2T, STOP_CONFIDENCE, BLOCK,
-        )  # fmt: skip
+            state,
+            token,
+            masked,
+            editable,
+            confidence,
+            new_token,
+            new_confidence,
+            score,
+            num_steps,
+            stability,
+            gate,
+            (state != 0) & (left == 0),
+            quota,
+            whole,
+            real,
+            at,
+            SIZE,
+            REVISES,
+            QUOTAS,
+            EDITS,
+            MAX_EDITS,
+            SOFTENS,
+            TAU_M2T,
+            TAU_T2T,
+            STOP_CONFIDENCE,
+            BLOCK,
+        )
         settles, stores = settles * final.to(tl.int32), stores * stored.to(tl.int32)
         num_blocks, num_resident = num_blocks + stores, num_resident + (state != 0).to(tl.int32)
         if REVISES:
@@ -161,19 +253,58 @@ def _settle_kernel(
             weight = tl.where(mixed, confidence, 1.0)
         state = tl.where(settles > 0, 2, state)
         _write(
-            report_ptr, new_weight_ptr, kept_ptr, R, here, place, inside, token, masked, confidence, weight, state,
-            num_steps, stability, accepted, edited, N, SIZE,
-        )  # fmt: skip
+            report_ptr,
+            new_weight_ptr,
+            kept_ptr,
+            R,
+            here,
+            place,
+            inside,
+            token,
+            masked,
+            confidence,
+            weight,
+            state,
+            num_steps,
+            stability,
+            accepted,
+            edited,
+            N,
+            SIZE,
+        )
     tl.store(num_blocks_ptr + row, num_blocks.to(tl.int64))
     tl.store(whole + FORWARD, tl.load(whole + FORWARD) + (num_resident > 0).to(tl.int64))
 
 
 def _slide_kernel(
-    tokens_ptr, masked_ptr, confidence_ptr, weight_ptr, state_ptr, num_steps_ptr, stability_ptr, positions_ptr,
-    editable_ptr, num_editable_ptr, whole_ptr, report_ptr, new_weight_ptr, kept_ptr, num_blocks_ptr, R, mask_token,
-    N: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, FIRST_BLOCK: tl.constexpr, ORIGIN: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr, EDITS: tl.constexpr, SOFTENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    masked_ptr,
+    confidence_ptr,
+    weight_ptr,
+    state_ptr,
+    num_steps_ptr,
+    stability_ptr,
+    positions_ptr,
+    editable_ptr,
+    num_editable_ptr,
+    whole_ptr,
+    report_ptr,
+    new_weight_ptr,
+    kept_ptr,
+    num_blocks_ptr,
+    R,
+    mask_token,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    ORIGIN: tl.constexpr,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
+    EDITS: tl.constexpr,
+    SOFTENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One sequence: its slots move forward by the stored blocks, and what follows from where they then stand."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -247,27 +378,77 @@ def close_step(
     kept_RN3 = torch.empty((rows, slots, 3), dtype=torch.float64, device=memory.device)
     num_blocks_R = torch.empty(rows, dtype=torch.int64, device=memory.device)
     names = (
-        "quota", "fallback", "edits", "max_edits", "softens", "forward", "tau_semi", "tau_m2t", "tau_t2t",
+        "quota",
+        "fallback",
+        "edits",
+        "max_edits",
+        "softens",
+        "forward",
+        "tau_semi",
+        "tau_m2t",
+        "tau_t2t",
         "stop_confidence",
-    )  # fmt: skip
+    )
     block = power_of_two(size)
     options = {"BLOCK": block, "num_warps": max(1, min(4, block // 32))}
     launch(
-        SETTLE, (rows,),
-        memory.tokens_RNB, memory.masked_RNB, memory.confidence_RNB, memory.weight_RNB, memory.state_RN,
-        memory.num_steps_RN, memory.stability_RN, memory.editable_RNB, memory.num_editable_RN, memory.whole_RI,
-        memory.real_RF, num_blocks_R if opened.asked_RNB is None else opened.asked_RNB, token_A, confidence_A,
-        score_A, opened.report_X, new_weight_RNB, kept_RN3, num_blocks_R, rows,
-        N=slots, SLOTS=num_slots, SIZE=size, LISTED=opened.asked_RNB is not None, REVISES=revises, QUOTAS=quotas,
-        LEFTMOST=leftmost, **memory.places(*names), **options,
-    )  # fmt: skip
+        SETTLE,
+        (rows,),
+        memory.tokens_RNB,
+        memory.masked_RNB,
+        memory.confidence_RNB,
+        memory.weight_RNB,
+        memory.state_RN,
+        memory.num_steps_RN,
+        memory.stability_RN,
+        memory.editable_RNB,
+        memory.num_editable_RN,
+        memory.whole_RI,
+        memory.real_RF,
+        num_blocks_R if opened.asked_RNB is None else opened.asked_RNB,
+        token_A,
+        confidence_A,
+        score_A,
+        opened.report_X,
+        new_weight_RNB,
+        kept_RN3,
+        num_blocks_R,
+        rows,
+        N=slots,
+        SLOTS=num_slots,
+        SIZE=size,
+        LISTED=opened.asked_RNB is not None,
+        REVISES=revises,
+        QUOTAS=quotas,
+        LEFTMOST=leftmost,
+        **memory.places(*names),
+        **options,
+    )
     constants = memory.places("first_block", "origin", "begin", "end", "edits", "softens")
     del constants["REAL"]
     launch(
-        SLIDE, (rows,),
-        memory.tokens_RNB, memory.masked_RNB, memory.confidence_RNB, memory.weight_RNB, memory.state_RN,
-        memory.num_steps_RN, memory.stability_RN, memory.positions_RNB, memory.editable_RNB, memory.num_editable_RN,
-        memory.whole_RI, opened.report_X, new_weight_RNB, kept_RN3, num_blocks_R, rows, memory.mask_token_id,
-        N=slots, SIZE=size, **constants, **options,
-    )  # fmt: skip
+        SLIDE,
+        (rows,),
+        memory.tokens_RNB,
+        memory.masked_RNB,
+        memory.confidence_RNB,
+        memory.weight_RNB,
+        memory.state_RN,
+        memory.num_steps_RN,
+        memory.stability_RN,
+        memory.positions_RNB,
+        memory.editable_RNB,
+        memory.num_editable_RN,
+        memory.whole_RI,
+        opened.report_X,
+        new_weight_RNB,
+        kept_RN3,
+        num_blocks_R,
+        rows,
+        memory.mask_token_id,
+        N=slots,
+        SIZE=size,
+        **constants,
+        **options,
+    )
     return num_blocks_R

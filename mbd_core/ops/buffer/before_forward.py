@@ -103,9 +103,26 @@ def _progress(masked_ptr, editable_ptr, num_editable_ptr, here, at, inside, SIZE
 
 
 def _lay_out(
-    tokens_ptr, positions_ptr, table, out_tokens_ptr, out_positions_ptr, bounds_ptr, kv_lens_ptr, pages_ptr,
-    places_ptr, live_ptr, here, k, live, at, inside, P, SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    positions_ptr,
+    table,
+    out_tokens_ptr,
+    out_positions_ptr,
+    bounds_ptr,
+    kv_lens_ptr,
+    pages_ptr,
+    places_ptr,
+    live_ptr,
+    here,
+    k,
+    live,
+    at,
+    inside,
+    P,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+):
     """Slot `here` as row `k` of the forward; one that holds no block sees one key and stores into the null page."""
     position = tl.load(positions_ptr + here * SIZE + at, mask=inside, other=0)
     token = tl.load(tokens_ptr + here * SIZE + at, mask=inside, other=0)
@@ -125,14 +142,47 @@ def _lay_out(
 
 
 def _open_kernel(
-    tokens_ptr, masked_ptr, state_ptr, stability_ptr, positions_ptr, editable_ptr, num_editable_ptr, whole_ptr,
-    real_ptr, max_blocks_ptr, eos_ptr, tables_ptr, report_ptr, out_tokens_ptr, out_positions_ptr, bounds_ptr,
-    kv_lens_ptr, pages_ptr, places_ptr, live_ptr, R, table_row, P, num_eos,
-    N: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
-    REAL: tl.constexpr, FIRST_BLOCK: tl.constexpr, ORIGIN: tl.constexpr, END: tl.constexpr, LIMIT: tl.constexpr,
-    KEPT: tl.constexpr, EOS_STOPS: tl.constexpr, TAU_ADD: tl.constexpr, TAU_STABLE: tl.constexpr,
-    BLOCK: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    masked_ptr,
+    state_ptr,
+    stability_ptr,
+    positions_ptr,
+    editable_ptr,
+    num_editable_ptr,
+    whole_ptr,
+    real_ptr,
+    max_blocks_ptr,
+    eos_ptr,
+    tables_ptr,
+    report_ptr,
+    out_tokens_ptr,
+    out_positions_ptr,
+    bounds_ptr,
+    kv_lens_ptr,
+    pages_ptr,
+    places_ptr,
+    live_ptr,
+    R,
+    table_row,
+    P,
+    num_eos,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REAL: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    ORIGIN: tl.constexpr,
+    END: tl.constexpr,
+    LIMIT: tl.constexpr,
+    KEPT: tl.constexpr,
+    EOS_STOPS: tl.constexpr,
+    TAU_ADD: tl.constexpr,
+    TAU_STABLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGES: tl.constexpr,
+):
     """One sequence: at most one slot becomes ACTIVE; then its slots' rows, and the report's view of them."""
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -174,17 +224,48 @@ def _open_kernel(
         tl.store(report_ptr + 4 * R + R * N + here, 1.0 - progress)
         if slot < SLOTS:
             _lay_out(
-                tokens_ptr, positions_ptr, table, out_tokens_ptr, out_positions_ptr, bounds_ptr, kv_lens_ptr,
-                pages_ptr, places_ptr, live_ptr, here, row * SLOTS + slot, state != 0, at, inside, P, SIZE, PAGE,
+                tokens_ptr,
+                positions_ptr,
+                table,
+                out_tokens_ptr,
+                out_positions_ptr,
+                bounds_ptr,
+                kv_lens_ptr,
+                pages_ptr,
+                places_ptr,
+                live_ptr,
+                here,
+                row * SLOTS + slot,
+                state != 0,
+                at,
+                inside,
+                P,
+                SIZE,
+                PAGE,
                 PAGES,
-            )  # fmt: skip
+            )
 
 
 def _list_kernel(
-    masked_ptr, editable_ptr, state_ptr, whole_ptr, at_ptr, logits_at_ptr, asked_ptr, R, A,
-    N: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, EDITS: tl.constexpr,
-    SOFTENS: tl.constexpr, ALL: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    masked_ptr,
+    editable_ptr,
+    state_ptr,
+    whole_ptr,
+    at_ptr,
+    logits_at_ptr,
+    asked_ptr,
+    R,
+    A,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EDITS: tl.constexpr,
+    SOFTENS: tl.constexpr,
+    ALL: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The first A positions that can change, or with ALL those of the step's slots, in their order."""
     step = tl.arange(0, BLOCK)
     total = R * N * SIZE
@@ -243,14 +324,41 @@ def open_step(
     names = ("first_block", "origin", "end", "limit", "kept", "eos_stops", "tau_add", "tau_stable")
     block = power_of_two(size)
     launch(
-        OPEN, (rows,),
-        memory.tokens_RNB, memory.masked_RNB, memory.state_RN, memory.stability_RN, memory.positions_RNB,
-        memory.editable_RNB, memory.num_editable_RN, memory.whole_RI, memory.real_RF, memory.max_blocks, memory.eos,
-        tables_RP, report_X, tokens_T, positions_T, bounds, kv_lens_K, pages_KP, write_loc_T, live_T,
-        rows, tables_RP.stride(0), width, len(memory.eos),
-        N=slots, SLOTS=num_slots, SIZE=size, PAGE=page_size, **memory.places(*names), BLOCK=block, PAGES=_PAGES,
+        OPEN,
+        (rows,),
+        memory.tokens_RNB,
+        memory.masked_RNB,
+        memory.state_RN,
+        memory.stability_RN,
+        memory.positions_RNB,
+        memory.editable_RNB,
+        memory.num_editable_RN,
+        memory.whole_RI,
+        memory.real_RF,
+        memory.max_blocks,
+        memory.eos,
+        tables_RP,
+        report_X,
+        tokens_T,
+        positions_T,
+        bounds,
+        kv_lens_K,
+        pages_KP,
+        write_loc_T,
+        live_T,
+        rows,
+        tables_RP.stride(0),
+        width,
+        len(memory.eos),
+        N=slots,
+        SLOTS=num_slots,
+        SIZE=size,
+        PAGE=page_size,
+        **memory.places(*names),
+        BLOCK=block,
+        PAGES=_PAGES,
         num_warps=max(1, min(4, block // 32)),
-    )  # fmt: skip
+    )
     at_A = logits_at_A = asked_RNB = None
     if num_asked is not None or shift or num_slots < slots:
         asked = count * size if num_asked is None else num_asked
@@ -259,14 +367,36 @@ def open_step(
         constants = memory.places("edits", "softens")
         del constants["REAL"]
         launch(
-            LIST, (1,),
-            memory.masked_RNB, memory.editable_RNB, memory.state_RN, memory.whole_RI, at_A, logits_at_A, asked_RNB,
-            rows, asked,
-            N=slots, SLOTS=num_slots, SIZE=size, **constants, ALL=num_asked is None, SHIFT=shift, BLOCK=_LISTED,
+            LIST,
+            (1,),
+            memory.masked_RNB,
+            memory.editable_RNB,
+            memory.state_RN,
+            memory.whole_RI,
+            at_A,
+            logits_at_A,
+            asked_RNB,
+            rows,
+            asked,
+            N=slots,
+            SLOTS=num_slots,
+            SIZE=size,
+            **constants,
+            ALL=num_asked is None,
+            SHIFT=shift,
+            BLOCK=_LISTED,
             num_warps=_LIST_WARPS,
-        )  # fmt: skip
+        )
     return OpenStep(
-        report_X=report_X, tokens_T=tokens_T, positions_T=positions_T, cu_seqlens_q=bounds, kv_lens_K=kv_lens_K,
-        pages_KP=pages_KP, write_loc_T=write_loc_T, live_T=live_T, logits_at_A=logits_at_A, at_A=at_A,
+        report_X=report_X,
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        cu_seqlens_q=bounds,
+        kv_lens_K=kv_lens_K,
+        pages_KP=pages_KP,
+        write_loc_T=write_loc_T,
+        live_T=live_T,
+        logits_at_A=logits_at_A,
+        at_A=at_A,
         asked_RNB=asked_RNB,
-    )  # fmt: skip
+    )

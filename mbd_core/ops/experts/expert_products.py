@@ -73,9 +73,22 @@ class Scales(NamedTuple):
 
 
 def _gate_up(
-    x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, tokens, live, channels, D, F,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_scale_ptr,
+    up_scale_ptr,
+    tokens,
+    live,
+    channels,
+    D,
+    F,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """x gate^T and x up^T of one expert, at which all pointers but the first stand."""
     inside = channels < F
     gate = tl.zeros((TILE, BLOCK_F), dtype=tl.float32)
@@ -106,12 +119,30 @@ def _gate_up(
 
 
 def _swiglu_kernel(
-    x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, shared_gate_ptr, shared_up_ptr, hidden_ptr,
-    order_ptr, expert_ptr, first_ptr, end_ptr,
-    D, F, E, K, num_scales,
-    SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_scale_ptr,
+    up_scale_ptr,
+    shared_gate_ptr,
+    shared_up_ptr,
+    hidden_ptr,
+    order_ptr,
+    expert_ptr,
+    first_ptr,
+    end_ptr,
+    D,
+    F,
+    E,
+    K,
+    num_scales,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Rows `first..end` of one expert: hidden = silu(x gate^T) * (x up^T), for BLOCK_F of its channels.
 
     `num_scales` are those of one expert's matrix.
@@ -135,30 +166,81 @@ def _swiglu_kernel(
             gate_ptr = shared_gate_ptr + (expert - E) * F * D
             up_ptr = shared_up_ptr + (expert - E) * F * D
         gate, up = _gate_up(
-            x_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr,
-            tokens, live, channels, D, F, 0, 0, TILE, BLOCK_F, BLOCK_D,
-        )  # fmt: skip
+            x_ptr,
+            gate_ptr,
+            up_ptr,
+            gate_scale_ptr,
+            up_scale_ptr,
+            tokens,
+            live,
+            channels,
+            D,
+            F,
+            0,
+            0,
+            TILE,
+            BLOCK_F,
+            BLOCK_D,
+        )
     elif SHARES and expert >= E:
         place = (expert - E) * F * D
         gate, up = _gate_up(
-            x_ptr, shared_gate_ptr + place, shared_up_ptr + place, gate_scale_ptr, up_scale_ptr,
-            tokens, live, channels, D, F, 0, 0, TILE, BLOCK_F, BLOCK_D,
-        )  # fmt: skip
+            x_ptr,
+            shared_gate_ptr + place,
+            shared_up_ptr + place,
+            gate_scale_ptr,
+            up_scale_ptr,
+            tokens,
+            live,
+            channels,
+            D,
+            F,
+            0,
+            0,
+            TILE,
+            BLOCK_F,
+            BLOCK_D,
+        )
     else:
         place, scales = expert * F * D, expert * num_scales
         gate, up = _gate_up(
-            x_ptr, gate_ptr + place, up_ptr + place, gate_scale_ptr + scales, up_scale_ptr + scales,
-            tokens, live, channels, D, F, ROWS, COLUMNS, TILE, BLOCK_F, BLOCK_D,
-        )  # fmt: skip
+            x_ptr,
+            gate_ptr + place,
+            up_ptr + place,
+            gate_scale_ptr + scales,
+            up_scale_ptr + scales,
+            tokens,
+            live,
+            channels,
+            D,
+            F,
+            ROWS,
+            COLUMNS,
+            TILE,
+            BLOCK_F,
+            BLOCK_D,
+        )
     hidden = gate / (1.0 + tl.exp(-gate)) * up
     out = hidden_ptr + rows[:, None].to(tl.int64) * F + channels[None, :]
     tl.store(out, hidden.to(hidden_ptr.dtype.element_ty), mask=live[:, None] & (channels < F)[None, :])
 
 
 def _down(
-    hidden_ptr, down_ptr, scale_ptr, rows, live, channels, D, F, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    down_ptr,
+    scale_ptr,
+    rows,
+    live,
+    channels,
+    D,
+    F,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """hidden down^T of one expert, at which the pointers but the first stand; `stride` from one row to the next."""
     inside = channels < D
     y = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
@@ -183,12 +265,28 @@ def _down(
 
 
 def _down_kernel(
-    hidden_ptr, down_ptr, down_scale_ptr, shared_down_ptr, weights_ptr, y_ptr,
-    order_ptr, expert_ptr, first_ptr, end_ptr,
-    D, F, E, wide, num_scales,
-    SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    down_ptr,
+    down_scale_ptr,
+    shared_down_ptr,
+    weights_ptr,
+    y_ptr,
+    order_ptr,
+    expert_ptr,
+    first_ptr,
+    end_ptr,
+    D,
+    F,
+    E,
+    wide,
+    num_scales,
+    SHARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """Rows `first..end` of one expert: y = weight * (hidden down^T), stored in the assignments' order, float32.
 
     `wide` are the channels of all shared experts together, `num_scales` the scales of one expert's matrix.
@@ -219,9 +317,21 @@ def _down_kernel(
     else:
         scales = down_scale_ptr + expert * num_scales
         y = _down(
-            hidden_ptr, down_ptr + expert * D * F, scales, rows, live, channels, D, F, F,
-            ROWS, COLUMNS, TILE, BLOCK_D, BLOCK_F,
-        )  # fmt: skip
+            hidden_ptr,
+            down_ptr + expert * D * F,
+            scales,
+            rows,
+            live,
+            channels,
+            D,
+            F,
+            F,
+            ROWS,
+            COLUMNS,
+            TILE,
+            BLOCK_D,
+            BLOCK_F,
+        )
     y = y * tl.load(weights_ptr + assignment, mask=live, other=0.0)[:, None]
     tl.store(y_ptr + assignment[:, None] * D + channels[None, :], y, mask=live[:, None] & (channels < D)[None, :])
 
@@ -287,27 +397,65 @@ def expert_parts(
     gate_scale, up_scale, down_scale, rows, columns = scales or Scales(hidden_AF, hidden_AF, hidden_AF, rows=0)
     shared_gate, shared_up, shared_down = shared or SharedExperts(x_TD, x_TD, x_TD)
     options = {
-        "num_warps": cut.warps, "num_stages": cut.stages, "TILE": cut.rows, "SHARES": shared is not None,
-        "ROWS": rows, "COLUMNS": columns,
-    }  # fmt: skip
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+        "TILE": cut.rows,
+        "SHARES": shared is not None,
+        "ROWS": rows,
+        "COLUMNS": columns,
+    }
 
     def block(most: int, size: int) -> int:
         return max(16, min(most, power_of_two(size)))
 
     block_f, block_d = block(cut.columns, width), _within(columns, block(cut.depth, depth))
     launch(
-        SWIGLU, (expert.shape[0], -(-width // block_f)),
-        x_TD, gate_EFD, up_EFD, gate_scale, up_scale, shared_gate, shared_up, hidden_AF, order_A, expert, first, end,
-        depth, width, num_experts, per_token, _each(gate_scale, rows), BLOCK_F=block_f, BLOCK_D=block_d, **options,
-    )  # fmt: skip
+        SWIGLU,
+        (expert.shape[0], -(-width // block_f)),
+        x_TD,
+        gate_EFD,
+        up_EFD,
+        gate_scale,
+        up_scale,
+        shared_gate,
+        shared_up,
+        hidden_AF,
+        order_A,
+        expert,
+        first,
+        end,
+        depth,
+        width,
+        num_experts,
+        per_token,
+        _each(gate_scale, rows),
+        BLOCK_F=block_f,
+        BLOCK_D=block_d,
+        **options,
+    )
     block_f, block_d = down_depth(cut, width, columns), block(cut.columns, depth)
     launch(
-        DOWN, (expert.shape[0], -(-depth // block_d)),
-        hidden_AF, down_EDF, down_scale, shared_down, weights_TK.float().contiguous(), y_AD,
-        order_A, expert, first, end,
-        depth, width, num_experts, shared_down.shape[-1], _each(down_scale, rows),
-        BLOCK_D=block_d, BLOCK_F=block_f, **options,
-    )  # fmt: skip
+        DOWN,
+        (expert.shape[0], -(-depth // block_d)),
+        hidden_AF,
+        down_EDF,
+        down_scale,
+        shared_down,
+        weights_TK.float().contiguous(),
+        y_AD,
+        order_A,
+        expert,
+        first,
+        end,
+        depth,
+        width,
+        num_experts,
+        shared_down.shape[-1],
+        _each(down_scale, rows),
+        BLOCK_D=block_d,
+        BLOCK_F=block_f,
+        **options,
+    )
     return ExpertParts(y_AD.view(num_tokens, per_token, depth), ids_TK, num_ids)
 
 

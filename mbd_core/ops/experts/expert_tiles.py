@@ -33,9 +33,20 @@ class SortedTiles(NamedTuple):
 
 
 def _tiles_kernel(
-    ids_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, A, E, N, placing, TILE,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    ids_ptr,
+    order_ptr,
+    expert_ptr,
+    first_ptr,
+    end_ptr,
+    A,
+    E,
+    N,
+    placing,
+    TILE,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """The first `placing` programs: BLOCK assignments' places. The others: BLOCK tiles."""
     program = tl.program_id(0)
     step = tl.arange(0, CHUNK)
@@ -92,8 +103,21 @@ def sorted_tiles(ids_TK: Tensor, num_experts: int, tile: int) -> SortedTiles:
     expert_N, first_N, end_N = (torch.empty(tiles, dtype=torch.int32, device=device) for _ in range(3))
     placing = -(-count // _PLACED)
     launch(
-        TILES_KERNEL, (placing + -(-tiles // _PLACED),),
-        ids_TK.contiguous(), order_A, expert_N, first_N, end_N, count, num_experts, tiles, placing, tile,
-        BLOCK=_PLACED, CHUNK=_CHUNK, BLOCK_E=power_of_two(num_experts), num_warps=8,
-    )  # fmt: skip
+        TILES_KERNEL,
+        (placing + -(-tiles // _PLACED),),
+        ids_TK.contiguous(),
+        order_A,
+        expert_N,
+        first_N,
+        end_N,
+        count,
+        num_experts,
+        tiles,
+        placing,
+        tile,
+        BLOCK=_PLACED,
+        CHUNK=_CHUNK,
+        BLOCK_E=power_of_two(num_experts),
+        num_warps=8,
+    )
     return SortedTiles(order_A, expert_N, first_N, end_N)

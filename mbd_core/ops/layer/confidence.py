@@ -24,9 +24,18 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _stretch_kernel(
-    logits_ptr, top_ptr, total_ptr, best_ptr, token_ptr, stride, V, size, mask,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    top_ptr,
+    total_ptr,
+    best_ptr,
+    token_ptr,
+    stride,
+    V,
+    size,
+    mask,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of SPAN logits x: max x, sum exp(x - max x), and the largest logit of an allowed id with the lowest such id."""
     position, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
@@ -54,7 +63,7 @@ def _stretch_kernel(
 
 def _join_kernel(
     top_ptr, total_ptr, best_ptr, token_ptr, chosen_ptr, probability_ptr, logit_ptr, lse_ptr, S, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Join the stretches of one position."""
     position = tl.program_id(0).to(tl.int64)
     stretch = tl.arange(0, BLOCK)
@@ -119,13 +128,32 @@ def _read(logits_PV: Tensor, *, mask_token_id: int, size: int) -> tuple[Tensor, 
     probability_P, logit_P, lse_P = (torch.empty(positions, dtype=torch.float32, device=device) for _ in range(3))
     if positions:
         launch(
-            STRETCH, (positions, count),
-            logits_PV, top, total, best, token, logits_PV.stride(0), vocabulary, size, mask_token_id,
-            SPAN=_SPAN, BLOCK=_BLOCK,
-        )  # fmt: skip
+            STRETCH,
+            (positions, count),
+            logits_PV,
+            top,
+            total,
+            best,
+            token,
+            logits_PV.stride(0),
+            vocabulary,
+            size,
+            mask_token_id,
+            SPAN=_SPAN,
+            BLOCK=_BLOCK,
+        )
         launch(
-            JOIN, (positions,),
-            top, total, best, token, chosen_P, probability_P, logit_P, lse_P, count,
+            JOIN,
+            (positions,),
+            top,
+            total,
+            best,
+            token,
+            chosen_P,
+            probability_P,
+            logit_P,
+            lse_P,
+            count,
             BLOCK=power_of_two(count),
-        )  # fmt: skip
+        )
     return chosen_P, probability_P, logit_P, lse_P

@@ -19,10 +19,22 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _heads_kernel(
-    qkv_ptr, gain_ptr, table_ptr, positions_ptr, places_ptr, q_ptr, k_ptr, v_ptr, eps,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, ROTATED: tl.constexpr, NORMS: tl.constexpr,
+    qkv_ptr,
+    gain_ptr,
+    table_ptr,
+    positions_ptr,
+    places_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    ROTATED: tl.constexpr,
+    NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One head of one token: copied if it is a value's, else normed, rotated and stored."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, BLOCK)
@@ -78,9 +90,23 @@ def store_heads(
     assert qkv.is_contiguous() and keys_LKC.is_contiguous() and values_LKC.is_contiguous()
     q_THC = qkv.new_empty(tokens, heads, channels)
     launch(
-        HEADS, (tokens, heads + 2 * kv_heads),
-        qkv, qkv if gain_NC is None else gain_NC, table_P2C, positions_T, places_T, q_THC, keys_LKC, values_LKC, eps,
-        H=heads, K=kv_heads, C=channels, ROTATED=num_rotated, NORMS=gain_NC is not None,
-        BLOCK=power_of_two(channels), num_warps=1,
-    )  # fmt: skip
+        HEADS,
+        (tokens, heads + 2 * kv_heads),
+        qkv,
+        qkv if gain_NC is None else gain_NC,
+        table_P2C,
+        positions_T,
+        places_T,
+        q_THC,
+        keys_LKC,
+        values_LKC,
+        eps,
+        H=heads,
+        K=kv_heads,
+        C=channels,
+        ROTATED=num_rotated,
+        NORMS=gain_NC is not None,
+        BLOCK=power_of_two(channels),
+        num_warps=1,
+    )
     return q_THC

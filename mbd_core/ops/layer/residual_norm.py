@@ -42,10 +42,24 @@ class RankParts:
 
 
 def _add_norm_kernel(
-    x_ptr, part_ptr, ranks_ptr, y_ptr, ids_ptr, gain_ptr, sum_ptr, out_ptr, D, E, eps,
-    BASE: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, NORMS: tl.constexpr, K: tl.constexpr,
+    x_ptr,
+    part_ptr,
+    ranks_ptr,
+    y_ptr,
+    ids_ptr,
+    gain_ptr,
+    sum_ptr,
+    out_ptr,
+    D,
+    E,
+    eps,
+    BASE: tl.constexpr,
+    ADDS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMS: tl.constexpr,
+    K: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One token: sum = x + part + the ranks' parts in their order + its experts' outputs, x with BASE alone;
     out = norm(sum) * gain."""
     token = tl.program_id(0).to(tl.int64)
@@ -128,11 +142,24 @@ def _launch(
     if experts is not None:
         y, ids, per_token, num_experts = experts.y_TKD, experts.ids_TK, experts.ids_TK.shape[1], experts.num_experts
     launch(
-        ADD_NORM, (tokens,),
-        sum_TD if x_TD is None else x_TD, sum_TD if part_TD is None else part_TD.contiguous(),
-        ids if ranks is None else ranks.addresses_G, y, ids,
-        sum_TD if gain_D is None else gain_D, sum_TD, out_TD, width, num_experts, eps,
-        BASE=x_TD is not None, ADDS=part_TD is not None,
-        RANKS=0 if ranks is None else len(ranks.addresses_G), NORMS=gain_D is not None, K=per_token, BLOCK=block,
+        ADD_NORM,
+        (tokens,),
+        sum_TD if x_TD is None else x_TD,
+        sum_TD if part_TD is None else part_TD.contiguous(),
+        ids if ranks is None else ranks.addresses_G,
+        y,
+        ids,
+        sum_TD if gain_D is None else gain_D,
+        sum_TD,
+        out_TD,
+        width,
+        num_experts,
+        eps,
+        BASE=x_TD is not None,
+        ADDS=part_TD is not None,
+        RANKS=0 if ranks is None else len(ranks.addresses_G),
+        NORMS=gain_D is not None,
+        K=per_token,
+        BLOCK=block,
         num_warps=8 if block > 2048 else 4,
-    )  # fmt: skip
+    )

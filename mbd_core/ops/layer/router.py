@@ -20,12 +20,25 @@ tl: Any = None  # triton.language, set when a kernel is compiled
 
 
 def _route_kernel(
-    logits_ptr, bias_ptr, live_ptr, ids_ptr, weights_ptr, scaling,
-    E: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
+    logits_ptr,
+    bias_ptr,
+    live_ptr,
+    ids_ptr,
+    weights_ptr,
+    scaling,
+    E: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    NORMALIZES: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    NORMALIZES: tl.constexpr,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One token: the K best experts of the KEPT best groups, and their weights; behind them the SHARED ones."""
     token = tl.program_id(0).to(tl.int64)
     least = float("-inf")
@@ -102,13 +115,26 @@ def route(
     ids_TK = torch.empty((tokens, columns), dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty((tokens, columns), dtype=torch.float32, device=logits_TE.device)
     launch(
-        ROUTE, (tokens,),
-        logits_TE.contiguous(), logits_TE if bias_E is None else bias_E, logits_TE if live_T is None else live_T,
-        ids_TK, weights_TK, scaling,
-        E=experts, SHARED=num_shared, GROUPS=num_groups, KEPT=kept_groups, K=per_token, SIGMOID=sigmoid,
-        NORMALIZES=normalizes, BIASED=bias_E is not None, MASKED=live_T is not None,
-        BLOCK_G=power_of_two(num_groups), BLOCK_E=power_of_two(experts // num_groups),
+        ROUTE,
+        (tokens,),
+        logits_TE.contiguous(),
+        logits_TE if bias_E is None else bias_E,
+        logits_TE if live_T is None else live_T,
+        ids_TK,
+        weights_TK,
+        scaling,
+        E=experts,
+        SHARED=num_shared,
+        GROUPS=num_groups,
+        KEPT=kept_groups,
+        K=per_token,
+        SIGMOID=sigmoid,
+        NORMALIZES=normalizes,
+        BIASED=bias_E is not None,
+        MASKED=live_T is not None,
+        BLOCK_G=power_of_two(num_groups),
+        BLOCK_E=power_of_two(experts // num_groups),
         BLOCK_K=power_of_two(columns),
         num_warps=1 if experts <= 256 else 4,
-    )  # fmt: skip
+    )
     return ids_TK, weights_TK

@@ -11,7 +11,7 @@ import torch
 from adapter_folders import write_adapter
 
 from benchmarks.gpu import checks as gpu_checks
-from benchmarks.gpu.checks import (  # fmt: skip
+from benchmarks.gpu.checks import (
     GPU_DTYPE,
     PAGE,
     CheckFailed,
@@ -43,15 +43,25 @@ def test_sizes_for_a_gpu_reach_kernels_that_a_graph_can_hold(family: str) -> Non
     config = check_config(family, on_gpu=True)
     assert config.head_dim == 128 and config.block_size == PAGE == 32
     attention = resolve(
-        CUDA, GPU_DTYPE, config.head_dim, PAGE, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
-        capability=(9, 0), load=only_triton,
-    )  # fmt: skip
+        CUDA,
+        GPU_DTYPE,
+        config.head_dim,
+        PAGE,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        capability=(9, 0),
+        load=only_triton,
+    )
     assert attention.capturable and attention.name == "triton"
     if config.moe is not None:
         experts = resolve_experts(
-            CUDA, GPU_DTYPE, expert_size=config.moe.intermediate_size, hidden_size=config.hidden_size,
-            capability=(9, 0), has_triton=True,
-        )  # fmt: skip
+            CUDA,
+            GPU_DTYPE,
+            expert_size=config.moe.intermediate_size,
+            hidden_size=config.hidden_size,
+            capability=(9, 0),
+            has_triton=True,
+        )
         assert experts.name == "triton+grouped"
 
 

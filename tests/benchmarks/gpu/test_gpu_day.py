@@ -39,9 +39,17 @@ def test_every_section_runs_at_toy_sizes(part: int, name: str, tmp_path: Path) -
 
 
 PACKAGES = {"torch", "triton", "transformers", "psutil", "pyarrow", "pytest"} | {
-    "filelock", "fsspec", "jinja2", "numpy", "safetensors", "setuptools", "tokenizers", "tqdm", "typer",
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "numpy",
+    "safetensors",
+    "setuptools",
+    "tokenizers",
+    "tqdm",
+    "typer",
     "typing_extensions",
-}  # fmt: skip
+}
 """What a machine for these checks has (docs/reference/gpu.md), and what comes with torch and transformers."""
 
 BARE = """

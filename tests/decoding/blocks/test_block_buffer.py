@@ -68,9 +68,13 @@ def run_buffer(
 ) -> list[tuple[list[int], str, int, int]]:
     """Decode a batch with BlockBuffer alone, the oracle in the model's place."""
     buffer = BlockBuffer(
-        num_rows=len(batch), num_slots=4, block_size=size, mask_token_id=MASK, eos_token_ids=(EOS,),
+        num_rows=len(batch),
+        num_slots=4,
+        block_size=size,
+        mask_token_id=MASK,
+        eos_token_ids=(EOS,),
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     cached, emitted, counts, ends = [], [[] for _ in batch], [[0, 0] for _ in batch], [""] * len(batch)
     for row, (prompt, max_tokens, config, _, stops) in enumerate(batch):
         request = Request(

@@ -166,7 +166,7 @@ SAME = [
         )
         for n in (1, 3, 5, 13)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)

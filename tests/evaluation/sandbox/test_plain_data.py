@@ -88,9 +88,20 @@ def test_nested_without_end_is_opaque_inside() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"1", b"[1,2]", b'["int",1]', b'[1,1,0.0]', b'["x",{"import":"os"},0.0]', b'["x",{"int":"g"},0.0]',
-     b'["x",{"dict":[[[1],2]]},0.0]', b"[" * 100_000, b'["x",{"Decimal":"1e999999999"},0.0]', b"\xff"],
-)  # fmt: skip
+    [
+        b"",
+        b"1",
+        b"[1,2]",
+        b'["int",1]',
+        b"[1,1,0.0]",
+        b'["x",{"import":"os"},0.0]',
+        b'["x",{"int":"g"},0.0]',
+        b'["x",{"dict":[[[1],2]]},0.0]',
+        b"[" * 100_000,
+        b'["x",{"Decimal":"1e999999999"},0.0]',
+        b"\xff",
+    ],
+)
 def test_what_a_candidate_makes_up_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match="no plain data"):
         decode(line)

@@ -12,16 +12,43 @@ DATA = Path(__file__).resolve().parents[4] / "shared" / "benchmarks"
 PLAIN = r"So it is \boxed{%s}"
 DRESSES = (
     r"So it is \boxed{%s.}",
-    r"So it is $\boxed{%s}$.", r"\fbox{%s}", r"$\fbox{%s}$.", r"\framebox{%s}", r"\boxed{ %s }",
-    r"\boxed {%s}", r"\boxed{%s,}", r"\boxed{%s;}", r"\boxed{$%s$}", r"\boxed{$%s.$}", r"\boxed{$%s$.}",
-    r"\boxed{\(%s\)}", r"\boxed{%s\!}", r"\boxed{\,%s\,}", r"\boxed{\displaystyle %s}", r"\[\boxed{%s}\]",
-    r"\boxed{\mathbf{%s}}", r"\boxed{\boldsymbol{%s}}", r"\boxed{{%s}}", r"\boxed{%s\quad}", r"\boxed{\boxed{%s}}",
-)  # fmt: skip
+    r"So it is $\boxed{%s}$.",
+    r"\fbox{%s}",
+    r"$\fbox{%s}$.",
+    r"\framebox{%s}",
+    r"\boxed{ %s }",
+    r"\boxed {%s}",
+    r"\boxed{%s,}",
+    r"\boxed{%s;}",
+    r"\boxed{$%s$}",
+    r"\boxed{$%s.$}",
+    r"\boxed{$%s$.}",
+    r"\boxed{\(%s\)}",
+    r"\boxed{%s\!}",
+    r"\boxed{\,%s\,}",
+    r"\boxed{\displaystyle %s}",
+    r"\[\boxed{%s}\]",
+    r"\boxed{\mathbf{%s}}",
+    r"\boxed{\boldsymbol{%s}}",
+    r"\boxed{{%s}}",
+    r"\boxed{%s\quad}",
+    r"\boxed{\boxed{%s}}",
+)
 GROUPS = (",", "{,}", r"\,", r"\ ", r",\!", "~", "\u2009", "\u202f")
 NUMBER_DRESSES = (
-    "%s", "%s.", r"\$%s", r"\text{\$}%s", r"%s\text{ dollars}", r"%s \text{ apples}.", r"%s^\circ", r"\text{%s}",
-    r"\textbf{%s}", r"%s \, \mathrm{cm}", r"%s\text{.}", "\u2212%s",
-)  # fmt: skip
+    "%s",
+    "%s.",
+    r"\$%s",
+    r"\text{\$}%s",
+    r"%s\text{ dollars}",
+    r"%s \text{ apples}.",
+    r"%s^\circ",
+    r"\text{%s}",
+    r"\textbf{%s}",
+    r"%s \, \mathrm{cm}",
+    r"%s\text{.}",
+    "\u2212%s",
+)
 
 
 def golds(task: str) -> list[str]:

@@ -72,9 +72,13 @@ def test_a_step_of_each_on_a_small_model_of_its_family(recipe: TrainingRecipe) -
     for length in (30, 45):
         tokens = [rng.randrange(2, 200) for _ in range(length)]
         example = encode_example(
-            tokens[:9], tokens[9:], eos_token_id=eos, block_size=block, max_length=128,
+            tokens[:9],
+            tokens[9:],
+            eos_token_id=eos,
+            block_size=block,
+            max_length=128,
             trailing_fill=recipe.trailing_fill,
-        )  # fmt: skip
+        )
         assert example is not None
         examples.append(example)
     short = shortened(replace(recipe, train=replace(recipe.train, batch_size=2, precision="float32")), 2)

@@ -23,9 +23,17 @@ PEAK = Peak(1e12, "a test")
 
 def point(step: int) -> dict[str, float]:
     return {
-        "step": step, "loss": 3.0 - step / 10, "accuracy": 0.5, "lr": 1e-3, "tokens": 64, "grad_norm": 2.0,
-        "tflop": 0.1, "loss_slot_1": 2.0, "loss_slot_2": 3.0 + step, "loss_ratio_75_100": 2.5,
-    }  # fmt: skip
+        "step": step,
+        "loss": 3.0 - step / 10,
+        "accuracy": 0.5,
+        "lr": 1e-3,
+        "tokens": 64,
+        "grad_norm": 2.0,
+        "tflop": 0.1,
+        "loss_slot_1": 2.0,
+        "loss_slot_2": 3.0 + step,
+        "loss_ratio_75_100": 2.5,
+    }
 
 
 def logged(

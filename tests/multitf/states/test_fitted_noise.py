@@ -93,9 +93,13 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path, tiny_recipe: TrainingR
     ],
 )
 def test_a_bad_file_is_one_sentence_that_names_the_field(
-    change: dict | None, sentence: str, tmp_path: Path, tiny_recipe: TrainingRecipe,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    change: dict | None,
+    sentence: str,
+    tmp_path: Path,
+    tiny_recipe: TrainingRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setitem(RECIPES, tiny_recipe.name, tiny_recipe)
     path = tmp_path / "noise.json"
     write_noise(path, measured())

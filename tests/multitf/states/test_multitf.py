@@ -133,10 +133,22 @@ def test_mask_is_its_equations(sizes: list[int], size: int) -> None:
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     config = ModelConfig(
-        architecture="SDARForCausalLM", vocab_size=30, hidden_size=24, intermediate_size=32, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=128, tie_word_embeddings=True,
-        mask_token_id=MASK, eos_token_ids=(EOS,), block_size=B,
-    )  # fmt: skip
+        architecture="SDARForCausalLM",
+        vocab_size=30,
+        hidden_size=24,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        max_positions=128,
+        tie_word_embeddings=True,
+        mask_token_id=MASK,
+        eos_token_ids=(EOS,),
+        block_size=B,
+    )
     model = Decoder(config)
     init_weights(model, seed=1, std=0.2)
     return model.double()

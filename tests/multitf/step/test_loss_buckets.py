@@ -31,9 +31,14 @@ def test_labels_fall_into_the_bucket_of_their_slot_and_of_their_ratio() -> None:
     slots, ratios = torch.tensor([0, 1, 1, NUM_SLOTS, 30]), torch.tensor([0.0, 0.25, 0.26, 0.75, 1.0])
     means = bucket_means(bucket_sums(losses, slots, ratios.double()).tolist())
     assert means == {
-        "loss_slot_1": 1.0, "loss_slot_2": 3.0, f"loss_slot_{NUM_SLOTS}": 12.0,
-        "loss_ratio_0_25": 1.5, "loss_ratio_25_50": 4.0, "loss_ratio_50_75": 8.0, "loss_ratio_75_100": 16.0,
-    }  # fmt: skip
+        "loss_slot_1": 1.0,
+        "loss_slot_2": 3.0,
+        f"loss_slot_{NUM_SLOTS}": 12.0,
+        "loss_ratio_0_25": 1.5,
+        "loss_ratio_25_50": 4.0,
+        "loss_ratio_50_75": 8.0,
+        "loss_ratio_75_100": 16.0,
+    }
     nothing = torch.zeros(0)
     assert bucket_means(bucket_sums(nothing, nothing.long(), nothing).tolist()) == {}
 
@@ -43,9 +48,13 @@ def test_the_columns_of_a_batch_are_slot_and_drawn_ratio(layouts: str) -> None:
     """Slots of explicit ranges: each has a ratio of its own, so that both columns must say the same."""
     ranges = ((0.1, 0.2), (0.4, 0.5), (0.9, 1.0))
     states = StateConfig(
-        block_size=B, layouts=layouts, max_group=3 if layouts == "systematic" else 1, schedule="slot_ranges",
-        bounds=NoiseBounds(slots=ranges), rounding="ceil",
-    )  # fmt: skip
+        block_size=B,
+        layouts=layouts,
+        max_group=3 if layouts == "systematic" else 1,
+        schedule="slot_ranges",
+        bounds=NoiseBounds(slots=ranges),
+        rounding="ceil",
+    )
     batch = build_batch(samples(1), states, mask_token_id=0, rngs=[random.Random(1)])
     labelled = batch.labels[0] != IGNORE
     first_answer = 5 // B if layouts != "d2f" else 0

@@ -39,9 +39,14 @@ def workload(config: ModelConfig, train: TrainConfig = PLAIN, *, workers: int = 
 def of_recipe(name: str, shape: str, *, workers: int, sharding: str = "sharded") -> Workload:
     recipe = RECIPES[name]
     return workload(
-        SHAPES[shape], recipe.train, workers=workers, states=recipe.states, sample_tokens=recipe.max_length,
-        precision="bfloat16", sharding=sharding,
-    )  # fmt: skip
+        SHAPES[shape],
+        recipe.train,
+        workers=workers,
+        states=recipe.states,
+        sample_tokens=recipe.max_length,
+        precision="bfloat16",
+        sharding=sharding,
+    )
 
 
 def test_a_size_that_is_counted_by_hand() -> None:
@@ -58,9 +63,13 @@ def test_a_size_that_is_counted_by_hand() -> None:
     assert muon.optimizer == 4 * matrices + 8 * (count - matrices)
 
 
-@pytest.mark.parametrize(("name", "shape", "count"), [
-    ("SDAR-8B-b32", "sdar-8b", 8.191e9), ("LLaDA2-Mini", "llada2-mini", 16.256e9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "shape", "count"),
+    [
+        ("SDAR-8B-b32", "sdar-8b", 8.191e9),
+        ("LLaDA2-Mini", "llada2-mini", 16.256e9),
+    ],
+)
 def test_the_released_models_are_cut_among_their_workers(name: str, shape: str, count: float) -> None:
     alone = plan_memory(of_recipe(name, shape, workers=1, sharding="replicated"))
     four = plan_memory(of_recipe(name, shape, workers=4))
@@ -139,12 +148,15 @@ def test_all_layers_keep_one_dense_mask() -> None:
     assert model.config.num_layers > 1 and [t.nbytes for t in kept.values()] == [4 * tokens**2]
 
 
-@pytest.mark.parametrize(("changes", "room", "remedy"), [
-    ({}, 45, "it fits with --micro-batch 1"),
-    ({"micro_batch": 1}, 33, "it fits with --activation-checkpointing"),
-    ({"micro_batch": 1, "activation_checkpointing": True}, 25, "it fits with --sharding sharded on 2 GPUs"),
-    ({"micro_batch": 1, "activation_checkpointing": True}, 0.1, "choose a smaller model or shorter samples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "room", "remedy"),
+    [
+        ({}, 45, "it fits with --micro-batch 1"),
+        ({"micro_batch": 1}, 33, "it fits with --activation-checkpointing"),
+        ({"micro_batch": 1, "activation_checkpointing": True}, 25, "it fits with --sharding sharded on 2 GPUs"),
+        ({"micro_batch": 1, "activation_checkpointing": True}, 0.1, "choose a smaller model or shorter samples"),
+    ],
+)
 def test_what_does_not_fit_is_refused_with_what_would(changes: dict, room: float, remedy: str) -> None:
     asked = workload(SHAPES["sdar-1.7b"], replace(PLAIN, **changes), sample_tokens=512)
     with pytest.raises(ValueError, match=f"training takes .* GB on each GPU, and .* are for it; {remedy}"):

@@ -74,9 +74,15 @@ def test_under_an_adapter_frozen_matrices_have_no_gradient_of_their_own() -> Non
 
 def test_a_peak_is_known_by_name_or_measured_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
-        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.0,
-        "NVIDIA GH200 480GB": 989.4, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0,
-    }  # fmt: skip
+        "NVIDIA H100 80GB HBM3": 989.4,
+        "NVIDIA H100 PCIe": 756.0,
+        "NVIDIA H200": 989.4,
+        "NVIDIA H200 NVL": 835.0,
+        "NVIDIA GH200 480GB": 989.4,
+        "NVIDIA A100-SXM4-80GB": 312.0,
+        "NVIDIA L40S": 362.0,
+        "NVIDIA L4": 121.0,
+    }
     for name, tflops in names.items():
         assert named_peak(name, "bfloat16").flops == tflops * 1e12, name
     assert named_peak("NVIDIA L40", "bfloat16") == Peak(None, "the peak of NVIDIA L40 is not known")

@@ -64,9 +64,18 @@ def test_torch_and_triton_alone_are_enough_to_capture_a_step() -> None:
     """torch 2.11's `varlen_attn` takes neither key lengths nor a block table, and no other package is installed."""
 
     def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-        return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
         raise AssertionError
 
     modules = {"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen_attn), "triton": SimpleNamespace()}

@@ -12,9 +12,17 @@ from mbd_core.ops.attention.paged_attention import plan, split_attention
 
 
 def slots(
-    prefixes: list[int], *, num_slots: int, size: int, page_size: int, heads: tuple[int, int], channels: int,
-    dtype: torch.dtype, resident: int | None = None, seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, RowLayout]:  # fmt: skip
+    prefixes: list[int],
+    *,
+    num_slots: int,
+    size: int,
+    page_size: int,
+    heads: tuple[int, int],
+    channels: int,
+    dtype: torch.dtype,
+    resident: int | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, RowLayout]:
     """Sequences as a static step lays them out, `resident` slots of each; the values that no row may read are NaN.
 
     A slot that is not resident sees one key, and a sequence with prefix 0 and no resident slot the null page's first.

@@ -212,9 +212,13 @@ def test_bad_input_is_one_sentence(
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     options = {
-        "--model": str(folder), "--prompts": "GOOD", "--max-tokens": "24", "--block-lengths": "4,8",
-        "--out": str(tmp_path / "out"), **given,
-    }  # fmt: skip
+        "--model": str(folder),
+        "--prompts": "GOOD",
+        "--max-tokens": "24",
+        "--block-lengths": "4,8",
+        "--out": str(tmp_path / "out"),
+        **given,
+    }
     options["--prompts"] = str(tmp_path / options["--prompts"])
     if options["--model"] == "BLOCKS":
         options["--model"] = str(tiny_model_dir)

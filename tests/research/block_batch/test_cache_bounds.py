@@ -60,9 +60,14 @@ def test_the_propositions_hold_on_a_model(tiny_model_dir: Path) -> None:
     prompt, device = tuple(range(5, 13)), torch.device("cpu")
     settings = Branches(block_lengths=(2, 4, 8), tau_sync=1000, refresh=8)
     decoder = canvas_decoder(
-        prompt, length - 8, Canvas(tau=0.9, branches=settings), Sampling(),
-        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size), eos_token_ids=(), shift=False,
-    )  # fmt: skip
+        prompt,
+        length - 8,
+        Canvas(tau=0.9, branches=settings),
+        Sampling(),
+        vocab=Vocab(model.config.mask_token_id, model.config.vocab_size),
+        eos_token_ids=(),
+        shift=False,
+    )
 
     def full_refresh(tokens: torch.Tensor) -> np.ndarray:
         fresh = ContiguousCache(model, num_lanes=1, length=length)

@@ -35,8 +35,11 @@ def test_the_first_claim_sets_singlebd_of_the_base_above_multibd(tmp_path: Path)
     found = verdicts(tmp_path, {"base": (0.5, 40), "ledger-tf": (0.5, 40), "ledger-mbd": (0.5, 40)})
     one = found["training-free MultiBD loses accuracy: the base under SingleBD is above it"]
     rows = read_rows([tmp_path / "rows.parquet"])
-    means = {cell.buffer_size: rows.correct[cell].mean() for cell in rows.cells if cell.recipe == "base"
-             and cell.tau_m2t == 0.9}  # fmt: skip
+    means = {
+        cell.buffer_size: rows.correct[cell].mean()
+        for cell in rows.cells
+        if cell.recipe == "base" and cell.tau_m2t == 0.9
+    }
     assert one.difference.value == pytest.approx(100 * (means[1] - means[2]))
 
 

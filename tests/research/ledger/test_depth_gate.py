@@ -27,8 +27,9 @@ def test_blocks_are_counted_from_the_first_with_an_answer_s_token_to_eos() -> No
 
 
 def test_the_numbers_leave_out_the_forwards_that_store() -> None:
-    found = gate_numbers([True, True, True, False], [PLAIN] * 3 + [replace(PLAIN, num_forwards=18)], buffer_size=1,
-                         block_size=16)  # fmt: skip
+    found = gate_numbers(
+        [True, True, True, False], [PLAIN] * 3 + [replace(PLAIN, num_forwards=18)], buffer_size=1, block_size=16
+    )
     assert found.depth == pytest.approx((3 * 45 + 9) / 36)
     assert (found.accuracy.value, found.at_floor, found.n) == (75.0, 0.25, 4)
     assert found.failures == [

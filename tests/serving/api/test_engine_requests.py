@@ -16,10 +16,22 @@ from mbd_core.serving.api.errors import ApiError
 from mbd_core.serving.api.requests import MAX_TOKENS_DEFAULT, ChatRequest, CompletionRequest, GenerationRequest
 
 MODEL = ModelConfig(
-    architecture="SDARForCausalLM", vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4,
-    num_kv_heads=4, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, max_positions=1024, tie_word_embeddings=False,
-    mask_token_id=0, eos_token_ids=(1,), block_size=4,
-)  # fmt: skip
+    architecture="SDARForCausalLM",
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    max_positions=1024,
+    tie_word_embeddings=False,
+    mask_token_id=0,
+    eos_token_ids=(1,),
+    block_size=4,
+)
 DECODING = DecodingConfig(block_size=4)
 GUIDED = DecodingConfig(block_size=4, canvas=Canvas(cfg_scale=1.0))
 BLOCK_BATCH = DecodingConfig(block_size=4, canvas=Canvas(branches=Branches(block_lengths=(4, 8, 16))))

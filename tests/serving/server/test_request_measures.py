@@ -147,9 +147,13 @@ class Steps:
 
 def step(tokens: int, reason: FinishReason | None = None) -> TextStep:
     counts = Counts(
-        num_prompt_tokens=7, num_tokens=8, num_forwards=3, num_store_forwards=0, num_prefill_forwards=0,
+        num_prompt_tokens=7,
+        num_tokens=8,
+        num_forwards=3,
+        num_store_forwards=0,
+        num_prefill_forwards=0,
         decode_seconds=1.0,
-    )  # fmt: skip
+    )
     output = None
     if reason is not None:
         output = Output(request_id="a", tokens=(5,) * 8, finish_reason=reason, counts=counts)

@@ -70,8 +70,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(folder: Path, tiny_model_dir
 def test_health_names_the_points(folder: Path, tiny_model_dir: Path) -> None:
     front = server_of(folder).service.state()["speed_front"]
     assert [(p["speed"], p["accuracy"], p["tpf"], p["decoding"]) for p in front["points"]] == [
-        (0, 90, 1, SLOW), (0.25, 80, 2, MIDDLE), (1, 10, 5, FAST),
-    ]  # fmt: skip
+        (0, 90, 1, SLOW),
+        (0.25, 80, 2, MIDDLE),
+        (1, 10, 5, FAST),
+    ]
     assert front["tasks"] == ["gsm-mini"]
     shape = {**openapi_document(), "$ref": "#/components/schemas/Front"}
     jsonschema.Draft202012Validator(shape).validate(front)
