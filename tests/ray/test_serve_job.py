@@ -16,6 +16,7 @@ from ray.serve.exceptions import RayServeException
 
 from actors.serving import serve as serving
 from actors.serving.args import ModelArgs, ServingArgs
+from cluster import ray_private
 from jobs import serve as job
 
 
@@ -308,7 +309,7 @@ def started_with(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any
     nodes = [{"Alive": True, "Resources": {"CPU": 4.0}}]
 
     def message(text: str) -> None:  # as Ray's thread does that listens to the cluster
-        serving.worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+        ray_private.worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
 
     def end(name: str) -> Callable[[], None]:
         def stop() -> None:
@@ -333,14 +334,14 @@ def started_with(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any
 def test_an_end_says_nothing_of_the_tasks_that_it_ends(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prints = serving.worker.print_to_stdstream
+    prints = ray_private.worker.print_to_stdstream
     stopped = started_with(monkeypatch)
     assert job.main(["--model", str(tiny_model_dir)]) == 0
     assert stopped == ["serve", "ray"]
     printed = capsys.readouterr()
     assert printed.out.splitlines()[3:] == ["stopping"]
     assert printed.err == ""
-    assert serving.worker.print_to_stdstream is prints, "the next cluster's messages are printed"
+    assert ray_private.worker.print_to_stdstream is prints, "the next cluster's messages are printed"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_every_figure_is_of_a_model_a_task_and_a_recipe_that_are_known() -> None
         assert all(len(row.figures) == len(table.heads) for row in table.rows)
         for recipe in table.recipes:
             assert {task for figure in table.figures() for task in figure.tasks} <= {
-                *RECIPES[recipe].settings,
+                *RECIPES[recipe].prompts,
                 "gsm8k",
             }
         for figure in table.figures():

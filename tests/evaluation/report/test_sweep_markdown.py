@@ -74,7 +74,7 @@ def test_no_prompt_s_fence_or_markup_reaches_beyond_its_setting() -> None:
     rows, key = report_rows(), report_rows()[0].key
     speed = speeds(timed_table({**asdict(key), "problem_id": "p"}).to_pylist())
     asked = {
-        recipe.name: {name: {"prompt": one.wording.text, "stop": one.stop} for name, one in recipe.settings.items()}
+        recipe.name: {name: {"prompt": one.wording.text, "stop": one.stop} for name, one in recipe.prompts.items()}
         for recipe in RECIPES.values()
     }
     labels = {"a": "A", "b": "B"}
