@@ -32,10 +32,6 @@ from mbd_core.multitf.run.checkpoints import Checkpoints
 from mbd_core.multitf.run.log import say
 from mbd_core.multitf.run.log_targets import chosen_targets
 from mbd_core.multitf.run.options import (
-    CLUSTER,
-    DATA,
-    MODEL,
-    OUTPUT,
     AttentionName,
     Compiled,
     ComputeAgain,
@@ -55,6 +51,7 @@ from mbd_core.multitf.run.worker import settle_precision, train_worker
 from mbd_core.multitf.step.memory import fitting, plan_lines, plan_memory
 from mbd_core.multitf.step.workers import Workers, torchrun_workers
 from mbd_core.ops.machine import free_host_memory
+from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT
 
 Recipe = Annotated[str, typer.Option(help=f"One of {', '.join(sorted(RECIPES))}.", rich_help_panel=MODEL)]
 Base = Annotated[

@@ -10,8 +10,7 @@ import typer
 
 from mbd_core.multitf.config import AttentionChoice, ExpertsCut, Precision, ShardingChoice
 from mbd_core.multitf.run.log_targets import PACKAGES
-
-MODEL, DATA, CLUSTER, OUTPUT = "What runs", "Data", "Cluster", "Output"  # the panels of --help, as in every command
+from mbd_core.options import CLUSTER, DATA, MODEL, OUTPUT
 
 FittedNoise = Annotated[
     Path | None,
