@@ -74,7 +74,7 @@ class Option:
         return " and ".join(f"{words} {value:.15g}" for words, value in bounds.items() if value is not None)
 
 
-class FieldError(ValueError):
+class OptionRefused(ValueError):
     """A field whose value is refused: its path, and what is wrong as the rest of the sentence."""
 
     def __init__(self, path: str, text: str) -> None:
@@ -143,7 +143,7 @@ def check(instance: Any) -> None:
         value = getattr(instance, item.name)
         refusal = item.refusal(value)
         if refusal is not None:
-            raise FieldError(item.name, f"={shown(value)} {refusal}")
+            raise OptionRefused(item.name, f"={shown(value)} {refusal}")
 
 
 def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") -> T:
@@ -153,7 +153,7 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
     called, `path` the place of the values in the file, with a dot at its end.
     """
     if not isinstance(values, Mapping):
-        raise FieldError(path.removesuffix("."), f"={shown(values)} must be {_kind_text(kind)}")
+        raise OptionRefused(path.removesuffix("."), f"={shown(values)} must be {_kind_text(kind)}")
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(str(name) for name in values if name not in known)
     if unknown:
@@ -165,8 +165,8 @@ def read(kind: type[T], values: Any, *, noun: str = "option", path: str = "") ->
     converted = {name: _converted(hints[name], value, noun, f"{path}{name}") for name, value in values.items()}
     try:
         return kind(**converted)
-    except FieldError as error:
-        raise FieldError(f"{path}{error.path}", error.text) from None
+    except OptionRefused as error:
+        raise OptionRefused(f"{path}{error.path}", error.text) from None
 
 
 def _converted(hint: Any, value: Any, noun: str, path: str) -> Any:

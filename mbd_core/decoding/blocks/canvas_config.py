@@ -8,7 +8,7 @@ The methods differ in four things: which positions may be filled now (`block_len
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from mbd_core.options import MOST, FieldError, Option, check
+from mbd_core.options import MOST, Option, OptionRefused, check
 
 LEAST_TAU_MERGE = 0.01  # bounds the 1 / tau_merge likeliest tokens that a branch keeps for each position
 
@@ -91,7 +91,7 @@ class Branches:
         check(self)
         object.__setattr__(self, "block_lengths", tuple(self.block_lengths))
         if not self.block_lengths or list(self.block_lengths) != sorted(set(self.block_lengths)):
-            raise FieldError("block_lengths", f"={self.block_lengths} must be ascending, each length once")
+            raise OptionRefused("block_lengths", f"={self.block_lengths} must be ascending, each length once")
 
 
 Accept = Literal["quota", "schedule", "origin", "threshold", "factor"]
