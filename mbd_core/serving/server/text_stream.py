@@ -63,8 +63,10 @@ class TextStream:
         self._source, self._key, self._limit = source, key, limit or TimeLimit(None)
         self._queue: asyncio.Queue[TextStep | Exception] = asyncio.Queue()
         self._unread_frames = 0
-        loop, num_first = asyncio.get_running_loop(), len(requests) if places is None else places.most_each
-        self._first: list[asyncio.Future[None]] = [loop.create_future() for _ in self.requests[:num_first]]
+        num_first = len(requests) if places is None else 1  # the others may wait long for a place
+        self._first: list[asyncio.Future[None]] = [
+            asyncio.get_running_loop().create_future() for _ in self.requests[:num_first]
+        ]
         self._tasks = [
             asyncio.create_task(self._answer(request, text, places, opened))
             for request, text, opened in zip_longest(self.requests, texts, self._first)
@@ -81,8 +83,8 @@ class TextStream:
         places: "Places | None" = None,
         limit: TimeLimit | None = None,
     ) -> Self:
-        """A stream whose first requests the source has taken, as many as a client has places; none of them runs where
-        one was refused. Raises as `TokenSource.open` does, and `RequestTimedOut`."""
+        """A stream whose requests the source has taken, all or none; with `places` the first of them, and the others
+        wait where there is no room. Raises as `TokenSource.open` does, and `RequestTimedOut`."""
         stream = cls(source, requests, texts=texts, key=key, places=places, limit=limit)
         try:
             async with stream._limit.watch():
@@ -122,7 +124,7 @@ class TextStream:
         self, request: Request, text: CommittedText, places: "Places | None", opened: "asyncio.Future[None] | None"
     ) -> None:
         """Submit one request, and put its steps into the queue, up to its end or a stop string. `opened` is that of
-        one of the first requests, which may be refused."""
+        a request for which `open` waits."""
         try:
             async with nullcontext() if places is None else places.place(self._key, request.group):
                 stream = await self._open(request, places, waits=opened is None)

@@ -454,7 +454,7 @@ def test_a_client_s_choices_beyond_its_places_wait_outside_the_engine(loaded: Lo
     run(scenario())
 
 
-def test_a_choice_beyond_the_first_places_waits_where_the_engine_is_full(
+def test_choices_after_the_first_wait_where_the_engine_is_full(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_stream, "AGAIN_SECONDS", 0.01)
@@ -464,8 +464,15 @@ def test_a_choice_beyond_the_first_places_waits_where_the_engine_is_full(
             rows = engine.capacity
             asked = [request(loaded, f"n{number}", max_tokens=8) for number in range(rows + 3)]
             with pytest.raises(TooManyRequests):
-                await submit(loaded, engine, *asked, key="a", places=Places(rows + 1))
+                await submit(loaded, engine, *asked, key="a")
             await idle(loaded, engine)
+            others = await submit(loaded, engine, *asked[:rows], key="b")
+            with pytest.raises(TooManyRequests):
+                await submit(loaded, engine, request(loaded, "first"), key="b", places=Places(1))
+            assert len([s async for s in others if s.output is not None]) == rows
+            await idle(loaded, engine)
+            stream = await submit(loaded, engine, *asked, key="a", places=Places(rows + 1))
+            assert len([s async for s in stream if s.output is not None]) == rows + 3
             stream = await submit(loaded, engine, *asked, key="a", places=Places(rows))
             other = await submit(loaded, engine, request(loaded, "b", max_tokens=8), key="b")
             assert len([s async for s in stream if s.output is not None]) == rows + 3
