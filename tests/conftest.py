@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mbd_core.multitf.recipes.recipe import TrainingRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
+# What tests share, by subject: modules of these folders are imported by their names, in processes of their own too.
+SUPPORT = sorted(map(str, (ROOT / "tests" / "support").iterdir()))
+sys.path[:0] = SUPPORT
 
 with suppress(ModuleNotFoundError):  # the tests on a GPU run without it
     from hypothesis import settings
@@ -49,7 +52,7 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), *SUPPORT, os.environ.get("PYTHONPATH")])),
     }
 )
 

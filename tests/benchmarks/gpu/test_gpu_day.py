@@ -84,7 +84,7 @@ def test_a_machine_with_few_packages_runs_the_checks(tmp_path: Path) -> None:
     missing = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in named} - PACKAGES
     assert {"llguidance", "pydantic", "pydantic_core", "math_verify", "ray", "openai"} <= missing
     script = BARE.replace("{missing}", repr(missing))
-    paths = [root, root / "tests", root / "tests" / "support"]
+    paths = [root, root / "tests", *(root / "tests" / "support").iterdir()]
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         cwd=root,

@@ -31,7 +31,7 @@ from mbd_core.multitf.step.workers import ALONE
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.tasks.tiny_tokenizer import train_tokenizer
 
-SUPPORT = Path(__file__).parent.parent.parent / "support"
+SUPPORT = Path(__file__).parent.parent.parent / "support" / "models"
 CODE = {
     "sdar": ("SDARConfig", "modeling_sdar.SDARForCausalLM"),
     "sdar-moe": ("SDARMoeConfig", "modeling_sdar_moe.SDARMoeForCausalLM"),
