@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fp8_folders import rounded_folder
+from checkpoint_folders import rounded_folder
 
 from mbd_core.checkpoint import folder as base_files
 from mbd_core.checkpoint.conversion import convert

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import CONFIGS, write_model
-from fp8_folders import KEPT, rounded_folder
+from checkpoint_folders import CONFIGS, KEPT, rounded_folder, write_model
 from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint.loading import check_blocks, load_model

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_folders import CONFIGS, write_model
-from fp8_folders import rounded_folder
+from checkpoint_folders import CONFIGS, rounded_folder, write_model
 from safetensors.torch import load_file, save_file
 
 from mbd_core.checkpoint import safetensor_files

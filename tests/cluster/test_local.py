@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import ray
-from listening_sockets import check_loopback_only
-from living_processes import living_with
+from session_processes import check_loopback_only, living_with
 
 from cluster import local
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from listening_sockets import check_loopback_only
+from session_processes import check_loopback_only
 
 
 def test_the_tests_own_ray_listens_on_loopback_alone(ray_cluster: Any) -> None:

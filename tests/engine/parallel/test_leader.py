@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_folders import rounded_folder
+from checkpoint_folders import rounded_folder
 from small_groups import CONFIGS, LIMIT, SIZES, break_off, child, gist, rank_of, requests, serve
 
 from mbd_core.checkpoint.loading import load_model

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from planned_samples import planned_samples
 from scripted_endpoint import ANSWER, Answer, ScriptedEndpoint, completion
+from sweep_rows import planned_samples
 
 from mbd_core.evaluation.measures.rates import summarize
 from mbd_core.evaluation.sweep import endpoint as endpoint_room

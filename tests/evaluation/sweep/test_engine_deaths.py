@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from planned_samples import planned_samples
+from sweep_rows import planned_samples
 
 from mbd_core.evaluation.sweep.executor import DIED, MOST_LOST, NOTHING, Attempts, DeathWatch, DividedParts, ModelDies
 from mbd_core.evaluation.sweep.grading import grade_table

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model, rewrite
 from safetensors.torch import load_file, save_file
+from trainer_state import D2F_STATES
 
 from jobs.convert_checkpoint import main as convert_checkpoint
 from mbd_core.checkpoint.config import load_config

@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from d2f_states import D2F_STATES
 from family_models import FAMILIES, random_model
 from torch.nn import functional as F
+from trainer_state import D2F_STATES
 
 from mbd_core.files import write_json
 from mbd_core.multitf.config import LoraSettings, TrainConfig
