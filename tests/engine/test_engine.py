@@ -313,7 +313,7 @@ def test_generate_needs_an_idle_engine_and_distinct_ids(model: Decoder) -> None:
         served.generate([request("a", 0), request("a", 1)])
     assert not served.has_work
     served.add(request("a", 0))
-    with pytest.raises(ValueError, match="1 requests are still being served"):
+    with pytest.raises(ValueError, match="still being served"):
         served.generate([request("b", 0)])
 
 

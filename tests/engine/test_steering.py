@@ -311,7 +311,7 @@ def test_the_budget_is_kept_by_closing_in_time(loaded: LoadedModel) -> None:
     for budget in (4, 12, 13, 14, 15, 16, 40):
         request = asked(3, grammar, max_tokens=budget, sampling=hot)
         check_answers(loaded, [(request, schema)], loaded.engine.generate([request]))
-    with pytest.raises(RequestRefused, match="no answer of at most 2 tokens was found") as caught:
+    with pytest.raises(RequestRefused, match="at most 2 tokens") as caught:
         loaded.engine.add(asked(3, grammar, max_tokens=2))
     assert caught.value.field == "grammar"
 
@@ -330,7 +330,7 @@ def test_a_resumed_answer_goes_on_inside_its_grammar(loaded: LoadedModel) -> Non
             assert output.tokens[: len(committed)] == committed
             check_answers(loaded, [(request, schema)], [output])
     grammar = Grammar(syntax="regex", text="[0-9]+")
-    with pytest.raises(RequestRefused, match="does not accept the tokens that were committed"):
+    with pytest.raises(RequestRefused, match="tokens that were committed"):
         loaded.engine.add(asked(1, grammar, committed=(300, 301)))
 
 

@@ -132,7 +132,7 @@ def test_steps_join_to_the_output_and_a_resumed_request_goes_on_counting(models:
 @pytest.mark.parametrize("part", [{"t2t": T2T()}, {"soft": Soft()}])
 def test_where_tokens_change_a_step_map_is_refused(models: dict[str, Decoder], part: dict[str, Any]) -> None:
     decoding = DecodingConfig(block_size=B, **part)
-    with pytest.raises(RequestRefused, match="a step map cannot be given with") as caught:
+    with pytest.raises(RequestRefused, match="a step map") as caught:
         engine_of(models["blocks"]).add(replace(asked(1, "single"), decoding=decoding))
     assert caught.value.field == "rollout"
 

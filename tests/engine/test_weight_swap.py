@@ -225,7 +225,7 @@ def test_requests_that_run_may_end_with_the_old_weights_first(
     assert served.preempt() == "r2"
     served.update_weights(folders["sdar"], mode="wait")
     assert served.swap_waits and served.weights_version == 0
-    with pytest.raises(ValueError, match="other weights still wait for the requests that run"):
+    with pytest.raises(ValueError, match="other weights still wait"):
         served.update_weights(folders["sdar"])
     served.add(asked[5])
     during = run(served, lambda e: e.weights_version == 1)
@@ -350,7 +350,7 @@ def test_a_folder_that_does_not_fit_changes_no_byte(
     ):
         with pytest.raises(ValueError, match=says):
             served.update_weights(source)
-    with pytest.raises(ValueError, match="mode='now' is unknown; choose one of wait, preempt"):
+    with pytest.raises(ValueError, match=r"mode='now' .*wait, preempt"):
         served.update_weights(folders["sdar"], mode="now")  # type: ignore[arg-type]
     assert memory(served.model) == before
     outputs = joined(run(served))
@@ -403,7 +403,7 @@ def test_all_ranks_swap_between_the_same_steps(
             served.update_weights(folders[family])
             later = [o.tokens for o in served.generate(asked)]
             found.append(({name: o.tokens for name, o in sorted(outputs.items())}, later))
-        with pytest.raises(ValueError, match="from a model folder: each rank reads its part"):
+        with pytest.raises(ValueError, match="each rank reads its part"):
             two.update_weights(old.state_dict().items())
     assert found[0] == found[1]
     assert found[0][1] == [o.tokens for o in Engine(copy.deepcopy(new), sizes).generate(asked)]

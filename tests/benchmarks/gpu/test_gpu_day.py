@@ -169,7 +169,7 @@ def test_the_day_stops_where_no_graph_can_hold_the_attention(tmp_path: Path, mon
     day = gpu_sections.Day(device=torch.device("cuda", 0), out=tmp_path)
     reference = AttentionKernel(name="reference", bind=lambda layout: lambda q, k, v: q, capturable=False)
     monkeypatch.setattr(gpu_sections, "resolve", lambda *_, **__: reference)
-    with pytest.raises(RuntimeError, match="no CUDA graph can hold the attention"):
+    with pytest.raises(RuntimeError, match="no CUDA graph"):
         gpu_sections.machine(day)
 
 
@@ -212,5 +212,5 @@ def test_a_step_below_its_floor_is_an_error(tmp_path: Path, monkeypatch: pytest.
     rows = gpu_sections.steps(toy_day(tmp_path), shape="tiny-llada2", rows=1)
     row = next(rows)
     assert row["step_over_floor"] < 1 and row["tiles"][1:] == [64, 128, 2, 4], "the tiles of inference are named"
-    with pytest.raises(RuntimeError, match="faster than its floor"):
+    with pytest.raises(RuntimeError, match="its floor"):
         next(rows)
