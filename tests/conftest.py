@@ -75,22 +75,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 ONE_BY_ONE = ("browser", "cluster", "hosts", "k8s", "observability", "ray")
 # When a test that is marked slow counts as hanging, in seconds; the others' limit is in pyproject.toml.
 SLOW_SECONDS = 3_600
-# Files whose tests share what takes processes of its own to make.
-WHOLE_FILES = ("tests/multitf/step/test_sharding.py",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests stay together. (pytest-xdist's own `loadgroup` keeps none together under pytest 9.)"""
+    """A file's tests stay together, as what they share is made once a process; those of `ONE_BY_ONE` are one file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             room = file.removeprefix("tests/").partition("/")[0]
-            if room in ONE_BY_ONE:
-                return "in turn"
-            return file if file in WHOLE_FILES else nodeid
+            return "in turn" if room in ONE_BY_ONE else file
 
     return InTurn(config, log)
 
