@@ -17,13 +17,14 @@ from ray.exceptions import ActorDiedError
 from ray.train import ControllerError, WorkerGroupError
 
 from actors.training import worker as training
-from actors.training.run import TrainingRun, begin, check_run
+from actors.training.run import TrainingRun, begin
 from actors.training.worker import fit
 from cluster import local
 from cluster.storage import Folder
 from jobs import train_multitf
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.recipes.recipe import shortened
 from mbd_core.multitf.run.checkpoints import MARKER
 from mbd_core.multitf.run.log import LOSSES
 from mbd_core.multitf.run.start import StartingPoint
@@ -119,8 +120,6 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
     from ray.train import TrainingFailedError
 
     run = start(tiny_recipe, tmp_path, "disturbed", checkpoint_every=1, max_failures=max_failures)
-    if max_failures:
-        run = over_an_earlier_model(run, undisturbed)
     held = HeldCheckpoint(run, step=3)
     with ThreadPoolExecutor() as threads:
         killer = threads.submit(held.kill_a_worker)
@@ -135,20 +134,6 @@ def test_a_killed_worker_costs_time_and_nothing_else(undisturbed, tiny_recipe, t
         killer.result()
     assert resumed_after == 2
     assert curve(run) == curve(undisturbed)
-    assert (run.out / "recipe.json").path.read_text() == (undisturbed.out / "recipe.json").path.read_text()
-
-
-def over_an_earlier_model(run: TrainingRun, earlier: TrainingRun) -> TrainingRun:
-    """The run, whose model replaces that of an earlier run on demand only."""
-    out = run.storage / "model"
-    shutil.copytree(earlier.out.path, out.path)
-    (out / "recipe.json").path.write_text("an earlier recipe")
-    fresh = replace(run, name="fresh", out=out)
-    with pytest.raises(ValueError, match=r"holds a model; .*--overwrite"):
-        begin(fresh, resume=False)
-    assert not fresh.folder.exists()
-    check_run(replace(fresh, overwrite=True), resume=False)
-    return replace(run, out=out, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +197,21 @@ def test_a_target_that_cannot_be_written_is_told_before_a_cluster_starts(
         assert sentence in error
         assert len(error.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_model_of_an_earlier_run_is_replaced_only_on_demand(undisturbed, tiny_recipe, tmp_path):
+    out = tmp_path / "model"
+    shutil.copytree(undisturbed.out.path, out)
+    run = TrainingRun(
+        recipe=tiny_recipe, name="again", storage=Folder.at(tmp_path), out=Folder.at(out), checkpoint_every=100
+    )
+    with pytest.raises(ValueError, match=r"holds a model; give another folder, or --overwrite"):
+        begin(run, resume=False)
+    assert not run.folder.exists()
+    run = replace(run, recipe=shortened(tiny_recipe, 1), overwrite=True)
+    begin(run, resume=False)
+    fit(run)
+    assert json.loads((out / "recipe.json").read_text())["train"]["steps"] == 1
 
 
 def failing_job(
