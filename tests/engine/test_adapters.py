@@ -13,7 +13,7 @@ import pytest
 from adapter_folders import merged, write_adapter
 from fake_attention import FakePackages
 from fake_device import fake_device
-from test_exactness import build, engine, gist, request, run_with_preemption
+from small_engines import build, engine, gist, request, run_with_preemption
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mbd_core.checkpoint.saving import save_model

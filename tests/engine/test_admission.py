@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exactness import build
+from small_engines import build
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas
 from mbd_core.decoding.blocks.config import DecodingConfig

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_engines import EOS, MASK, B, build
 
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
 from mbd_core.decoding.blocks.literal_algorithms import Tokens, Weights, naive_multibd
@@ -15,38 +16,16 @@ from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.pages import PagePool
-from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import ModelConfig
+from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.states.mask import block_causal_mask
 from mbd_core.ops.attention.definition import RowLayout, paged_attention
 from mbd_core.ops.attention.whole import DenseAttention
 from mbd_core.trace.recorder import TraceRecorder, read_trace
 
-MASK, EOS, B = 0, 1, 4
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = ModelConfig(
-        architecture="SDARForCausalLM",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        max_positions=256,
-        tie_word_embeddings=False,
-        mask_token_id=MASK,
-        eos_token_ids=(EOS,),
-        block_size=B,
-    )
-    model = Decoder(config)
-    init_weights(model, seed=3, std=0.35)
-    return model.double().eval()
+    return build().double()
 
 
 def clean_forward(model: Decoder, tokens: list[int], weights: list[float] | None = None) -> torch.Tensor:

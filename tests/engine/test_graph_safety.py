@@ -13,7 +13,7 @@ import torch
 from expert_layers import cut_tiles
 from fake_attention import FakePackages, sequences
 from fake_device import FakeDevice, Graph, OnDevice, fake_device
-from test_exactness import BLOCKWISE, FULL, MASK, VOCAB, B, build, gist, request
+from small_engines import BLOCKWISE, EXPERTS, FULL, MASK, VOCAB, B, build, gist, request
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,7 +30,7 @@ from mbd_core.engine.config import EngineConfig
 from mbd_core.engine.engine import Engine
 from mbd_core.engine.step_kind import WORK_NAMES, StepKind
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.models.shard import Shard
 from mbd_core.ops import launch as triton_launch
@@ -48,18 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
     "llada2": {
         "architecture": "LLaDA2MoeModelLM",
-        "moe": MoEConfig(
-            num_experts=8,
-            experts_per_token=2,
-            intermediate_size=16,
-            score="sigmoid",
-            norm_topk_prob=True,
-            num_shared_experts=1,
-            expert_bias=True,
-            num_groups=4,
-            topk_groups=2,
-            first_dense_layers=1,
-        ),
+        "moe": EXPERTS,
     },
     "dream": {
         "architecture": "DreamModel",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_exactness import MASK, B, build, engine, gist, request
+from small_engines import MASK, B, build, engine, gist, request
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Request

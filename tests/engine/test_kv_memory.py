@@ -2,7 +2,7 @@
 
 import pytest
 from fake_device import FREE, PEAK, TOTAL, FakeDevice, fake_device
-from test_exactness import build, gist, request
+from small_engines import build, gist, request
 
 from mbd_core.decoding.blocks import sampling
 from mbd_core.engine import build as kv_memory

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_engines import EOS, VOCAB, B, build
 from step_replay import check_replay
-from test_exactness import EOS, VOCAB, B, build
 
 from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft

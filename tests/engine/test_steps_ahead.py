@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from test_exactness import build, engine, gist, request
+from small_engines import build, engine, gist, request
 
 from mbd_core.decoding.blocks.request import Request
 

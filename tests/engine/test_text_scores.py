@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from small_engines import EOS, MASK, VOCAB, B, build
 from step_replay import text_log_probabilities
-from test_exactness import EOS, MASK, VOCAB, B, build
 
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request

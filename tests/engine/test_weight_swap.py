@@ -13,7 +13,7 @@ import torch
 from fake_attention import FakePackages
 from fake_device import fake_device
 from family_models import rewrite
-from test_exactness import build, engine, gist, request
+from small_engines import EXPERTS, build, engine, gist, request
 from torch import Tensor
 
 from mbd_core.checkpoint.saving import save_model
@@ -28,26 +28,14 @@ from mbd_core.engine.parallel.followers import run_follower
 from mbd_core.engine.parallel.group import Rank
 from mbd_core.engine.parallel.start import start_parallel
 from mbd_core.models.decoder import Decoder
-from mbd_core.models.model_config import MoEConfig, Parts
+from mbd_core.models.model_config import Parts
 from mbd_core.models.quantize import quantize_weights
 from mbd_core.ops.attention import choice as attention
 from mbd_core.ops.attention import flash
 
-MOE = MoEConfig(
-    num_experts=8,
-    experts_per_token=2,
-    intermediate_size=16,
-    score="sigmoid",
-    norm_topk_prob=True,
-    num_shared_experts=1,
-    expert_bias=True,
-    num_groups=4,
-    topk_groups=2,
-    first_dense_layers=1,
-)
 FAMILIES: dict[str, dict[str, Any]] = {
     "sdar": {},
-    "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": MOE},
+    "llada2": {"architecture": "LLaDA2MoeModelLM", "moe": EXPERTS},
     "llada": {"architecture": "LLaDAModelLM", "attention": "full", "qk_norm": False},
     "dream": {
         "architecture": "DreamModel",
