@@ -8,7 +8,7 @@ from dataclasses import MISSING, is_dataclass
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.command_line import command_options, flag
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import PANELS, OptionField, members, options_of
 
@@ -28,6 +28,7 @@ use the values: `python -m jobs.option_tables > docs/reference/options.md` write
 """
 DECODING_OBJECTS = {
     "`decoding`": DecodingConfig,
+    "`entropy`": EntropyBound,
     "`t2t`": T2T,
     "`soft`": Soft,
     "`canvas`": Canvas,

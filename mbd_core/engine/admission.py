@@ -148,6 +148,8 @@ class Admission:
             reason = f"{changes} changes tokens that the grammar has accepted; decode without it"
             if changes == "canvas":
                 reason = "a canvas does not fill an answer from left to right; it needs a model that decodes in blocks"
+        elif request.decoding.entropy is not None:
+            reason = "it is filled from left to right, and entropy chooses positions anywhere; leave out entropy"
         elif request.template:
             reason = "with a template its text has gaps; give one of them"
         elif request.ignore_eos:

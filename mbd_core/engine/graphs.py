@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import LEFTMOST, predicted
+from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMOST, MOST_ENTROPY, predicted
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.rows import static_rows
@@ -55,6 +55,8 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
         *values,
         num_slots=kind.num_slots,
         leftmost=LEFTMOST,
+        jetengine=JETENGINE,
+        entropy_units=(ENTROPY_UNITS, MOST_ENTROPY),
         revises=work.revises,
         quotas=work.quotas,
     )

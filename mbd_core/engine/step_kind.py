@@ -19,10 +19,10 @@ class Work:
 
     draws      tokens are drawn (temperature above 0)
     truncates  they are drawn from a part of the vocabulary (top_k or top_p), which takes a sort
-    scores     the fallback ranks positions by something else than confidence
+    scores     positions are ranked by something else than confidence
     softens    filled positions are embedded as a mixture (DMax)
     revises    filled positions may change (T2T, DMax)
-    quotas     a forward has to fill more than one position
+    quotas     several positions may be accepted by their rank
     adapts     a LoRA adapter changes the forward
     """
 
@@ -51,7 +51,7 @@ def work_of(decoding: DecodingConfig, sampling: Sampling, *, adapts: bool = Fals
         scores=decoding.ranks_by_score,
         softens=decoding.soft is not None,
         revises=decoding.revises,
-        quotas=decoding.tokens_per_step > 1,
+        quotas=decoding.accepts_several,
         adapts=adapts,
     )
 

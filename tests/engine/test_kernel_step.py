@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from stub_steps import MASK, VOCAB, StubRunner
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Request
 from mbd_core.decoding.blocks.sampling import Vocab
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -26,8 +26,10 @@ def groups(size, slots):
     soft = replace(plain, soft=Soft(stop_confidence=0.6))
     several = replace(plain, tokens_per_step=3, tau_m2t=0.7)
     leftmost = replace(several, fallback="leftmost")
-    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost]]
-    return [*short, [leftmost, several, plain], [t2t, plain], [soft, t2t, several]] if LONG else short
+    bound = DecodingConfig(block_size=size, buffer_size=slots, tau_semi=0.4, entropy=EntropyBound(gamma=4.0))
+    strict = replace(bound, entropy=EntropyBound(gamma=6.0, rule="jetengine"))
+    short = [[plain, replace(plain, buffer_size=1)], [soft, t2t, leftmost, bound]]
+    return [*short, [bound, strict], [leftmost, several, plain], [t2t, plain], [soft, t2t, several]] if LONG else short
 
 def compare(size, slots, num_slots, methods, *, asked, shift, all_work):
     rng, rows = random.Random(0), 3 if LONG else 2

@@ -11,12 +11,17 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.config import Fallback
+from mbd_core.decoding.blocks.config import EntropyRule, Fallback
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose, margin, neg_entropy
 
 # The number of each fallback, for integer tensors.
 FALLBACKS: dict[Fallback, int] = {name: number for number, name in enumerate(get_args(Fallback))}
 LEFTMOST, MARGIN, NEG_ENTROPY = (FALLBACKS[name] for name in get_args(Fallback)[1:])
+# The number of each rule on entropies; 0 for none.
+ENTROPY_RULES: dict[EntropyRule, int] = {name: number for number, name in enumerate(get_args(EntropyRule), start=1)}
+JETENGINE = ENTROPY_RULES["jetengine"]
+# Entropies are summed as whole numbers of 2^-16 nats, so that a sum is the same in any order.
+ENTROPY_UNITS, MOST_ENTROPY = 65536.0, 16 * 65536.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,26 @@ def accept_m2t(
         rank = torch.empty_like(order).scatter_(-1, order, places)
         best = open_RNB & (rank < quota_R[:, None, None])
     return torch.where((short & gate_RN)[..., None], best, over)
+
+
+def accept_by_entropy(
+    score_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, gamma_R: Tensor, jetengine_R: Tensor
+) -> Tensor:
+    """The EB sampler's acceptance -> (R, N, B) bool; `score_RNB` is the negative entropy of each position.
+
+    The open positions of a slot are taken in the order of their entropies, H_1 <= H_2 <= ..., ties from the left. Let
+    S_k = H_1 + ... + H_k. The paper (arXiv 2505.24857) accepts position k if S_k - H_k <= `gamma_R`. JetEngine accepts
+    it if S_k < `gamma_R`, and the first one always. A slot whose fallback `gate_RN` forbids accepts none for free:
+    there the paper's rule is S_k <= `gamma_R`, and JetEngine's has no first one.
+    """
+    entropy_RNB = (score_RNB * -ENTROPY_UNITS).nan_to_num(0.0).clamp(0.0, MOST_ENTROPY).long()
+    ordered, order = entropy_RNB.masked_fill(~open_RNB, int(MOST_ENTROPY) + 1).sort(dim=-1, stable=True)
+    sums = ordered.cumsum(-1)
+    earlier = sums - ordered
+    gamma, gate = gamma_R[:, None, None] * ENTROPY_UNITS, gate_RN[..., None]
+    within = torch.where(jetengine_R[:, None, None], sums < gamma, torch.where(gate, earlier, sums) <= gamma)
+    within[..., :1] |= gate
+    return torch.zeros_like(open_RNB).scatter_(-1, order, within) & open_RNB
 
 
 def accept_from_left(confidence_RNB: Tensor, open_RNB: Tensor, *, gate_RN: Tensor, tau_R: Tensor) -> Tensor:

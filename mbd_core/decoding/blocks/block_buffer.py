@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mbd_core.decoding.blocks.acceptance import LEFTMOST, Prediction, accept_from_left, accept_m2t, revise
+from mbd_core.decoding.blocks.acceptance import (
+    JETENGINE,
+    LEFTMOST,
+    Prediction,
+    accept_by_entropy,
+    accept_from_left,
+    accept_m2t,
+    revise,
+)
 from mbd_core.decoding.blocks.request import Request, SlotState
 from mbd_core.decoding.blocks.row_settings import RowSettings
 from mbd_core.decoding.blocks.sampling import Draw
@@ -295,8 +303,9 @@ class BlockBuffer:
     ) -> Commit:
         """Accept and revise tokens, mark final blocks TO_CACHE, remove stored ones and slide (Alg. 5 lines 10 to 25).
 
-        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if every row's `tokens_per_step`
-        is 1: that work is then skipped. In `chosen` rows the host has decided what is accepted.
+        `revises` may be false if no row revises (neither T2T nor DMax), and `quotas` if no row accepts several
+        positions by their rank (`tokens_per_step`, `entropy`): that work is then skipped. In `chosen` rows the host
+        has decided what is accepted.
         """
         settings, active, was_complete = self.settings, self.active_RN, self._complete_RN
         stored = self.state_RN == SlotState.TO_CACHE
@@ -356,6 +365,15 @@ class BlockBuffer:
             quota_R=settings.quota_R if quotas else None,
             leftmost_R=settings.fallback_R == LEFTMOST,
         )
+        if quotas:
+            by_entropy = accept_by_entropy(
+                prediction.score_RNB,
+                open_RNB,
+                gate_RN=gate_RN,
+                gamma_R=settings.gamma_R,
+                jetengine_R=settings.entropy_rule_R == JETENGINE,
+            )
+            by_threshold = torch.where(settings.entropy_rule_R[:, None, None] > 0, by_entropy, by_threshold)
         if not revises:
             return by_threshold
         from_left = accept_from_left(prediction.confidence_RNB, open_RNB, gate_RN=gate_RN, tau_R=settings.tau_m2t_R)

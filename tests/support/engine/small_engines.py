@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
-from mbd_core.decoding.blocks.config import T2T, DecodingConfig, Soft
+from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.engine.config import EngineConfig
@@ -19,6 +19,7 @@ BLOCKWISE: dict[str, dict[str, Any]] = {
     "multi": {"buffer_size": 3, "tau_m2t": 0.4, "tau_add": 0.1},
     "t2t": {"buffer_size": 2, "tau_m2t": 0.4, "t2t": T2T(tau=0.2, max_edits=4)},
     "soft": {"buffer_size": 3, "tau_m2t": 0.4, "soft": Soft(stop_confidence=0.5)},
+    "entropy": {"buffer_size": 3, "entropy": EntropyBound(gamma=4.0)},
 }
 FULL: dict[str, dict[str, Any]] = {
     "d2f": {"buffer_size": 3, "tau_m2t": 0.3, "prompt_attention": "full"},
