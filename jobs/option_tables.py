@@ -7,7 +7,7 @@ from dataclasses import MISSING, is_dataclass
 
 from actors.serving.args import Autoscaling, ModelArgs, ServingArgs
 from jobs.command_line import command_options, flag
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.engine.config import EngineConfig
 from mbd_core.options import PANELS, OptionField, members, options_of
@@ -35,6 +35,7 @@ DECODING_OBJECTS = {
     "`leap` of a canvas": Leap,
     "`refresh` of a canvas": Refresh,
     "`branches` of a canvas": Branches,
+    "`multi_block` of a canvas": MultiBlock,
 }
 DECODING = """## Decoding fields
 

@@ -47,6 +47,8 @@ METHODS: dict[str, Fields] = {
     "dllm-cache": {"canvas": {"refresh": {}}},
     "local-leap": {"canvas": {"leap": {}}},
     "block-batch": {"canvas": {"branches": {}}},
+    "d3llm": {"canvas": {"multi_block": {}}},
+    "d3llm-cache": {"canvas": {"multi_block": {"cache_delay": 2}}},
 }
 
 Family = Literal["math", "code"]

@@ -5,10 +5,13 @@
 
 Vanilla LLaDA and Dream, Fast-dLLM, dLLM-Cache and LocalLeap have one trajectory. Every forward recomputes a range of
 positions (`cache`, `refresh`) and gives logits at the current block's masks; `unmasking.py` decides which of them
-become tokens. BlockBatch, with several trajectories, is in `branches.py`.
+become tokens. BlockBatch, with several trajectories, is in `branches.py`; d3LLM, with several blocks at once, in
+`multi_block.py`.
 
 Shape legend: P open positions, V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from mbd_core.decoding.blocks.canvas_config import Canvas
 from mbd_core.decoding.blocks.sampling import Vocab, log_probability
 from mbd_core.decoding.blocks.sampling_config import Sampling
 from mbd_core.decoding.canvas.branches import BranchedCanvas
+from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
 from mbd_core.decoding.canvas.unmasking import (
     Guesses,
@@ -91,7 +95,11 @@ def canvas_decoder(
     Raises the `ValueError` of `check_canvas`.
     """
     check_canvas(canvas, prompt_length=len(prompt), max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-    kind = SingleCanvas if canvas.branches is None else BranchedCanvas
+    kind: Callable[[CanvasTask], CanvasDecoder] = SingleCanvas
+    if canvas.branches is not None:
+        kind = BranchedCanvas
+    elif canvas.multi_block is not None:
+        kind = MultiBlockCanvas
     return kind(
         CanvasTask(
             prompt=tuple(prompt),

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, Refresh
+from mbd_core.decoding.blocks.canvas_config import Branches, Canvas, Leap, MultiBlock, Refresh
 from mbd_core.decoding.blocks.config import T2T, DecodingConfig, EntropyBound, Soft
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -29,6 +29,10 @@ FULL: dict[str, dict[str, Any]] = {
     "dual": {"canvas": Canvas(block_length=8, cache="dual", tau=0.3)},
     "leap": {"canvas": Canvas(block_length=8, tau=0.5, leap=Leap(tau_relaxed=0.3, radius=2))},
     "refresh": {"canvas": Canvas(block_length=8, tau=0.3, refresh=Refresh(prompt_interval=4, response_interval=2))},
+    "d3llm": {"canvas": Canvas(block_length=4, multi_block=MultiBlock(tau_entropy=3.0))},
+    "d3llm cache": {
+        "canvas": Canvas(block_length=4, multi_block=MultiBlock(tau_entropy=3.0, cache_delay=1, refresh=5))
+    },
     "branches": {"canvas": Canvas(tau=0.3, branches=Branches(block_lengths=(4, 8, 16), tau_sync=3, refresh=8))},
 }
 
