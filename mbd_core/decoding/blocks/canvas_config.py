@@ -133,7 +133,7 @@ class MultiBlock:
     rule: Annotated[
         Literal["llada", "dream"] | None,
         Option(
-            "The released rule. llada: entropy <= tau_entropy, always the lowest of all. dream: entropy < tau_entropy. "
+            "The released rule. llada: entropy <= tau_entropy, and always the lowest. dream: entropy < tau_entropy. "
             "null: that of the model, by whether its logits are shifted.",
             default="the model's",
         ),

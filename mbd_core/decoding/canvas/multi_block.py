@@ -136,9 +136,9 @@ class MultiBlockCanvas:
             return
         for before, block in zip(self._blocks, self._blocks[1:], strict=False):
             block.active = block.active or self._progress(before) >= self.settings.tau_active
-        if eos is None and self._blocks[-1].stop < self.length:
-            if self._progress(self._blocks[-1]) >= self.settings.tau_add:
-                self._add_block()
+        last = self._blocks[-1]
+        if eos is None and last.stop < self.length and self._progress(last) >= self.settings.tau_add:
+            self._add_block()
         self._end = max(b.stop for b in self._blocks[1:] if b.active or self._left(b))
         self._begin = self._commit_done()
 
@@ -150,9 +150,8 @@ class MultiBlockCanvas:
     def _close_behind(self, eos: int) -> None:
         """Nothing behind the first EOS is decoded: its positions get this EOS, and no forward number."""
         behind = torch.arange(eos + 1, self.length)
-        self._lane.fill(
-            behind, self._lane.tokens[eos].expand(len(behind)), torch.zeros(len(behind), dtype=torch.float64), step=0
-        )
+        tokens = torch.full_like(behind, int(self._lane.tokens[eos]))
+        self._lane.fill(behind, tokens, torch.zeros(len(behind), dtype=torch.float64), step=0)
 
     def _commit_done(self) -> int:
         """Commit the blocks that were done long enough; the first position that the next forward computes.
