@@ -251,7 +251,7 @@ def test_an_address_without_a_cluster_is_named(unconnected: pytest.MonkeyPatch) 
         raise ConnectionError("Could not find any running Ray instance.")
 
     unconnected.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    unconnected.setattr(local, "_check_answer", lambda *_, **__: None)
+    unconnected.setattr(local, "check_answer", lambda *_, **__: None)
     unconnected.setattr(ray, "init", fail)
     with pytest.raises(RuntimeError, match=r"RAY_ADDRESS=10\.0\.0\.1:6379 does not answer"):
         local.connect()
@@ -265,7 +265,7 @@ def test_auto_beside_a_second_cluster_is_refused_and_names_both(
     addresses = ["127.0.0.1:1041", "127.0.0.1:1042"]
     joined: list[str] = []
     unconnected.setattr(ray, "init", lambda address, **_: joined.append(address))
-    unconnected.setattr(local, "_check_answer", lambda *_, **__: None)
+    unconnected.setattr(local, "check_answer", lambda *_, **__: None)
     unconnected.setenv("RAY_ADDRESS", "auto")
     raylets = []
     try:
