@@ -147,7 +147,7 @@ def devices() -> Table:
     from mbd_core.ops.launch import triton_serves
 
     rows: list[list[Cell]] = [
-        ["cpu", f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores", None, torch.get_num_threads(), False]
+        ["cpu", f"{platform.machine()}, {os.cpu_count()} cores", None, torch.get_num_threads(), False]
     ]
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
@@ -197,6 +197,7 @@ def ray_clusters(obstacles: list[str]) -> Table:
         from cluster.local import address_to_join, check_answer
         from cluster.ray_private import cluster_addresses
     except ImportError as error:
+        obstacles.append(f"Ray cannot be imported: {error}")
         return Table(title="ray", columns=PAIRS, rows=[["cannot be imported", str(error)]])
     rows: list[list[Cell]] = [
         ["RAY_ADDRESS", os.environ.get("RAY_ADDRESS")],
