@@ -84,7 +84,13 @@ METHODS: dict[str, DecodingConfig] = {
     "several": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, tokens_per_step=4),
     "margin": DecodingConfig(block_size=32, buffer_size=2, tau_m2t=0.4, fallback="margin"),
 }
-SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_p=0.9, seed=2))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, top_p=0.9, seed=2),
+    Sampling(logit_bias=((3, 2.0),), repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5),
+    Sampling(temperature=0.8, min_p=0.05, frequency_penalty=0.5, seed=3),
+)
 
 
 def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
@@ -102,6 +108,8 @@ def check_requests(config: ModelConfig, *, max_tokens: int) -> list[Request]:
                     decoding=decoding,
                     sampling=sampling,
                     ignore_eos=True,
+                    logprobs=sampling.penalises,
+                    top_logprobs=5 * sampling.penalises,
                 )
             )
     return out

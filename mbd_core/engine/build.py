@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mbd_core.decoding.blocks.adjustments import Adjustments
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
 from mbd_core.engine.admission import Admission
@@ -287,6 +288,7 @@ def _step_state(
 ) -> StepState:
     c, device, page_size = runner.model.config, runner.cache.k.device, runner.cache.page_size
     width = min(num_pages, longest_in_pages(c, config, page_size))
+    longest = min(c.max_positions, num_pages * page_size)
     return StepState(
         runner=runner,
         buffer=BlockBuffer(
@@ -296,6 +298,13 @@ def _step_state(
             mask_token_id=c.mask_token_id,
             eos_token_ids=c.eos_token_ids,
             device=device,
+            adjustments=Adjustments(
+                config.max_rows,
+                length=longest + (config.num_slots + 1) * (config.block_size or c.block_size),
+                vocab_size=c.vocab_size,
+                num_eos=len(c.eos_token_ids),
+                device=device,
+            ),
         ),
         tables_RP=torch.zeros((config.max_rows, width), dtype=torch.int64, device=device),
         vocab=whole_vocab(runner.model, vocab_limit or c.vocab_size),

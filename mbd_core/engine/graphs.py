@@ -14,6 +14,7 @@ from mbd_core.decoding.blocks.acceptance import ENTROPY_UNITS, JETENGINE, LEFTMO
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer
 from mbd_core.engine.batch import Batch
 from mbd_core.engine.config import EngineConfig
+from mbd_core.engine.report import with_tops
 from mbd_core.engine.rows import static_rows
 from mbd_core.engine.step import StepState, decode_step
 from mbd_core.engine.step_kind import StepKind
@@ -43,13 +44,15 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     )
     batch = batch_of(opened, buffer, kind, adapters_R)
     hidden_AD = runner.forward(batch)
-    values = predicted(
+    values, tops_A2K = predicted(
         state.logits_of(hidden_AD, batch, work),
         len(hidden_AD),
         state.shared_vocab,
         chunk=state.logits_chunk,
         draw=buffer.draw(opened.at_A, truncates=work.truncates) if work.draws else None,
+        adjust=buffer.adjust(opened.at_A) if work.adjusts else None,
         fallback_P=buffer.fallback_at(opened.at_A) if work.scores else None,
+        num_tops=state.num_tops if work.tops else 0,
     )
     num_blocks_R = close_step(
         memory,
@@ -66,7 +69,7 @@ def kernel_step(state: StepState, kind: StepKind, tables_RP: Tensor, adapters_R:
     if shift:
         ends_RN = (opened.cu_seqlens_q[1:] - 1).long().view(kind.num_rows, kind.num_slots)
     runner.remember_committed(ends_RN, num_blocks_R)
-    return opened.report_X
+    return with_tops(opened.report_X, tops_A2K, opened.at_A, buffer)
 
 
 def batch_of(opened: OpenStep, buffer: BlockBuffer, kind: StepKind, adapters_R: Tensor | None) -> Batch:

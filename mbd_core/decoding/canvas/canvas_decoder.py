@@ -24,6 +24,7 @@ from mbd_core.decoding.canvas.multi_block import MultiBlockCanvas
 from mbd_core.decoding.canvas.plan import CanvasDecoder, CanvasPlan, CanvasTask, CanvasUpdate, Lane, num_lanes
 from mbd_core.decoding.canvas.unmasking import (
     Guesses,
+    LaneAdjustments,
     accept_best,
     accept_by_chance,
     accept_by_factor,
@@ -88,6 +89,8 @@ def canvas_decoder(
     eos_token_ids: tuple[int, ...],
     vocab: Vocab,
     shift: bool,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> CanvasDecoder:
     """The decoder of one request.
 
@@ -109,6 +112,8 @@ def canvas_decoder(
             eos_token_ids=eos_token_ids,
             vocab=vocab,
             shift=shift,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
         )
     )
 
@@ -124,7 +129,8 @@ class SingleCanvas:
         self.num_lanes = num_lanes(canvas, max_tokens)
         self.num_forwards = 0
         self.done = False
-        self._vocab, self._eos = task.vocab, task.eos_token_ids
+        self._vocab, self._eos, self._ends = task.vocab, task.eos_token_ids, task.ends
+        self._adjustments = LaneAdjustments(task)
         self._shift = int(task.shift)
         self._lane = Lane.fresh(prompt, max_tokens, task.vocab.mask_token_id)
         self._block_length = canvas.block_length or max_tokens
@@ -132,15 +138,15 @@ class SingleCanvas:
 
     @property
     def tokens(self) -> list[int]:
-        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.tokens[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.log_probs[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     @property
     def steps(self) -> list[int]:
-        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._eos)].tolist()
+        return self._lane.steps[self._lane.decided_range(self.prompt_length, self._ends)].tolist()
 
     def plan(self) -> CanvasPlan:
         """The next forward: the ranges to recompute on each lane, and logits for the current block's masks."""
@@ -164,7 +170,8 @@ class SingleCanvas:
         if self.canvas.forbid_eos:
             logits_PV[:, list(self._eos)] = -torch.inf
         positions = self._lane.open_positions(self._start, self._stop)
-        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab)
+        adjust = self._adjustments.at(self._lane, positions, logits_PV)
+        guesses = guess(logits_PV, positions, self.num_forwards, self.canvas, self.sampling, self._vocab, adjust)
         accepted = self._accept(guesses)
         mask_ratio = len(positions) / (self._stop - self._start)
         block = (self._start - self.prompt_length) // self._block_length
@@ -187,7 +194,7 @@ class SingleCanvas:
 
     def _finish_block(self, block: int) -> None:
         """End the request after the last block or a block with an EOS; otherwise begin the next block."""
-        if self._stop == self.length or self._lane.find(self._eos, self._start, self._stop) is not None:
+        if self._stop == self.length or self._lane.find(self._ends, self._start, self._stop) is not None:
             self.done = True
         else:
             self._begin_block(block + 1)
