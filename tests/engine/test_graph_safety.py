@@ -246,7 +246,7 @@ def requests(family: str) -> list[Request]:
     blockwise = [*BLOCKWISE.values(), {"tau_m2t": 0.4, "tokens_per_step": 2}, {"tau_m2t": 0.4, "fallback": "margin"}]
     canvases = [method for method in FULL.values() if "canvas" in method]
     methods = blockwise if family != "dream" else [*canvases, *(m for m in FULL.values() if m not in canvases)]
-    return [
+    plain = [
         request(
             f"r{i}",
             i,
@@ -258,6 +258,23 @@ def requests(family: str) -> list[Request]:
         )
         for i, method in enumerate(methods)
     ]
+    changed = Sampling(
+        logit_bias=((7, 1.5),), repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3, min_p=0.1
+    )
+    adjusted = [
+        request(
+            f"adjusted {t}",
+            70,
+            "multi",
+            sampling=replace(changed, temperature=t),
+            max_tokens=14,
+            ignore_eos=True,
+            logprobs=True,
+            top_logprobs=int(5 * t),
+        )
+        for t in (0.0, 0.8)
+    ]
+    return plain + adjusted
 
 
 SIZES = EngineConfig(max_rows=2, num_pages=100, page_size=16, max_prefill_tokens=12)
@@ -330,13 +347,14 @@ def test_graphs_captured_at_start_serve_every_request(
     wanted = [gist(o)[0] for o in Engine(model, SIZES).generate(batch)]
     attend_by(monkeypatch, KERNELS["vllm"](FakePackages(), device))
     served = Engine(device.move(model), SIZES)
-    # for 1 and for 2 batch rows: each quarter of the buffer that 3 of its 4 slots may ask, and all work at once
-    assert served.prepare(plain_batch[0].decoding) == served.graph_report()["captured"] == 2 * (3 + 1)
+    # for 1 and for 2 batch rows: each quarter of the buffer that 3 of its 4 slots may ask, and all work at once, with
+    # changes of logits and without
+    assert served.prepare(plain_batch[0].decoding) == served.graph_report()["captured"] == 2 * (3 + 2)
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
     report = served.graph_report()
-    assert report["captured"] == 8 and report["steps_replayed"] > 0 == report["steps_eager"]
+    assert report["captured"] == 10 and report["steps_replayed"] > 0 == report["steps_eager"]
     served.close()
-    assert served.prepare(plain_batch[0].decoding) == 8
+    assert served.prepare(plain_batch[0].decoding) == 10
     assert [gist(o)[0] for o in served.generate(batch)] == wanted
 
 
