@@ -95,7 +95,7 @@ class GenerationRequest(StructuredFields):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], items(MAX_BIASES)] | None = (
         None
     )
-    """numbers that are added to the logits of tokens, by their ids"""
+    """numbers from -100 to 100 that are added to the logits of tokens, by their ids; at most 1,024"""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """none of the first so many positions becomes a token that ends the answer, and no stop string is looked for in
     their text; default 0, at most `max_tokens`. Not beside a grammar or `template`"""
@@ -462,6 +462,10 @@ class TokenizeRequest(ToolFields, TemplateFields):
             raise FieldError("parse_special", "what messages spell is text", remedy="leave it out, or give prompt")
         if self.messages is not None:
             self.check_continued(self.messages)
+        elif self.add_generation_prompt is False or self.continue_final_message or self.chat_template_kwargs:
+            names = ("continue_final_message", "chat_template_kwargs", "add_generation_prompt")
+            name = next(name for name in names if getattr(self, name) not in (None, {}))
+            raise FieldError(name, "only a chat has a template", remedy="give messages")
         turns(self.messages or ())
         return self
 

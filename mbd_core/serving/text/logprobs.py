@@ -22,7 +22,6 @@ class TopLogprob(TypedDict):
 
 class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
-    """the likeliest tokens of its place, as many as `top_logprobs` says"""
 
 
 class ChatLogprobs(TypedDict):

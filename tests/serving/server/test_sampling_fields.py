@@ -1,5 +1,7 @@
 """Penalties, biases, ends, likeliest tokens and a chat's template as clients ask for them, over HTTP too."""
 
+import asyncio
+import json
 import math
 import shutil
 from collections import Counter
@@ -9,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from gateway_in_process import running_gateway
-from local_server import LIMIT, MODEL, ROUTES, answers
+from local_server import LIMIT, MODEL, ROUTES, answers, server_of
 
 from actors.serving.args import ModelArgs, ServingArgs
 from mbd_core.engine.config import EngineConfig
@@ -202,6 +204,27 @@ def test_a_prompt_ends_where_the_client_says(tiny_model_dir: Path) -> None:
     assert begun.startswith(closed) and len(begun) > len(closed)
     assert closed.startswith(goes_on) and goes_on.endswith("He has  ")
     assert goes_on == asked_for + "He has  "
+
+
+def test_tokenize_writes_a_chat_as_it_is_decoded(thinking_model: Path) -> None:
+    asked = {"chat_template_kwargs": {"enable_thinking": True, "depth": 2}, "add_generation_prompt": False}
+    [whole] = answers(thinking_model, ("chat", asked | {"return_token_ids": True}))
+    server = server_of(thinking_model)
+
+    async def scenario() -> list[Any]:
+        try:
+            async with asyncio.timeout(LIMIT):
+                found: list[Any] = [await server.tokenize(json.dumps(ROUTES["chat"] | asked).encode())]
+                for name, value in {**asked, "continue_final_message": True}.items():
+                    with pytest.raises(ApiError) as refused:
+                        await server.tokenize(json.dumps({"prompt": "x", name: value}).encode())
+                    found.append(refused.value.param == name)
+                return found
+        finally:
+            await server.stop()
+
+    tokenized, *named = asyncio.run(scenario())
+    assert tokenized["tokens"] == whole[0]["choices"][0]["prompt_token_ids"] and named == [True] * 3
 
 
 @pytest.mark.parametrize(
