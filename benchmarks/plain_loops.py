@@ -180,18 +180,14 @@ def multi_bd(
             return hidden
         return torch.cat((hidden[:1] if last_hidden is None else last_hidden[None], hidden[:-1]))
 
-    def ranked_by(num_positions: int) -> Tensor | None:
-        return (
-            torch.full((num_positions,), FALLBACKS[config.ranking], device=device) if config.ranks_by_score else None
-        )
-
     def predict(cached: list[int], blocks: list[Tokens], weights: list[Weights]) -> list[Predictions]:
         ids = [model.config.mask_token_id if t is None else t for block in blocks for t in block]
         soft = [w for block in weights for w in block] if config.soft else None
         logits = model.logits(forward(ids, origin + len(cached), soft))
-        values = predicted(
-            lambda part: logits[part], len(ids), vocab, chunk=len(logits), fallback_P=ranked_by(len(logits))
-        )
+        fallback_P = None
+        if config.ranks_by_score:
+            fallback_P = torch.full((len(ids),), FALLBACKS[config.ranking], device=device)
+        values, _ = predicted(lambda part: logits[part], len(ids), vocab, chunk=len(ids), fallback_P=fallback_P)
         triples = list(zip(*(value.tolist() for value in values), strict=True))
         return [triples[i : i + size] for i in range(0, len(triples), size)]
 

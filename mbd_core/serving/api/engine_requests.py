@@ -72,10 +72,10 @@ def engine_requests(
             adapter=adapter,
             grammar=grammar,
             template=() if template is None else template.tokens,
-            ignore_eos=template is not None or bool(asked.ignore_eos),
-            min_tokens=asked.min_tokens or 0,
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
-            top_logprobs=asked.num_tops,
+            ignore_eos=template is not None or bool(api_request.ignore_eos),
+            min_tokens=api_request.min_tokens or 0,
+            stop_token_ids=tuple(api_request.stop_token_ids or ()),
+            top_logprobs=api_request.num_tops,
         )
         if budget is None:
             request = replace(request, max_tokens=admission.default_max_tokens(request))
@@ -138,7 +138,7 @@ def _field_error(
         "frames": "frames",
         "grammar": api_request.grammar_field,
         "template": "template",
-        "top_logprobs": "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs",
+        "top_logprobs": "top_logprobs" if isinstance(api_request, ChatRequest) else "logprobs",
         **{name: name for name in ("logit_bias", "stop_token_ids", "min_tokens", *PENALTIES)},
     }
     field, why = fields.get(refused.field), str(refused)
@@ -265,7 +265,9 @@ def tokenize(api_request: TokenizeRequest, model: ServedModel) -> TokenIds:
         ids = text_ids(model, api_request.prompt, field="prompt", special=special, parse_special=parsed)
     else:
         special = bool(api_request.add_special_tokens)
-        ids = chat_ids(model, turns(api_request.messages or ()), api_request, tools=api_request.shown_tools, special=special)
+        ids = chat_ids(
+            model, turns(api_request.messages or ()), api_request, tools=api_request.shown_tools, special=special
+        )
     return {
         "count": len(ids),
         "max_model_len": model.limits.admission.max_length,

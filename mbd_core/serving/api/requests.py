@@ -23,7 +23,7 @@ from mbd_core.decoding.blocks.sampling_config import (
 )
 from mbd_core.engine.weights import SwapMode
 from mbd_core.serving.api.chat_fields import Messages, TemplateFields, ToolFields, check_calls, turns
-from mbd_core.serving.api.errors import FieldError, shown
+from mbd_core.serving.api.errors import FieldError, value_text
 from mbd_core.serving.api.fields import SEEDS, Hole, Resume, Seed, StructuredFields, Template
 from mbd_core.serving.api.parsing import MAX_IDS, MAX_STOPS, MOST_PROMPTS, Only, Strict, items
 
@@ -141,7 +141,7 @@ class GenerationRequest(StructuredFields):
     def _by_token_id(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         wrong = next((key for key in value or () if re.fullmatch("0|[1-9][0-9]{0,8}", key) is None), None)
         if wrong is not None:
-            raise ValueError(f"{shown(wrong)} is no token id; keys are token ids as text")
+            raise ValueError(f"{value_text(wrong)} is no token id; keys are token ids as text")
         return value
 
     @model_validator(mode="after")

@@ -403,7 +403,7 @@ class _Route:
             unknown = unknown_variables(self.model.tokenizer, api_request.chat_template_kwargs or {})
         return [
             *api_request.notes,
-            *(f"chat_template_kwargs.{clipped(n)}: the chat template has no such variable" for n in unknown),
+            *(f"chat_template_kwargs.{clip(n)}: the chat template has no such variable" for n in unknown),
         ]
 
     def point(self, speed: float) -> tuple[float, SpeedPoint]:
