@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds
+from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, check_bounds, simplify
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -444,23 +444,33 @@ class Grammars:
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    matcher = _matcher_of(tokenizer, grammar, grammar.text)
+    if matcher.is_error() and grammar.syntax == "json_schema" and (text := simplify(grammar.text)) != grammar.text:
+        matcher = _matcher_of(tokenizer, grammar, text)
+    if matcher.is_error():
+        reason = _first_line(matcher.get_error())
+        if "coerce_one_of" in reason:
+            reason = "oneOf needs alternatives that exclude each other by type or by constants; give anyOf"
+        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {reason}")
+    if grammar.syntax == "json_schema":
+        check_bounds(grammar.text)
+    return matcher
+
+
+def _matcher_of(tokenizer: LLTokenizer, grammar: Grammar, text: str) -> LLMatcher:
+    """A matcher of `text` in the grammar's syntax, which may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
         if grammar.syntax == "json_schema":
-            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_flexible": False})
+            text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
         elif grammar.syntax == "regex":
-            text = LLMatcher.grammar_from_regex(grammar.text)
+            text = LLMatcher.grammar_from_regex(text)
         else:
-            text = LLMatcher.grammar_from_lark(grammar.text)
+            text = LLMatcher.grammar_from_lark(text)
     except ValueError as error:
         raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be read: {_first_line(str(error))}") from None
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
-    if matcher.is_error():
-        raise GrammarRefused(f"the {NAMES[grammar.syntax]} cannot be honoured: {_first_line(matcher.get_error())}")
-    if grammar.syntax == "json_schema":
-        check_bounds(grammar.text)
-    return matcher
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 def _first_line(text: str) -> str:

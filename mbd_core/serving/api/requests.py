@@ -66,8 +66,8 @@ class GenerationRequest(StructuredFields):
     stream_options: StreamOptions | None = None
     """only with `stream`"""
     stop: str | Annotated[list[str], items(MAX_STOPS)] | None = None
-    """the answer ends before the first of them, of 1 to 1,024 characters each. Not beside a grammar, tools or
-    `template`"""
+    """the answer ends before the first of them, of 1 to 1,024 characters each; beside a grammar also in the
+    middle of its form. Not beside tools that may be called or `template`"""
     decoding: dict[str, Any] | None = None
     """fields of `DecodingConfig`, default the model's; one that is unknown, or that the model or the server cannot
     honour, is refused"""
@@ -166,8 +166,8 @@ class GenerationRequest(StructuredFields):
         if self.temperature is not None and 0 < self.temperature < LEAST:
             why = "is too little to draw with"
             raise FieldError("temperature", why, value=self.temperature, remedy="give 0, which is greedy")
-        if self.grammar_field is not None and self.stop_strings:
-            why = f"would cut an answer that {self.grammar_field} holds to its form"
+        if self.grammar_field == "tools" and self.stop_strings:
+            why = "would cut an answer that tools holds to its form"
             raise FieldError("stop", why, remedy="leave it out")
         return self
 
