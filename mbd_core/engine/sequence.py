@@ -31,7 +31,7 @@ class TextScores:
         """The next token, the text's own or one that is picked for a hole, and its probability."""
         token = self._template[self._number + len(self.scores)]
         if token is None:
-            token, _ = pick(0, np.ones(vocab.size, dtype=bool))
+            token = pick(0, np.ones(vocab.size, dtype=bool)).token
         log_p_V = logits_V.float().log_softmax(-1)
         likeliest = int(vocab.likeliest(logits_V[None])[0])
         self.scores.append(

@@ -21,7 +21,7 @@ from torch import Tensor
 from mbd_core.decoding.blocks.acceptance import Prediction
 from mbd_core.decoding.blocks.block_buffer import BlockBuffer, Chosen
 from mbd_core.decoding.blocks.sampling import Draw, Vocab, choose
-from mbd_core.decoding.grammar.guide import Guide, GuideState, Search
+from mbd_core.decoding.grammar.guide import Choice, Guide, GuideState, Pick, Search
 from mbd_core.engine.sequence import SequenceState, TextScores
 
 FORBIDDEN = -1e30  # a logit whose probability is 0, and finite
@@ -175,7 +175,7 @@ def _decided(row: _Row, buffer: BlockBuffer, vocab: Vocab, search: Search) -> De
     return Decided(decided, guide.pending, guide.ended)
 
 
-def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.ndarray], tuple[int, float]]:
+def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Pick:
     """Chooses among allowed tokens as a plain request chooses among all: the likeliest, or drawn with its noise, that
     of a forward's number without the forwards in which its guide waited for other rows; after its own changes."""
     at_A = torch.tensor(row.places, dtype=torch.int64, device=buffer.masked_RNB.device)
@@ -186,7 +186,7 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.n
         if isinstance(row.guide, Guide):
             draw = replace(draw, forward_P=draw.forward_P - row.guide.num_waits)
 
-    def pick(i: int, allowed_V: np.ndarray) -> tuple[int, float]:
+    def pick(i: int, allowed_V: np.ndarray) -> Choice:
         logits_V = row.logits[i]
         mask_V = torch.from_numpy(allowed_V).to(logits_V.device)
         masked_V = torch.full_like(logits_V, FORBIDDEN)
@@ -198,6 +198,7 @@ def _picker(row: _Row, buffer: BlockBuffer, vocab: Vocab) -> Callable[[int, np.n
             None if draw is None else draw.select(one),
             None if adjust is None else adjust.select(one),
         )
-        return int(chosen_P[0]), float(probability_P[0])
+        likeliest = vocab.exclude_(logits_V.clone(), FORBIDDEN).max()
+        return Choice(int(chosen_P[0]), float(probability_P[0]), bool(masked_V.max() < likeliest))
 
     return pick

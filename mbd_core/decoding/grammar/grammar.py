@@ -167,8 +167,8 @@ def _check_properties(joined: list[dict[str, Any]]) -> None:
     }
     if least > len(required) + 1 and all("object" in kinds for kinds in types):
         raise GrammarRefused(
-            f"the JSON schema cannot be honoured: minProperties {least} with {len(required)} required names, because a "
-            "name may be written twice; require all but one of them by name"
+            f"the JSON schema cannot be honoured: minProperties {least} with {len(required)} required names, because "
+            "a name may be written twice; require all but one of them by name"
         )
 
 

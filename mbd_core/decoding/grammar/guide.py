@@ -30,8 +30,21 @@ from mbd_core.decoding.grammar.grammar import NAMES, Grammar, GrammarRefused, ch
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Pick = Callable[[int, np.ndarray], tuple[int, float]]
-"""The token at the i-th open position among the allowed ones (V,), and its probability among them."""
+
+@dataclass(frozen=True)
+class Choice:
+    """A token among the allowed ones, its probability among them, and whether the model's likeliest token of all is
+    none of them: the grammar overrules the model there."""
+
+    token: int
+    probability: float
+    overruled: bool
+
+
+Pick = Callable[[int, np.ndarray], Choice]
+"""The choice at the i-th open position among the allowed tokens (V,)."""
+
+TAU_OVERRULED = 0.1  # what an overruled choice must exceed, where it is below `tau` and `tau` is below 1
 
 # A step beyond them ends in an error and not in seconds of work; a first mask may take half a second.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 300_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
@@ -265,25 +278,28 @@ class Guide(GuideState):
         closing and `search` is over, there are none, and nothing has changed.
 
         `pick` chooses at the first `num_rows` of them. The first `quota` choices are taken, further ones while their
-        probability exceeds `tau`. A forced token has probability 1. What has no place becomes `pending`. Places that
-        were added while it waited are not used: it decides what it would have decided at once.
+        probability exceeds `tau`, or `TAU_OVERRULED` where the grammar overrules the model: its confidence is then
+        that of another text. With `tau` 1 only the quota is taken. A forced token has probability 1. What has no place
+        becomes `pending`. Places that were added while it waited are not used: it decides what it would have decided
+        at once.
         """
         assert not self.pending and not self.ended
         if self.waited:
             num_places, num_rows = map(min, self._room, (num_places, num_rows))
         self._room = (num_places, num_rows)
+        eager = tau if tau >= 1 else min(tau, TAU_OVERRULED)
         trail: list[tuple[int, float]] = []
         marks = [0]  # lengths of the trail after each choice
         while len(trail) < min(num_rows, num_places) and not self._ends(trail):
             mask_V = self._closings.allowed(self._matcher)
             if mask_V is None:
                 break
-            token, probability = pick(len(trail), mask_V)
-            if len(marks) > quota and probability <= tau:
+            choice = pick(len(trail), mask_V)
+            if len(marks) > quota and choice.probability <= (eager if choice.overruled else tau):
                 break
-            trail.append((token, probability))
-            if token != self._closings.eos_token_id:
-                self._matcher.consume_token(token)
+            trail.append((choice.token, choice.probability))
+            if choice.token != self._closings.eos_token_id:
+                self._matcher.consume_token(choice.token)
                 trail += [(t, 1.0) for t in self._force()]
             marks.append(len(trail))
         trail = self._closed(trail, marks, search)
