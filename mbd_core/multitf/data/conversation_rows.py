@@ -4,7 +4,7 @@ Files are read one after another and row by row, here or at any URL that fsspec 
 (`messages`, or ShareGPT's `conversations`) or a prompt and its response.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +14,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mbd_core.json_text import parse_json
-from mbd_core.multitf.data.encoding import error_sentence
+from mbd_core.multitf.data.encoding import error_sentence, is_empty
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".parquet", ".arrow")
 CHATS = ("messages", "conversations")
 PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("problem", "solution"))
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ROWS_AT_ONCE = 256
+"""Of a table so many rows are Python objects at once, whatever its batches are."""
 
 Row = tuple[str, Mapping[str, Any]]
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +90,95 @@ class Columns:
 def _checked(turns: Any, *, answered: bool) -> Messages:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not all(isinstance(t, Mapping) for t in turns):
         raise ValueError("its conversation is no list of messages, each with a role and a content")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in ROLES or not isinstance(content, str):
-            raise ValueError(f"its message {number} needs a role (system, user, assistant) and a content that is text")
-        messages.append({"role": ROLES[role], "content": content})
+    messages = _in_order_of_calls([_turn(turn, number) for number, turn in enumerate(turns, start=1)])
     if not answered:
         return _prompt(messages)
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or messages[-2]["role"] == "assistant":
         raise ValueError("its conversation does not end with a user's message and the assistant's answer")
-    if not messages[-1]["content"].strip():
+    if is_empty(messages[-1]):
         raise ValueError("its answer is empty")
     return messages
+
+
+def _turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message as a chat template takes it, as serving makes it of the same message."""
+    role, calls = turn.get("role", turn.get("from")), turn.get("tool_calls")
+    content = turn.get("content", turn.get("value"))
+    if role not in ROLES or (calls and ROLES[role] != "assistant"):
+        raise ValueError(f"its message {number} needs a role ({', '.join(sorted(ROLES))}); only an assistant calls")
+    message = {"role": ROLES[role], "content": _text("" if content is None and calls else content, number)}
+    if calls:
+        message["tool_calls"] = [_call(call, number) for call in calls]
+    if turn.get("tool_call_id") is not None and message["role"] == "tool":
+        message["tool_call_id"] = turn["tool_call_id"]
+    return message
+
+
+def _text(content: Any, number: int) -> str:
+    """A content that is a text, or a list of text parts."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, Sequence) or not all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise ValueError(f"its message {number} needs a content that is text, or a list of text parts")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """A call whose arguments are an object, or its text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"its message {number} has a call whose arguments' text")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise ValueError(f"its message {number} has a call without a function's name and its arguments, an object")
+    named = {} if call.get("id") is None else {"id": call["id"]}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _in_order_of_calls(messages: Messages) -> Messages:
+    """Results of calls in the order of the calls, where both have ids: templates show none."""
+    ordered: Messages = []
+    places: dict[str, int] = {}
+    for message in messages:
+        if message["role"] != "tool":
+            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ())) if "id" in call}
+        elif "tool_call_id" in message and places:
+            if message["tool_call_id"] not in places:
+                raise ValueError(f"its result of {message['tool_call_id']!r} is of no call in the turn before")
+            own = places[message["tool_call_id"]]
+            at = len(ordered)
+            while at and ordered[at - 1]["role"] == "tool" and places.get(ordered[at - 1].get("tool_call_id"), -1) > own:
+                at -= 1
+            ordered.insert(at, message)
+            continue
+        ordered.append(message)
+    return ordered
 
 
 def _prompt(messages: Messages) -> Messages:
     """The messages before the last answer, which need not be there."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    if not prompt or prompt[-1]["role"] != "user":
+    if not prompt or prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("its conversation does not end with a user's message, or with one and its answer")
     return prompt
+
+
+def tools_of(row: Mapping[str, Any]) -> Tools:
+    """The functions of a row's `tools`, a list or its JSON text, as serving shows them to a chat template."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, "its 'tools'")
+    shown = []
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError("its 'tools' are no list of functions, each with a name")
+        parameters = function.get("parameters")
+        described = {} if function.get("description") is None else {"description": function["description"]}
+        schema = {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
+        shown.append({"type": "function", "function": {"name": function["name"], **described, "parameters": schema}})
+    return shown
 
 
 @contextmanager
@@ -151,27 +232,37 @@ def _folder_files(system: Any, root: str, path: str, split: str | None) -> list[
     return [name for name in names if name.rpartition("/")[2] not in ("dataset_info.json", "state.json")]
 
 
-def read_rows(files: Sequence[str]) -> Iterator[Row]:
+def read_rows(files: Sequence[str], *, bad: Callable[[str, str], None] | None = None) -> Iterator[Row]:
     """Every row of the files with its name, as `data.jsonl line 3` or `data.parquet row 3`.
 
-    Raises `ValueError` naming the file, and the line where there is one, that cannot be read.
+    Raises `ValueError` naming the file, and the line where there is one, that cannot be read. With `bad`, which takes
+    its name and the reason, a line that is no row is passed to it instead.
     """
     for path in files:
         name = path.rpartition("/")[2]
         with _reading(path):
             if name.endswith(JSON_LINES):
-                yield from _json_lines(path, name)
+                yield from _json_lines(path, name, bad)
             elif name.endswith(".json"):
                 yield from _json_list(path, name)
             else:
                 yield from _tables(path, name)
 
 
-def _json_lines(path: str, name: str) -> Iterator[Row]:
+def _json_lines(path: str, name: str, bad: Callable[[str, str], None] | None) -> Iterator[Row]:
     with fsspec.open(path, "rb", compression="infer") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{name} line {number}", _object(line, f"{path} line {number}")
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = _object(line, where)
+            except ValueError as error:
+                if bad is None:
+                    raise
+                bad(f"{name} line {number}", str(error).removeprefix(where).strip())
+                continue
+            yield f"{name} line {number}", row
 
 
 def _json_list(path: str, name: str) -> Iterator[Row]:
@@ -196,10 +287,11 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
 def _tables(path: str, name: str) -> Iterator[Row]:
     with fsspec.open(path, "rb") as file:
         number = 0
-        for batch in pq.ParquetFile(file).iter_batches() if path.endswith(".parquet") else _arrow_batches(file):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{name} row {number}", row
+        for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE) if path.endswith(".parquet") else _arrow_batches(file):
+            for start in range(0, len(batch), ROWS_AT_ONCE):
+                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                    number += 1
+                    yield f"{name} row {number}", row
 
 
 def _arrow_batches(file: Any) -> Iterator[pa.RecordBatch]:

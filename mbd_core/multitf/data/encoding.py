@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.literal_text import MaskedText, masking_of, token_ids
@@ -27,11 +28,13 @@ KEPT_FILL = 32
 class Example:
     """A sample's tokens, its response padded with EOS to a whole block; `prompt_length` tokens are never masked.
 
-    Raises `ValueError` for a sample without a response.
+    `earlier`: the conversation's answers before that one which are trained too, each as the sample that it would be
+    alone. What precedes their EOS begins `tokens`. Raises `ValueError` for a sample without a response.
     """
 
     tokens: tuple[int, ...]
     prompt_length: int
+    earlier: tuple[Example, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt_length < len(self.tokens):
@@ -41,8 +44,8 @@ class Example:
             )
 
 
-def filled_length(length: int, block_size: int) -> int:
-    """A sample's tokens once they fill their blocks."""
+def filled_length(length: Any, block_size: int) -> Any:
+    """A sample's tokens once they fill their blocks, of one length or an array of them."""
     return -(-length // block_size) * block_size
 
 
@@ -84,10 +87,41 @@ def answer_labels(tokens: Sequence[int], prompt_length: int, *, kept_fill: int =
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation's tokens up to its last answer, and that answer's, without the EOS that ends and fills it."""
+    """A conversation's tokens up to its last answer, and that answer's, without the EOS that ends and fills it.
+
+    `earlier` are the places, from the first token of an answer up to its end, of answers before the last that are
+    trained too.
+    """
 
     prompt: list[int]
     response: list[int]
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.response]
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens of all its answers with what is before each, and each one's EOS."""
+        return len(self.tokens) + 1 + sum(stop + 1 for _, stop in self.earlier)
+
+
+class Chat(NamedTuple):
+    """A row's name, its conversation, and the functions that it may call, as a chat template shows them."""
+
+    name: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A conversation's samples; or none, because it is too long, or for what `error` says is wrong with it."""
+
+    samples: tuple[EncodedChat, ...] = ()
+    is_too_long: bool = False
+    error: str = ""
 
 
 def fill_token(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
@@ -98,46 +132,166 @@ def fill_token(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
 
 def encode_chats(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[tuple[str, Sequence[Mapping[str, str]]]],
+    chats: Sequence[tuple[str, Sequence[Mapping[str, Any]]]],
     *,
     eos_token_id: int,
 ) -> list[EncodedChat]:
-    """Tokenise named conversations that end with an answer, together.
-
-    The prompt is the template of all messages before the answer, with the beginning of an answer; it must be the
-    beginning of the template of the whole conversation, as text and as tokens. Raises `ValueError` naming the
-    conversation for which it is not, whose answer is empty, or that the template refuses. Control tokens that a
-    message spells are text, in answers too.
-    """
-    prompts, wholes = [], []
-    for name, messages in chats:
-        try:
-            prompt_text, whole_text = _texts(tokenizer, messages)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        prompts.append(prompt_text)
-        wholes.append(whole_text)
-    prompt_ids, whole_ids = token_ids(tokenizer, prompts), token_ids(tokenizer, wholes)
+    """The last answers of named conversations, tokenised together; `encode_rows` raises nothing, and this its errors."""
     encoded = []
-    for (name, _), prompt, whole in zip(chats, prompt_ids, whole_ids, strict=True):
-        if whole[: len(prompt)] != prompt:
-            raise ValueError(
-                f"{name}: the tokens of its prompt are not the beginning of those of the whole conversation: the "
-                "answer merges with the prompt's end; change the chat template"
-            )
-        response = _without_end(tokenizer, whole[len(prompt) :], eos_token_id)
-        if not response:
-            raise ValueError(f"{name}: its answer is empty")
-        encoded.append(EncodedChat(prompt, response))
+    for (name, _), row in zip(
+        chats, encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id), strict=True
+    ):
+        if row.error:
+            raise ValueError(f"{name}: {row.error}")
+        encoded.extend(row.samples)
     return encoded
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[MaskedText, MaskedText]:
-    if not messages[-1]["content"].strip():
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    *,
+    eos_token_id: int,
+    every: bool = False,
+    max_length: int | None = None,
+) -> list[EncodedRow]:
+    """Tokenise conversations that end with an answer, together.
+
+    An answer's prompt is the template of all messages before it, with the beginning of an answer; it must be the
+    beginning of the template of the conversation up to the answer's end, as text and as tokens. Control tokens that a
+    message spells are text, in answers too.
+
+    `every`: train all answers, each turn of the assistant after a user's or a tool's. An answer is part of the next
+    answer's sample if it begins it, token by token; a template that shows earlier turns otherwise makes it a sample
+    of its own. A conversation with a sample of more than `max_length` tokens with its EOS is too long; one of far more
+    is not tokenised.
+    """
+    rows: list[EncodedRow | None] = []
+    texts: list[list[tuple[MaskedText, MaskedText]]] = []
+    for chat in chats:
+        row = None
+        try:
+            answers = [_texts(tokenizer, chat, end) for end in _answer_ends(chat.messages, every=every)]
+        except ValueError as error:
+            row, answers = EncodedRow(error=str(error)), []
+        if answers and max_length is not None and least_tokens(tokenizer, answers[-1][1].text) > max_length:
+            row, answers = EncodedRow(is_too_long=True), []
+        rows.append(row)
+        texts.append(answers)
+    wholes = _ids_or_errors(tokenizer, [whole for answers in texts for _, whole in answers])
+    fits = [not isinstance(ids, str) and (max_length is None or len(ids) <= 2 * max_length) for ids in wholes]
+    prompts = [prompt for answers in texts for prompt, _ in answers]
+    tokenised = iter(_ids_or_errors(tokenizer, [text for text, fit in zip(prompts, fits, strict=True) if fit]))
+    pairs = iter([(next(tokenised) if fit else [], whole) for fit, whole in zip(fits, wholes, strict=True)])
+    return [
+        _row(tokenizer, [next(pairs) for _ in answers], eos_token_id, max_length) if row is None else row
+        for row, answers in zip(rows, texts, strict=True)
+    ]
+
+
+def _row(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[tuple[list[int] | str, list[int] | str]],
+    eos_token_id: int,
+    max_length: int | None,
+) -> EncodedRow:
+    """The samples of a conversation's answers, each given by the tokens before it and those up to its end."""
+    encoded: list[EncodedChat] = []
+    for prompt, whole in answers:
+        for ids in (prompt, whole):
+            if isinstance(ids, str):
+                return EncodedRow(error=ids)
+        if max_length is not None and len(whole) > 2 * max_length:
+            return EncodedRow(is_too_long=True)
+        if whole[: len(prompt)] != prompt:
+            return EncodedRow(
+                error="the tokens of its prompt are not the beginning of those of the whole conversation: the answer "
+                "merges with the prompt's end; change the chat template"
+            )
+        assert not isinstance(prompt, str) and not isinstance(whole, str)
+        response = _without_end(tokenizer, whole[len(prompt) :], eos_token_id)
+        if not response:
+            return EncodedRow(error="its answer is empty")
+        encoded.append(EncodedChat(prompt, response))
+    samples = _joined(encoded)
+    if max_length is not None and any(len(sample.tokens) + 1 > max_length for sample in samples):
+        return EncodedRow(is_too_long=True)
+    return EncodedRow(tuple(samples))
+
+
+def _joined(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
+    """Answers as parts of the next one's sample, where they begin it."""
+    samples: list[EncodedChat] = []
+    for answer in answers:
+        last = samples[-1] if samples else None
+        tokens = [] if last is None else last.tokens
+        if last is not None and answer.prompt[: len(tokens)] == tokens:
+            samples[-1] = replace(answer, earlier=(*last.earlier, (len(last.prompt), len(tokens))))
+        else:
+            samples.append(answer)
+    return samples
+
+
+def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool) -> list[int]:
+    """For each answer that is trained the number of messages up to it."""
+    if not every:
+        return [len(messages)]
+    return [
+        end
+        for end in range(2, len(messages) + 1)
+        if messages[end - 1]["role"] == "assistant" and messages[end - 2]["role"] in ("user", "tool")
+        if end == len(messages) or not is_empty(messages[end - 1])
+    ]
+
+
+def is_empty(answer: Mapping[str, Any]) -> bool:
+    """Whether an assistant's turn has neither a text nor a call."""
+    return not answer["content"].strip() and not answer.get("tool_calls")
+
+
+def _ids_or_errors(tokenizer: PreTrainedTokenizerBase, texts: Sequence[MaskedText]) -> list[list[int] | str]:
+    """The ids of each text, or why there are none."""
+    try:
+        return list(token_ids(tokenizer, texts))
+    except ValueError as error:
+        if len(texts) == 1:
+            return [str(error)]
+        return [ids for text in texts for ids in _ids_or_errors(tokenizer, [text])]
+
+
+def least_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """A number of tokens that a text has at least: its bytes over those of the longest token.
+
+    0 where nothing is known: only of byte-level vocabularies every token stands for so many bytes of the text.
+    """
+    longest = _longest_token(tokenizer, len(tokenizer))
+    if not longest:
+        return 0
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    return len((text if normalizer is None else normalizer.normalize_str(text)).encode(errors="replace")) // longest
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int:
+    """Bytes of the longest token of a byte-level vocabulary of so many tokens; 0 of any other."""
+    assert num_tokens == len(tokenizer)
+    if not tokenizer.is_fast:
+        return 0
+    backend = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder().values()
+    if "ByteLevel" not in repr(backend.pre_tokenizer) or any(token.lstrip or token.rstrip for token in added):
+        return 0
+    plain = backend.get_vocab(with_added_tokens=False)
+    return max(*map(len, plain), *(len(token.content.encode()) for token in added), 1)
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, chat: Chat, end: int) -> tuple[MaskedText, MaskedText]:
+    messages = chat.messages[:end]
+    if is_empty(messages[-1]):
         raise ValueError("its answer is empty")
-    masking = masking_of(tokenizer, messages)
-    prompt = chat_text(tokenizer, messages[:-1], masking=masking)
-    whole = chat_text(tokenizer, messages, masking=masking, answered=True)
+    masking = masking_of(tokenizer, messages, chat.tools)
+    prompt = chat_text(tokenizer, messages[:-1], tools=chat.tools, masking=masking)
+    whole = chat_text(tokenizer, messages, tools=chat.tools, masking=masking, answered=True)
     if not whole.text.startswith(prompt.text):
         raise ValueError(
             "the chat template's prompt is not the beginning of the whole conversation, so where the answer begins is "

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,6 +31,7 @@ from mbd_core.multitf.data.encoding import (
 from mbd_core.tasks.generated import GENERATED_TASKS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 
 DATA_KIND = "training set"  # the kind in its manifest
 SAMPLES, RECORD = "samples.arrow", "data.json"
-SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
+PLAIN = pa.schema([("tokens", pa.list_(pa.int32())), ("prompt_length", pa.int32())])
+"""Of samples with one answer each."""
+SCHEMA = PLAIN.append(pa.field("earlier", pa.list_(pa.int32())))
+"""`earlier` are beginnings and ends of a conversation's earlier answers, one behind the other."""
 BATCH = 1024
 FIELDS = {"samples", "longest", "digest", "tokenizer", "eos_token_id", "mask_token_id", "max_length"}
 
@@ -60,13 +64,20 @@ def named_data(folder: Path, path: str | None = None) -> PreparedData:
 
 
 def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
-    """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest."""
-    digest, count, longest, total = hashlib.sha256(), 0, 0, 0
+    """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest.
+
+    And `answers`, the most that one sample has, and `trained`, the most tokens of its answers with what is before them.
+    """
+    digest, count, longest, total, answers, trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
 
     def flush() -> None:
-        tokens = [[*row.prompt, *row.response] for row in rows]
-        columns = [pa.array(tokens, SCHEMA.field(0).type), pa.array([len(r.prompt) for r in rows], pa.int32())]
+        earlier = [[place for span in row.earlier for place in span] for row in rows]
+        columns = [
+            pa.array([row.tokens for row in rows], SCHEMA.field(0).type),
+            pa.array([len(row.prompt) for row in rows], pa.int32()),
+            pa.array(earlier, SCHEMA.field(2).type),
+        ]
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
         rows.clear()
 
@@ -74,13 +85,23 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
         for sample in samples:
             count, length = count + 1, len(sample.prompt) + len(sample.response)
             longest, total = max(longest, length + 1), total + length
+            answers, trained = max(answers, 1 + len(sample.earlier)), max(trained, sample.num_trained)
             digest.update(np.array([len(sample.prompt), length, *sample.prompt, *sample.response], "<i4").tobytes())
+            if sample.earlier:  # those of one answer keep their digest
+                digest.update(np.array([-len(sample.earlier), *itertools.chain(*sample.earlier)], "<i4").tobytes())
             rows.append(sample)
             if len(rows) == BATCH:
                 flush()
         if rows:
             flush()
-    return {"samples": count, "longest": longest, "tokens": total, "digest": digest.hexdigest()}
+    return {
+        "samples": count,
+        "longest": longest,
+        "tokens": total,
+        "answers": answers,
+        "trained": trained,
+        "digest": digest.hexdigest(),
+    }
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -109,7 +130,7 @@ def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} is cut or damaged ({reason}); copy it again, or prepare it again") from None
-    if table.schema != SCHEMA or len(table) != record["samples"]:
+    if table.schema not in (SCHEMA, PLAIN) or len(table) != record["samples"]:
         raise ValueError(f"{file} does not hold the samples that {RECORD} names; prepare it again")
     return table
 
@@ -117,10 +138,14 @@ def _read_samples(folder: Path, record: dict[str, Any]) -> pa.Table:
 class PreparedExamples(Sequence[Example]):
     """The samples of a data folder, filled to blocks; each is read when it is asked for.
 
-    Raises `ValueError` for a sample that is longer than `max_length` with its fill.
+    A conversation with several answers is one sample, or with `apart` one for each answer. `lengths` are the tokens of
+    a sample's answers, each with what is before it. Raises `ValueError` for a sample that is longer than `max_length`
+    with its fill.
     """
 
-    def __init__(self, folder: Path, *, block_size: int, max_length: int, trailing_fill: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, block_size: int, max_length: int, trailing_fill: int = 0, apart: bool = False
+    ) -> None:
         record = read_record(folder)
         self._fill = {
             "eos_token_id": int(record["eos_token_id"]),
@@ -132,10 +157,29 @@ class PreparedExamples(Sequence[Example]):
         sizes = pa.compute.list_value_length(self._table["tokens"]).to_numpy() + 1
         room = max_length // block_size * block_size
         filled = sizes + np.clip(room - sizes, 0, trailing_fill)
-        self.lengths: list[int] = [filled_length(length, block_size) for length in filled.tolist()]
+        own = filled_length(filled, block_size)
+        counts = np.zeros(len(own), dtype=np.int64)
+        stops = np.zeros(0, dtype=np.int64)
+        if "earlier" in self._table.column_names:
+            counts = pa.compute.list_value_length(self._table["earlier"]).to_numpy() // 2
+            stops = pa.compute.list_flatten(self._table["earlier"]).to_numpy()[1::2]
+        self._rows: NDArray[np.int64] | None = None
+        self._answers: NDArray[np.int64] | None = None
+        spans = filled_length(stops + 1, block_size)
+        if apart and len(spans):
+            self._rows = np.repeat(np.arange(len(own)), counts + 1)
+            ends = np.cumsum(counts + 1)  # a row's last answer stands last
+            self._answers = np.arange(len(self._rows)) - np.repeat(ends - counts - 1, counts + 1)
+            lengths = np.empty(len(self._rows), dtype=np.int64)
+            is_last = np.zeros(len(self._rows), dtype=bool)
+            is_last[ends - 1] = True
+            lengths[is_last], lengths[~is_last] = own, spans
+        else:
+            lengths = own + np.bincount(np.repeat(np.arange(len(own)), counts), spans, len(own)).astype(np.int64)
+        self.lengths: list[int] = lengths.tolist()
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -144,17 +188,29 @@ class PreparedExamples(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        tokens = self._table["tokens"][index].as_py()
-        prompt = self._table["prompt_length"][index].as_py()
-        example = encode_example(tokens[:prompt], tokens[prompt:], **self._fill)
-        if example is None:
+        row = index if self._rows is None else int(self._rows[index])
+        tokens = self._table["tokens"][row].as_py()
+        prompt = self._table["prompt_length"][row].as_py()
+        places = self._table["earlier"][row].as_py() if "earlier" in self._table.column_names else []
+        own_fill = self._fill | {"trailing_fill": 0}
+        answers = [
+            encode_example(tokens[:start], tokens[start:stop], **own_fill)
+            for start, stop in zip(places[::2], places[1::2], strict=True)
+        ]
+        answers.append(encode_example(tokens[:prompt], tokens[prompt:], **self._fill))
+        whole = [answer for answer in answers if answer is not None]
+        if len(whole) < len(answers):
             raise ValueError(f"training sample {index} is longer than max_length={self._fill['max_length']} tokens")
-        return example
+        if self._answers is not None:
+            return whole[int(self._answers[index])]
+        return replace(whole[-1], earlier=tuple(whole[:-1]))
 
 
 def sample_lengths(examples: Sequence[Example]) -> Sequence[int]:
-    """The samples' lengths, without reading prepared ones."""
-    return examples.lengths if isinstance(examples, PreparedExamples) else [len(e.tokens) for e in examples]
+    """The samples' lengths, without reading prepared ones; of a conversation, those of its answers' samples."""
+    if isinstance(examples, PreparedExamples):
+        return examples.lengths
+    return [sum(len(one.tokens) for one in (*e.earlier, e)) for e in examples]
 
 
 # Training samples from the task generators, tokenised in the chat format.

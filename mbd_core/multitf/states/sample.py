@@ -87,6 +87,9 @@ class NoisyStream:
     rollout: bool = False
 
 
+AnswerStreams = tuple[Example, Sequence[tuple[GroupLayout, NoisyStream]], int]
+"""An answer as a sample of its own, its noisy streams with their layouts, and the block where they begin."""
+
 Columns = dict[str, list]
 """One sample's training sequence as lists, named as the fields of `MultiTFBatch` but `sample`."""
 
@@ -184,8 +187,9 @@ def build_batch(
     """
     rows = []
     for example, rng in zip(examples, rngs, strict=True):
-        _check_example(example, config, shift=shift)
-        draw = partial(corrupt, example, config=config, mask_token_id=mask_token_id, rng=rng)
+        for answer in (*example.earlier, example):
+            _check_example(answer, config, shift=shift)
+        draw = partial(corrupt, config=config, mask_token_id=mask_token_id, rng=rng)
         drawn = _draw_d2f if config.layouts == "d2f" else _draw_streams
         rows.append(drawn(example, config, draw, rng, shift))
     return collate(rows, together)
@@ -195,11 +199,13 @@ def _draw_streams(
     example: Example, config: StateConfig, draw: Callable[..., NoisyStream], rng: random.Random, shift: bool
 ) -> Columns:
     size = config.block_size
-    first_block = example.prompt_length // size if config.span == "response" else 0
-    layouts = choose_layouts(len(example.tokens) // size - first_block, config, rng)
-    drawn = [(layout, draw(layout, start=first_block * size)) for layout in layouts]
-    row = lay_out(example, self_denoised(drawn, config, rng), config, first_block=first_block, shift=shift)
-    return without_unseen(row)
+    answers = []
+    for answer in (*example.earlier, example):
+        first_block = answer.prompt_length // size if config.span == "response" else 0
+        layouts = choose_layouts(len(answer.tokens) // size - first_block, config, rng)
+        drawn = [(layout, draw(answer, layout, start=first_block * size)) for layout in layouts]
+        answers.append((answer, self_denoised(drawn, config, rng), first_block))
+    return without_unseen(lay_out_answers(answers, config, shift=shift))
 
 
 def _draw_d2f(
@@ -207,7 +213,7 @@ def _draw_d2f(
 ) -> Columns:
     num_blocks = -(-(len(example.tokens) - example.prompt_length) // config.block_size)
     (layout,) = choose_layouts(num_blocks, config, rng)
-    return lay_out_d2f(example, draw(layout, start=example.prompt_length), config, shift=shift)
+    return lay_out_d2f(example, draw(example, layout, start=example.prompt_length), config, shift=shift)
 
 
 def self_denoised(
@@ -234,11 +240,43 @@ def lay_out(
     With `shift` a token's logits come from the token before it in its stream, and for the first token of a noise-group
     from the clean stream: decoding takes them from the last committed position.
     """
+    return lay_out_answers([(example, streams, first_block)], config, shift=shift)
+
+
+def lay_out_answers(answers: Sequence[AnswerStreams], config: StateConfig, *, shift: bool = False) -> Columns:
+    """One training sequence of a conversation: the noisy streams of each answer before the clean one of the last.
+
+    A noisy stream of an answer is that of the sample which the answer would be alone, with its own EOS and fill. It
+    sees clean blocks before the one with that EOS, and there all samples are the same conversation. So the losses are
+    those of a sample for each answer. Under weights that are means, the conversation's loss is the mean of them.
+    """
+    size, (last, _, _) = config.block_size, answers[-1]
+    clean_at = sum(len(streams) * (len(answer.tokens) - first * size) for answer, streams, first in answers)
+    row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
+    for answer, streams, first_block in answers:
+        _add_noisy(row, answer, streams, config, first_block=first_block, clean_at=clean_at if shift else None)
+    if len(answers) > 1 and config.weighting in ("masked_mean", "block_ratio"):
+        row["weights"] = [weight / len(answers) for weight in row["weights"]]
+    _add_clean(row, last, size)
+    length = len(row["input_ids"])
+    row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
+    _check_columns(row)
+    return row
+
+
+def _add_noisy(
+    row: Columns,
+    example: Example,
+    streams: Sequence[tuple[GroupLayout, NoisyStream]],
+    config: StateConfig,
+    *,
+    first_block: int,
+    clean_at: int | None,
+) -> None:
+    """Add an answer's noisy streams. `clean_at`: where the clean stream begins, for logits that are shifted."""
     size, length = config.block_size, len(example.tokens)
     num_blocks, start = length // size, first_block * size
-    clean_at = len(streams) * (length - start)
-    row: Columns = {f.name: [] for f in fields(MultiTFBatch) if f.name != "sample"}
-    for number, (layout, noisy) in enumerate(streams, start=1):
+    for number, (layout, noisy) in enumerate(streams, start=max(row["stream"], default=0) + 1):
         at = len(row["input_ids"])
         starts = layout.first_blocks()
         labels = _labels(example, noisy, config, start=start)
@@ -253,14 +291,9 @@ def lay_out(
         row["rollout"] += [m and noisy.rollout for m in noisy.masked]
         row["slot"] += [b - a for b, a in enumerate(starts) for _ in range(size)]
         row["ratio"] += noisy.ratio
-        if shift:
+        if clean_at is not None:
             heads = {a * size for a in starts}
             row["source"] += [clean_at + start + i - 1 if i in heads else at + i - 1 for i in range(length - start)]
-    _add_clean(row, example, size)
-    length = len(row["input_ids"])
-    row["source"] = [max(0, s) for s in row["source"]] + list(range(len(row["source"]), length))
-    _check_columns(row)
-    return row
 
 
 def without_unseen(row: Columns) -> Columns:
@@ -380,6 +413,8 @@ def _weights(
 
 
 def _check_example(example: Example, config: StateConfig, *, shift: bool) -> None:
+    if config.layouts == "d2f" and example.earlier:
+        raise ValueError("D2F's sequences have no clean stream that answers could share: give each answer as a sample")
     if config.layouts != "d2f" and len(example.tokens) % config.block_size:
         raise ValueError(
             f"a sample of {len(example.tokens)} tokens is no whole number of blocks of {config.block_size}; "
