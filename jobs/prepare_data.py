@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if __name__ == "__main__":  # run by its path, it finds the project's packages beside it
     sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
@@ -133,6 +133,26 @@ def run(
     max_length: Annotated[
         int, Option("Rows of more tokens, with their EOS, are counted and left out.", DATA, at_least=2)
     ] = 2048,
+    answers_trained: Annotated[
+        Literal["every", "last"] | None,
+        Option(
+            "Train every answer of a conversation, or the last one alone.",
+            DATA,
+            default="every; with --answers-from last",
+        ),
+    ] = None,
+    weight: Annotated[
+        tuple[float, ...],
+        Option(
+            "How often the rows of a source are in the data, 0.5 for every second row. One for each source, in order.",
+            DATA,
+            above=0,
+            default="1",
+        ),
+    ] = (),
+    skip_bad: Annotated[
+        bool, Option("Leave rows out that cannot be trained on; OUT/skipped.txt lists them.", DATA)
+    ] = False,
     limit: Annotated[int | None, Option("Read only so many rows.", DATA, at_least=1)] = None,
     against: Annotated[
         tuple[str, ...],
@@ -168,11 +188,17 @@ def run(
     if drop_overlap and not against:
         raise ValueError("--drop-overlap needs the benchmarks' files: name them with --against")
     answerer = None if answering.answers_from is None else Answerer.find(answering.answers_from, target, answering)
-    files = [file for source in sources for file in find_files(source, split=split)]
+    if weight and len(weight) != len(sources):
+        raise ValueError(f"--weight is given {len(weight)} times for {len(sources)} sources: give one for each")
+    groups = [find_files(source, split=split) for source in sources]
+    files = [file for group in groups for file in group]
+    weights = [number for number, group in zip(weight, groups, strict=True) for _ in group] if weight else None
+    every = answers_trained == "every" or (answers_trained is None and answerer is None)
     has_columns = (messages, prompt, response) != (None, None, None)
+    folder_of_model = read_folder(model_folder(fetch_model(model)))
     preparation = Preparation(
         files=files,
-        model=read_folder(model_folder(fetch_model(model))),
+        model=folder_of_model,
         max_length=max_length,
         columns=Columns(chat=messages, prompt=prompt, response=response, answered=not answerer)
         if has_columns
@@ -180,6 +206,10 @@ def run(
         benchmarks=[Benchmark.of(name, read_rows(find_files(name))) for name in against],
         drop_overlap=drop_overlap,
         limit=limit,
+        weights=weights,
+        every=every,
+        skip_bad=skip_bad,
+        readers=() if answerer is None else (folder_of_model.tokenizer, answerer.tokenizer),
     )
     actors = answering.actors
     with (
@@ -191,9 +221,9 @@ def run(
         if workers is not None:
             from actors.training.data import encode_on_cluster
 
-            encode = encode_on_cluster(model, num_workers=workers)
+            encode = encode_on_cluster(model, num_workers=workers, every=every, max_length=max_length)
         if answerer is not None:
-            num_rows = check_prompts(preparation, answerer.tokenizer)
+            num_rows = check_prompts(preparation)
             decoded = stack.enter_context(answerer.begin(num_rows, num_actors=actors))
             preparation = replace(preparation, answers=decoded)
         counts = prepare_data(preparation, folder, overwrite=overwrite, encode=encode)

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -20,8 +20,8 @@ from mbd_core.checkpoint.shipped import model_folder
 from mbd_core.engine.config import EngineConfig
 from mbd_core.evaluation.sweep.decoding import DecodingModel
 from mbd_core.evaluation.sweep.model_answers import Answering, Line, PartDecoder, Parts
-from mbd_core.multitf.data.encoding import EncodedChat
-from mbd_core.multitf.data.preparation import Chat, Encode, encoder
+from mbd_core.multitf.data.encoding import Chat, EncodedChat, EncodedRow
+from mbd_core.multitf.data.preparation import Encode, encoder
 from mbd_core.serving.tokens.load import load_engine
 
 # Conversations tokenised by tasks of Ray Data, in their order: the same samples as in one process.
@@ -30,22 +30,23 @@ WINDOW = 64
 """So many chunks are on the cluster at once; their tokens come back in the order of the rows."""
 
 
-def encode_on_cluster(model: str, *, num_workers: int) -> Encode:
+def encode_on_cluster(model: str, *, num_workers: int, every: bool = False, max_length: int | None = None) -> Encode:
     """Tokenise for a model, which each node fetches for itself, by at most `num_workers` tasks at once.
 
-    Raises `ClusterTooSmall` if the connected cluster has no room for them. A row that cannot be tokenised is a
-    `ValueError`, as `encode_chats` says it.
+    Raises `ClusterTooSmall` if the connected cluster has no room for them. `every` and `max_length` are those of `encode_rows`.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     plan_topology(nodes, processes=num_workers, device="cpu", noun="workers")
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
-    def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedChat]]:
+    settings = json.dumps({"every": every, "max_length": max_length})
+
+    def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedRow]]:
         chunks_left = iter(chunks)
         while window := list(islice(chunks_left, WINDOW)):
             tables = [
-                pa.table({"number": [number], "model": [model], "chats": [json.dumps(chunk)]})
+                pa.table({"number": [number], "model": [model], "settings": [settings], "chats": [json.dumps(chunk)]})
                 for number, chunk in enumerate(window)
             ]
             encoded = ray.data.from_arrow(tables).map_batches(
@@ -64,22 +65,26 @@ def encode_on_cluster(model: str, *, num_workers: int) -> Encode:
 
 
 def encode_batch(batch: pa.Table) -> pa.Table:
-    """A chunk of conversations to its samples, or to what is wrong with it."""
+    """A chunk of conversations to its encoded rows."""
     (row,) = batch.to_pylist()
-    samples, error = "[]", ""
-    try:
-        (encoded,) = encoder(folder_of(row["model"]))([[(name, turns) for name, turns in json.loads(row["chats"])]])
-        samples = json.dumps([[sample.prompt, sample.response] for sample in encoded])
-    except ValueError as refusal:  # it crosses as text, since Ray wraps what a task raises
-        error = str(refusal)
-    return pa.table({"number": [row["number"]], "samples": [samples], "error": [error]})
+    encode = encoder(folder_of(row["model"]), **json.loads(row["settings"]))
+    (encoded,) = encode([[Chat(*chat) for chat in json.loads(row["chats"])]])
+    return pa.table({"number": [row["number"]], "rows": [json.dumps([asdict(one) for one in encoded])]})
 
 
-def unpacked(row: dict[str, Any]) -> list[EncodedChat]:
-    """The samples of a row of `encode_batch`; its error is raised as a `ValueError`."""
-    if row["error"]:
-        raise ValueError(row["error"])
-    return [EncodedChat(prompt, response) for prompt, response in json.loads(row["samples"])]
+def unpacked(row: dict[str, Any]) -> list[EncodedRow]:
+    """The encoded rows of a row of `encode_batch`."""
+    return [
+        EncodedRow(
+            tuple(
+                EncodedChat(sample["prompt"], sample["response"], tuple((a, b) for a, b in sample["earlier"]))
+                for sample in one["samples"]
+            ),
+            one["is_too_long"],
+            one["error"],
+        )
+        for one in json.loads(row["rows"])
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -101,7 +106,7 @@ class AnswerActor:
 
         self._decoder = PartDecoder(answering, load)
 
-    def decode(self, number: int, chats: list[Any]) -> tuple[int, list[Line] | str]:
+    def decode(self, number: int, chats: list[Chat]) -> tuple[int, list[Line] | str]:
         """A part's number with its lines, or with why the engine refuses it: Ray wraps what an actor raises."""
         try:
             return number, self._decoder.decode(number, chats)

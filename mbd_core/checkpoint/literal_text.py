@@ -112,12 +112,12 @@ def token_ids(
     for masked in texts:
         if half := HALF.search(masked.text):
             raise ValueError(f"a text holds {half[0]!r}, half of a surrogate pair, which is no character; remove it")
-    plain_ids = tokenizer([masked.text for masked in texts], add_special_tokens=add_special_tokens)["input_ids"]
+    hides = [masked.masking.hides_in(masked.text) for masked in texts]
+    plain = [masked.text for masked, has_private in zip(texts, hides, strict=True) if not has_private]
+    plain_ids = iter(tokenizer(plain, add_special_tokens=add_special_tokens)["input_ids"] if plain else [])
     return [
-        _masked_ids(tokenizer, masked, add_special_tokens=add_special_tokens)
-        if masked.masking.hides_in(masked.text)
-        else ids
-        for masked, ids in zip(texts, plain_ids, strict=True)
+        _masked_ids(tokenizer, masked, add_special_tokens=add_special_tokens) if has_private else next(plain_ids)
+        for masked, has_private in zip(texts, hides, strict=True)
     ]
 
 

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from chat_rows import chat, write_rows
 from ray.exceptions import WorkerCrashedError
@@ -12,6 +14,7 @@ from jobs import prepare_data
 from mbd_core.checkpoint.chat import decode_text
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
+from mbd_core.multitf.data import encoding
 from mbd_core.multitf.data.prepared import RECORD, SAMPLES, PreparedExamples, named_data
 from mbd_core.multitf.run import __main__ as training
 
@@ -40,10 +43,22 @@ def test_own_chats_become_samples_that_a_recipe_trains_on(
     third = examples[3]
     assert decode_text(tokenizer, third.tokens[: third.prompt_length]) == "Be brief.3+1?43+2?"
     assert decode_text(tokenizer, third.tokens[third.prompt_length :]) == "5"
-    assert third.tokens[-1] == 1 and len(third.tokens) == examples.lengths[3]
+    (before,) = third.earlier
+    assert decode_text(tokenizer, before.tokens[: before.prompt_length]) == "Be brief.3+1?"
+    assert decode_text(tokenizer, before.tokens[before.prompt_length :]) == "4"
+    assert third.tokens[-1] == 1 and len(third.tokens) + len(before.tokens) == examples.lengths[3]
+    apart = PreparedExamples(Path("data"), block_size=4, max_length=400, apart=True)
+    assert [apart[i] for i in range(60)] == [
+        answer for i in range(40) for answer in (*examples[i].earlier, replace(examples[i], earlier=()))
+    ]
+    assert apart.lengths == [len(apart[i].tokens) for i in range(60)]
+    assert prepare("chats.jsonl", "--max-length", "160", "--answers-trained", "last", out="last") == 0
+    last = PreparedExamples(Path("last"), block_size=4, max_length=400)
+    assert [last[i] for i in range(40)] == [replace(examples[i], earlier=()) for i in range(40)]
     room = max(examples.lengths) + 8
     filled = PreparedExamples(Path("data"), block_size=4, max_length=room + 2, trailing_fill=32)
-    assert filled.lengths == [len(filled[i].tokens) for i in range(40)] and max(filled.lengths) == room
+    alone = [i for i in range(40) if not filled[i].earlier]
+    assert [filled.lengths[i] for i in alone] == [len(filled[i].tokens) for i in alone]
     options = ["--recipe", "SDAR-8B-b4", "--base", str(tiny_model_dir), "--data", "data", "--steps", "1"]
     assert training.main([*options, "--precision", "float32", "--out", "model", "--pack", "99"]) == 0
     recorded = json.loads(Path("model/recipe.json").read_text())
@@ -145,3 +160,75 @@ def test_samples_that_are_cut_are_refused_before_anything_is_trained(prepare: Ca
         with pytest.raises(ValueError, match=r"^data/samples\.arrow is cut or damaged") as refused:
             named_data(Path("data"))
         assert "\n" not in str(refused.value)
+
+
+BAD = {
+    2: ("{broken", "is not valid JSON"),
+    5: (json.dumps(chat(1, answer=" ")), "its answer is empty"),
+    7: (json.dumps({"messages": [{"role": "robot", "content": "x"}]}), "needs a role"),
+    9: (json.dumps({"prompt": "a"}), "it has no 'messages'"),
+}
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_all_bad_rows_are_named_at_once_or_left_out(
+    prepare: Callable[..., int], skip: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [BAD[n][0] if n in BAD else json.dumps(chat(n)) for n in range(1, 13)]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    assert prepare("rows.jsonl", *["--skip-bad"] * skip) == (0 if skip else 2)
+    printed = capsys.readouterr()
+    named = Path("data/skipped.txt").read_text() if skip else printed.err
+    for number, (_, reason) in BAD.items():
+        assert any(f"rows.jsonl line {number}: " in line and reason in line for line in named.splitlines())
+    if not skip:
+        assert "4 rows are bad" in named and not Path("data").exists()
+        return
+    assert "12 rows: 8 kept" in printed.out and "4 bad" in printed.out and len(named.splitlines()) == 4
+    good = [chat(n) for n in range(1, 13) if n not in BAD]
+    write_rows(Path("good.jsonl"), good)
+    assert prepare("good.jsonl", out="good") == 0
+    assert Path("good", SAMPLES).read_bytes() == Path("data", SAMPLES).read_bytes()
+
+
+def test_more_bad_rows_than_are_named_are_counted(
+    prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("rows.jsonl"), [chat(1, answer="")] * 300)
+    assert prepare("rows.jsonl") == 2
+    error = capsys.readouterr().err
+    assert "300 rows are bad" in error and "... and 280 more" in error and len(error.splitlines()) == 22
+
+
+def test_rows_are_as_often_in_the_data_as_their_source_weighs(
+    prepare: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("a.jsonl"), [{"prompt": f"a{n}", "response": "x"} for n in range(7)])
+    write_rows(Path("b.jsonl"), [chat(n) for n in (0, 2, 4, 6)])
+    assert prepare("a.jsonl", "b.jsonl", "--weight", "0.5", "--weight", "2.5") == 0
+    assert "11 rows: 7 kept" in capsys.readouterr().out
+    record = json.loads(Path("data", RECORD).read_text())
+    assert record["samples"] == 3 + 10 and record["rows"]["left_by_weight"] == 4
+    assert prepare("a.jsonl", "b.jsonl", "--weight", "0.5", out="other") == 2
+    assert "give one for each" in capsys.readouterr().err
+
+
+def test_data_of_before_conversations_had_several_answers_are_read(prepare: Callable[..., int]) -> None:
+    write_rows(Path("chats.jsonl"), [chat(n) for n in range(0, 8, 2)])
+    assert prepare("chats.jsonl") == 0
+    examples = [*PreparedExamples(Path("data"), block_size=4, max_length=400)]
+    table = pa.ipc.open_file(Path("data", SAMPLES)).read_all().drop_columns("earlier")
+    with pa.OSFile("data/" + SAMPLES, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert [*PreparedExamples(Path("data"), block_size=4, max_length=400)] == examples
+
+
+def test_a_row_far_too_long_is_not_tokenised(
+    prepare: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path("rows.jsonl"), [chat(0), chat(1, answer="<|mask|>" + "7" * 1_000_000)])
+    seen = []
+    read = encoding.token_ids
+    monkeypatch.setattr(encoding, "token_ids", lambda t, texts: seen.extend(texts) or read(t, texts))
+    assert prepare("rows.jsonl") == 0
+    assert "1 kept, 1 too long" in capsys.readouterr().out and 0 < max(len(t.text) for t in seen) < 100

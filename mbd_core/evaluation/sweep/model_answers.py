@@ -10,7 +10,7 @@ again, and of one that now ends earlier its first lines are taken.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_prompts, decode_text
+from mbd_core.checkpoint.chat import chat_text, decode_text
+from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.decoding.blocks.config import DecodingConfig
 from mbd_core.decoding.blocks.request import Output, Request
 from mbd_core.decoding.blocks.sampling_config import Sampling
@@ -28,7 +29,8 @@ from mbd_core.engine.engine import Engine
 from mbd_core.evaluation.sweep.decoding import DecodingModel, fit_request
 from mbd_core.files import PartsFolder, durable_file, write_json
 from mbd_core.json_text import differing_fields, parse_json
-from mbd_core.multitf.data.preparation import Answer, Chat
+from mbd_core.multitf.data.encoding import Chat
+from mbd_core.multitf.data.preparation import Answer
 
 ANSWERS_KIND = "decoded answers"  # the kind in its manifest
 SETTINGS, LOCK = "answers.json", ".mbd-answers.lock"
@@ -198,7 +200,7 @@ class PartDecoder:
         engine, tokenizer, settings = self._model.engine, self._model.tokenizer, self.answering
         engine.forget_prefixes()
         requests = []
-        for place, prompt in enumerate(chat_prompts(tokenizer, [messages for _, messages in chats])):
+        for place, prompt in enumerate(_prompts(tokenizer, chats)):
             sampling = replace(settings.sampling, seed=settings.sampling.seed + number * PART + place)
             request = Request(
                 request_id=str(place),
@@ -211,6 +213,10 @@ class PartDecoder:
         admitted = [request for request in requests if _is_admitted(engine, request)]
         outputs = {output.request_id: output for output in engine.generate(admitted)} if admitted else {}
         return [_line(tokenizer, outputs.get(request.request_id)) for request in requests]
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[list[int]]:
+    return token_ids(tokenizer, [chat_text(tokenizer, chat.messages, tools=chat.tools) for chat in chats])
 
 
 def _is_admitted(engine: Engine, request: Request) -> bool:
@@ -237,9 +243,10 @@ def _line(tokenizer: PreTrainedTokenizerBase, output: Output | None) -> Line:
 
 def _names(chats: Sequence[Chat]) -> list[dict[str, str]]:
     """By what a part's file is known to be of these rows."""
-    return [{"row": name, "prompt": prompt_digest(messages)} for name, messages in chats]
+    return [{"row": chat.name, "prompt": prompt_digest(chat.messages, chat.tools)} for chat in chats]
 
 
-def prompt_digest(messages: Sequence[dict[str, str]]) -> str:
+def prompt_digest(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """By which a row's stored answer is known to be its own."""
-    return hashlib.sha256(json.dumps(list(messages)).encode()).hexdigest()[:16]
+    shown = [list(messages), list(tools)] if tools else list(messages)
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]

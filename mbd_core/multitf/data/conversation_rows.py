@@ -118,7 +118,8 @@ def _text(content: Any, number: int) -> str:
     """A content that is a text, or a list of text parts."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, Sequence) or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
     ):
         raise ValueError(f"its message {number} needs a content that is text, or a list of text parts")
     return "".join(part["text"] for part in parts)
@@ -130,7 +131,11 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"its message {number} has a call whose arguments' text")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(arguments, dict)
+    ):
         raise ValueError(f"its message {number} has a call without a function's name and its arguments, an object")
     named = {} if call.get("id") is None else {"id": call["id"]}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -148,7 +153,9 @@ def _in_order_of_calls(messages: Messages) -> Messages:
                 raise ValueError(f"its result of {message['tool_call_id']!r} is of no call in the turn before")
             own = places[message["tool_call_id"]]
             at = len(ordered)
-            while at and ordered[at - 1]["role"] == "tool" and places.get(ordered[at - 1].get("tool_call_id"), -1) > own:
+            while (
+                at and ordered[at - 1]["role"] == "tool" and places.get(ordered[at - 1].get("tool_call_id"), -1) > own
+            ):
                 at -= 1
             ordered.insert(at, message)
             continue
@@ -287,7 +294,9 @@ def _object(line: bytes, where: str) -> Mapping[str, Any]:
 def _tables(path: str, name: str) -> Iterator[Row]:
     with fsspec.open(path, "rb") as file:
         number = 0
-        for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE) if path.endswith(".parquet") else _arrow_batches(file):
+        for batch in (
+            pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE) if path.endswith(".parquet") else _arrow_batches(file)
+        ):
             for start in range(0, len(batch), ROWS_AT_ONCE):
                 for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
                     number += 1

@@ -136,11 +136,10 @@ def encode_chats(
     *,
     eos_token_id: int,
 ) -> list[EncodedChat]:
-    """The last answers of named conversations, tokenised together; `encode_rows` raises nothing, and this its errors."""
+    """The last answers of named conversations; a `ValueError` names the first in which something is wrong."""
     encoded = []
-    for (name, _), row in zip(
-        chats, encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id), strict=True
-    ):
+    rows = encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id)
+    for (name, _), row in zip(chats, rows, strict=True):
         if row.error:
             raise ValueError(f"{name}: {row.error}")
         encoded.extend(row.samples)
@@ -163,8 +162,8 @@ def encode_rows(
 
     `every`: train all answers, each turn of the assistant after a user's or a tool's. An answer is part of the next
     answer's sample if it begins it, token by token; a template that shows earlier turns otherwise makes it a sample
-    of its own. A conversation with a sample of more than `max_length` tokens with its EOS is too long; one of far more
-    is not tokenised.
+    of its own. A conversation with a sample of more than `max_length` tokens with its EOS is too long. One of which
+    more than twice as many are known before it is tokenised is not (`least_tokens`).
     """
     rows: list[EncodedRow | None] = []
     texts: list[list[tuple[MaskedText, MaskedText]]] = []
@@ -174,7 +173,7 @@ def encode_rows(
             answers = [_texts(tokenizer, chat, end) for end in _answer_ends(chat.messages, every=every)]
         except ValueError as error:
             row, answers = EncodedRow(error=str(error)), []
-        if answers and max_length is not None and least_tokens(tokenizer, answers[-1][1].text) > max_length:
+        if answers and max_length is not None and least_tokens(tokenizer, answers[-1][1].text) > 2 * max_length:
             row, answers = EncodedRow(is_too_long=True), []
         rows.append(row)
         texts.append(answers)

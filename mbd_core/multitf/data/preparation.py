@@ -1,8 +1,10 @@
 """Files of conversations to a folder of training samples, row by row: encoded, filtered, counted, compared."""
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,8 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from mbd_core.checkpoint.chat import chat_text
 from mbd_core.checkpoint.folder import ModelFolder
 from mbd_core.files import folder_beside
-from mbd_core.multitf.data.conversation_rows import PAIRS, Columns, Messages, Row, read_rows
-from mbd_core.multitf.data.encoding import EncodedChat, encode_chats, fill_token, tokenizer_fingerprint
+from mbd_core.multitf.data.conversation_rows import PAIRS, Columns, Row, read_rows, tools_of
+from mbd_core.multitf.data.encoding import (
+    Chat,
+    EncodedChat,
+    EncodedRow,
+    encode_rows,
+    fill_token,
+    tokenizer_fingerprint,
+)
 from mbd_core.multitf.data.prepared import DATA_KIND, write_record, write_samples
 
 # Which training prompts repeat a benchmark's problems: the same run of words in both.
@@ -93,12 +102,13 @@ def _windows(text: str, size: int) -> Iterator[tuple[str, ...]]:
 CHUNK = 256
 """So many conversations are tokenised together."""
 
-Chat = tuple[str, Messages]
-"""A row's name, and its conversation."""
-
-
-Encode = Callable[[Iterable[list[Chat]]], Iterator[list[EncodedChat]]]
+Encode = Callable[[Iterable[list[Chat]]], Iterator[list[EncodedRow]]]
 """Tokenises chunks of conversations, in their order: here (`encoder`), or on a cluster."""
+
+MOST_SHOWN = 20
+"""So many bad rows are named where they end the preparation."""
+SKIPPED = "skipped.txt"
+"""In a data folder: the rows that were left out because something is wrong with them, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,14 @@ class Answers(Protocol):
 class RowCounts:
     """What became of the rows that were read.
 
-    Answers of a model that cannot be encoded count as `unanswered`; `not_encoded` says of the first why.
+    Answers of a model that cannot be encoded count as `unanswered`; `not_encoded` says of the first why. `bad` rows
+    cannot be trained on; `left_by_weight` are those that their file's weight leaves out.
     """
 
     read: int = 0
     kept: int = 0
+    bad: int = 0
+    left_by_weight: int = 0
     too_long: int = 0
     repeating: int = 0
     unfinished: int = 0
@@ -139,6 +152,8 @@ class RowCounts:
         return (
             f"{self.read} rows: {self.kept} kept, {self.too_long} too long, {self.repeating} left out for repeating a "
             "benchmark"
+            + (f", {self.bad} bad ({SKIPPED} says why)" if self.bad else "")
+            + (f", {self.left_by_weight} left out by their files' weights" if self.left_by_weight else "")
             + (f", {self.unfinished} whose answer did not end, {self.unanswered} without an answer" if missing else "")
             + (f"; an answer cannot be encoded: {self.not_encoded}" if self.not_encoded else "")
         )
@@ -148,7 +163,10 @@ class RowCounts:
 class Preparation:
     """What is prepared: rows of `files`, for the tokenizer of `model`, in at most `max_length` tokens with their EOS.
 
-    `columns` name the conversations; by default they have usual names. Rows whose prompts repeat a problem of one of
+    `columns` name the conversations; by default each file has them under usual names. `weights`, one for each file:
+    of a file with weight w row n is there floor(w (n + 1)) - floor(w n) times. `every`: train all answers of a
+    conversation, not the last alone. `skip_bad`: leave rows out that cannot be trained on. A prompt that a model
+    answers must pass the chat templates of all `readers`. Rows whose prompts repeat a problem of one of
     `benchmarks` are reported, and with `drop_overlap` left out. `limit` reads only so many rows. With `answers` a
     row's own answer, if it has one, gives way to that of a model.
     """
@@ -161,6 +179,43 @@ class Preparation:
     drop_overlap: bool = False
     limit: int | None = None
     answers: Answers | None = None
+    weights: Sequence[float] | None = None
+    every: bool = False
+    skip_bad: bool = False
+    readers: Sequence[PreTrainedTokenizerBase] = ()
+
+
+class BadRows:
+    """The rows that cannot be trained on: counted and written into a file, the first of them kept."""
+
+    def __init__(self, file: Path | None, counts: RowCounts) -> None:
+        self._file, self._counts = file, counts
+        self._first: list[str] = []
+
+    def add(self, name: str, reason: str) -> None:
+        """Take a row's name, and what is wrong with it."""
+        self._counts.bad += 1
+        line = f"{name}: {reason}"
+        if len(self._first) < MOST_SHOWN:
+            self._first.append(line)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def add_unread(self, name: str, reason: str) -> None:
+        """Take a line that is no row; it was read, though nobody counted it."""
+        self._counts.read += 1
+        self.add(name, reason)
+
+    def refuse(self) -> None:
+        """Raise `ValueError` if there is one, with the first of them."""
+        total = self._counts.bad
+        if total == 1:
+            raise ValueError(f"{self._first[0]}; correct the row, or leave it out with --skip-bad")
+        if total:
+            more = f"\n... and {total - len(self._first)} more" if total > len(self._first) else ""
+            lines = "".join(f"\n{line}" for line in self._first)
+            raise ValueError(f"{total} rows are bad; correct them, or leave them out with --skip-bad:{lines}{more}")
 
 
 def prepare_data(
@@ -168,13 +223,17 @@ def prepare_data(
 ) -> RowCounts:
     """Write the folder, whole or not at all; the same rows give the same bytes, whoever tokenises (`encode`).
 
-    Raises `ValueError` naming the row that is malformed, has no answer, or that the template refuses, and if no row is
-    left.
+    Raises `ValueError` naming the rows that are malformed, have no answer, or that the template refuses, unless they
+    are skipped; and if no row is left.
     """
     model, counts = preparation.model, RowCounts()
     eos = fill_token(model.tokenizer, model.config)
     with folder_beside(folder, DATA_KIND, overwrite=overwrite) as beside:
-        written = write_samples(beside, _samples(preparation, encode or encoder(model), counts))
+        bad = BadRows(beside / SKIPPED, counts)
+        encode = encode or encoder(model, every=preparation.every, max_length=preparation.max_length)
+        written = write_samples(beside, _samples(preparation, encode, counts, bad))
+        if not preparation.skip_bad:
+            bad.refuse()
         if not counts.kept:
             raise ValueError(f"{', '.join(preparation.files)}: no row is left of {counts}")
         write_record(beside, record(preparation, counts, eos) | written)
@@ -186,6 +245,8 @@ def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> di
     model, answers = preparation.model, preparation.answers
     return {
         "files": list(preparation.files),
+        "weights": None if preparation.weights is None else list(preparation.weights),
+        "every_answer": preparation.every,
         "tokenizer": tokenizer_fingerprint(model.tokenizer),
         "eos_token_id": eos_token_id,
         "mask_token_id": model.config.mask_token_id,
@@ -196,90 +257,109 @@ def record(preparation: Preparation, counts: RowCounts, eos_token_id: int) -> di
     }
 
 
-def encoder(model: ModelFolder) -> Encode:
-    """Tokenise for a model in this process."""
+def encoder(model: ModelFolder, *, every: bool = False, max_length: int | None = None) -> Encode:
+    """Tokenise for a model in this process, as `encode_rows` does."""
     eos = fill_token(model.tokenizer, model.config)
 
-    def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedChat]]:
+    def encode(chunks: Iterable[list[Chat]]) -> Iterator[list[EncodedRow]]:
         for chunk in chunks:
-            yield encode_chats(model.tokenizer, chunk, eos_token_id=eos)
+            yield encode_rows(model.tokenizer, chunk, eos_token_id=eos, every=every, max_length=max_length)
 
     return encode
 
 
-def _samples(preparation: Preparation, encode: Encode, counts: RowCounts) -> Iterator[EncodedChat]:
-    for encoded in encode(_chunks(preparation, counts)):
-        for sample in encoded:
-            if len(sample.prompt) + len(sample.response) + 1 > preparation.max_length:
+def _samples(preparation: Preparation, encode: Encode, counts: RowCounts, bad: BadRows) -> Iterator[EncodedChat]:
+    sent: deque[tuple[str, int]] = deque()  # of the chats that are being encoded the names and numbers of copies
+    for encoded in encode(_chunks(preparation, counts, bad, sent)):
+        for row in encoded:
+            name, copies = sent.popleft()
+            if row.error:
+                bad.add(name, row.error)
+            elif row.is_too_long:
                 counts.too_long += 1
-                continue
-            counts.kept += 1
-            yield sample
+            else:
+                counts.kept += 1
+                for _ in range(copies):
+                    yield from row.samples
 
 
-def _chunks(preparation: Preparation, counts: RowCounts) -> Iterator[list[Chat]]:
-    chats, answers = _conversations(preparation), preparation.answers
-    while chunk := list(itertools.islice(chats, CHUNK if answers is None else answers.rows_at_once)):
-        counts.read += len(chunk)
-        given = None if answers is None else answers.answer(chunk)  # all: answers are kept whatever is left out now
-        kept = [number for number, chat in enumerate(chunk) if not _is_left_out(preparation, chat)]
-        counts.repeating += len(chunk) - len(kept)
-        chunk = [chunk[number] for number in kept]
-        yield chunk if given is None else _answered(preparation, chunk, [given[number] for number in kept], counts)
+def _chunks(
+    preparation: Preparation, counts: RowCounts, bad: BadRows, sent: deque[tuple[str, int]]
+) -> Iterator[list[Chat]]:
+    answers = preparation.answers
+    rows = _conversations(preparation, counts, bad, answered=answers is None)
+    while chunk := list(itertools.islice(rows, CHUNK if answers is None else answers.rows_at_once)):
+        # all are answered: answers are kept whatever is left out now
+        given = [None] * len(chunk) if answers is None else answers.answer([chat for chat, _ in chunk])
+        chats = []
+        for (chat, copies), answer in zip(chunk, given, strict=True):
+            if _is_left_out(preparation, chat):
+                counts.repeating += 1
+            elif not copies:
+                counts.left_by_weight += 1
+            elif (whole := chat if answer is None else _answered(preparation, chat, answer, counts)) is not None:
+                chats.append(whole)
+                sent.append((whole.name, copies))
+        yield chats
 
 
-def _answered(
-    preparation: Preparation, chats: Sequence[Chat], answers: Sequence[Answer], counts: RowCounts
-) -> list[Chat]:
-    """The chats that were answered, with their answers."""
-    whole, encode = [], encoder(preparation.model)
-    for (name, messages), answer in zip(chats, answers, strict=True):
-        if answer.missing == "unfinished":
-            counts.unfinished += 1
-            continue
-        if answer.missing is not None:
-            counts.unanswered += 1
-            continue
-        chat = (name, [*messages, {"role": "assistant", "content": answer.text}])
-        try:
-            next(encode([[chat]]))
-        except ValueError as error:
-            counts.unanswered += 1
-            counts.not_encoded = counts.not_encoded or str(error)
-            continue
-        whole.append(chat)
+def _answered(preparation: Preparation, chat: Chat, answer: Answer, counts: RowCounts) -> Chat | None:
+    """The chat with its answer, if it was answered."""
+    if answer.missing == "unfinished":
+        counts.unfinished += 1
+        return None
+    if answer.missing is not None:
+        counts.unanswered += 1
+        return None
+    whole = chat._replace(messages=[*chat.messages, {"role": "assistant", "content": answer.text}])
+    ((row,),) = encoder(preparation.model)([[whole]])
+    if row.error:
+        counts.unanswered += 1
+        counts.not_encoded = counts.not_encoded or f"{chat.name}: {row.error}"
+        return None
     return whole
 
 
-def check_prompts(preparation: Preparation, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many rows a model with this tokenizer would answer; `ValueError` naming the first that its chat template, or
-    that of the data's model, refuses."""
-    count = 0
-    for name, messages in _conversations(preparation, answered=False):
-        count += 1
-        try:
-            for reader in (preparation.model.tokenizer, tokenizer):
-                chat_text(reader, messages)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+def check_prompts(preparation: Preparation) -> int:
+    """How many rows a model would answer; `ValueError` naming those whose prompts cannot be read, unless they are
+    skipped."""
+    counts = RowCounts()
+    bad = BadRows(None, counts)
+    count = sum(1 for _ in _conversations(preparation, counts, bad, answered=False))
+    if not preparation.skip_bad:
+        bad.refuse()
     return count
 
 
 def _is_left_out(preparation: Preparation, chat: Chat) -> bool:
     """Whether a row repeats a benchmark, which is counted, and is to be left out then."""
-    name, messages = chat
-    prompts = [message["content"] for message in messages if message["role"] == "user"]
-    repeating = [benchmark.check(name, prompts) for benchmark in preparation.benchmarks]
+    prompts = [message["content"] for message in chat.messages if message["role"] == "user"]
+    repeating = [benchmark.check(chat.name, prompts) for benchmark in preparation.benchmarks]
     return any(repeating) and preparation.drop_overlap
 
 
-def _conversations(preparation: Preparation, *, answered: bool | None = None) -> Iterator[Chat]:
-    """The rows as conversations; without their answers, where a model answers."""
-    columns, answered = preparation.columns, preparation.answers is None if answered is None else answered
-    for name, row in itertools.islice(read_rows(preparation.files), preparation.limit):
+def _conversations(
+    preparation: Preparation, counts: RowCounts, bad: BadRows, *, answered: bool
+) -> Iterator[tuple[Chat, int]]:
+    """The rows as conversations, each with the number of its copies; without their answers, where a model answers."""
+    columns = None
+    for name, row, place, copies in itertools.islice(_weighted_rows(preparation, bad), preparation.limit):
+        counts.read += 1
         try:
-            columns = columns or Columns.of(row, answered=answered)
-            messages = columns.messages(row)
+            if not place or columns is None:  # each file has its own
+                columns = preparation.columns or Columns.of(row, answered=answered)
+            chat = Chat(name, columns.messages(row), tools_of(row))
+            for reader in () if answered else preparation.readers:
+                chat_text(reader, chat.messages, tools=chat.tools)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        yield name, messages
+            bad.add(name, str(error))
+            continue
+        yield chat, copies
+
+
+def _weighted_rows(preparation: Preparation, bad: BadRows) -> Iterator[tuple[str, Mapping[str, Any], int, int]]:
+    """Every row with its name, its place in its file, and how often it is in the data."""
+    weights = preparation.weights or [1.0] * len(preparation.files)
+    for file, weight in zip(preparation.files, weights, strict=True):
+        for place, (name, row) in enumerate(read_rows([file], bad=bad.add_unread)):
+            yield name, row, place, math.floor(weight * (place + 1)) - math.floor(weight * place)

@@ -66,7 +66,7 @@ def named_data(folder: Path, path: str | None = None) -> PreparedData:
 def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any]:
     """Write the samples as they come; returns their number, the longest with its EOS, all tokens, and their digest.
 
-    And `answers`, the most that one sample has, and `trained`, the most tokens of its answers with what is before them.
+    And the most answers that one sample has, and the most tokens of them, each with what is before it.
     """
     digest, count, longest, total, answers, trained = hashlib.sha256(), 0, 0, 0, 0, 0
     rows: list[EncodedChat] = []
@@ -98,8 +98,8 @@ def write_samples(folder: Path, samples: Iterable[EncodedChat]) -> dict[str, Any
         "samples": count,
         "longest": longest,
         "tokens": total,
-        "answers": answers,
-        "trained": trained,
+        "most_answers": answers,
+        "most_trained": trained,
         "digest": digest.hexdigest(),
     }
 

@@ -105,6 +105,8 @@ class StartingPoint:
         if self.record is not None:
             longest = filled_length(self.record["longest"] + recipe.trailing_fill, recipe.states.block_size)
             length = min(length, longest)
+            if self.record.get("most_answers", 1) > 1 and recipe.states.layouts != "d2f":
+                length = self.record["most_trained"] + self.record["most_answers"] * (recipe.states.block_size - 1)
         precision = recipe.train.precision
         wide = precision == "float32" or (precision == "auto" and device == "CPU" and not computes_bfloat16(CPU))
         return [

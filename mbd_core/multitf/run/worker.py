@@ -220,7 +220,9 @@ def prepare(
         init_weights(model, seed=recipe.train.seed)
     size, room, fill = recipe.states.block_size, start.sample_length, recipe.trailing_fill
     if start.data is not None:
-        return model, tokenizer, PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill)
+        apart = recipe.states.layouts == "d2f"  # whose sequences have no clean stream that answers could share
+        examples = PreparedExamples(start.data, block_size=size, max_length=room, trailing_fill=fill, apart=apart)
+        return model, tokenizer, examples
     assert isinstance(recipe.data, TinyData)
     write = partial(write_conversations, tokenizer=tokenizer, data=recipe.data, block_size=size, max_length=room)
     with workers.folder_of_machine(write) as folder:  # what is mapped stays, without the file's name
