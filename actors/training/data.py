@@ -33,7 +33,8 @@ WINDOW = 64
 def encode_on_cluster(model: str, *, num_workers: int, every: bool = False, max_length: int | None = None) -> Encode:
     """Tokenise for a model, which each node fetches for itself, by at most `num_workers` tasks at once.
 
-    Raises `ClusterTooSmall` if the connected cluster has no room for them. `every` and `max_length` are those of `encode_rows`.
+    Raises `ClusterTooSmall` if the connected cluster has no room for them. `every` and `max_length`: as `encode_rows`
+    has them.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     plan_topology(nodes, processes=num_workers, device="cpu", noun="workers")

@@ -1,15 +1,28 @@
 """Conversations as the template writes them: all turns, one boundary, and no other."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from mbd_core.checkpoint.chat import chat_prompt, decode_text, question
+from mbd_core.checkpoint.chat import chat_prompt, chat_text, decode_text, question
+from mbd_core.checkpoint.literal_text import token_ids
 from mbd_core.checkpoint.loading import load_model
 from mbd_core.checkpoint.tokenizer import load_tokenizer
-from mbd_core.multitf.data.encoding import EncodedChat, encode_chats, fill_token, tokenizer_fingerprint
+from mbd_core.multitf.data.conversation_rows import Columns, tools_of
+from mbd_core.multitf.data.encoding import (
+    Chat,
+    EncodedChat,
+    encode_chats,
+    encode_rows,
+    fill_token,
+    tokenizer_fingerprint,
+)
 from mbd_core.multitf.data.prepared import TinyData, conversations
+from mbd_core.serving.api.chat_fields import turns
+from mbd_core.serving.api.requests import ChatRequest
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -102,3 +115,74 @@ def test_the_fingerprint_is_of_vocabulary_and_template(tokenizer: PreTrainedToke
     assert own == tokenizer_fingerprint(tokenizer)
     tokenizer.chat_template += " "
     assert tokenizer_fingerprint(tokenizer) != own
+
+
+CALL = {"id": "b", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+OTHER = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+TOOLED = {
+    "messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, OTHER]},
+        {"role": "tool", "tool_call_id": "c", "content": "second"},
+        {"role": "tool", "tool_call_id": "b", "content": "first"},
+        {"role": "assistant", "content": "2"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "description": "Adds."}}],
+}
+
+
+def test_tool_turns_and_content_parts_are_what_serving_makes_of_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    fields = TOOLED | {"messages": TOOLED["messages"][:-1]}
+    body = ChatRequest.model_validate({"model": "m", **fields})
+    served = chat_text(tokenizer, turns(body.messages), tools=body.shown_tools)
+    messages, tools = Columns.of(TOOLED).messages(TOOLED), tools_of(TOOLED)
+    (row,) = encode_rows(tokenizer, [Chat("row", messages, tools)], eos_token_id=1, every=True)
+    (sample,) = row.samples
+    assert sample.prompt == token_ids(tokenizer, [served])[0] and "first" in served.text
+    ((start, stop),) = sample.earlier
+    assert decode_text(tokenizer, sample.tokens[start:stop]).count("<tool_call>") == 2
+    assert tools_of({"tools": json.dumps(TOOLED["tools"])}) == tools_of({"tools": [TOOLED["tools"][0]["function"]]})
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "text parts"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "only an assistant"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}, "arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not valid JSON"),
+    ],
+)
+def test_a_turn_that_no_template_takes_says_why(turn: dict, reason: str) -> None:
+    messages = [*question("x"), turn, *question("y"), {"role": "assistant", "content": "z"}]
+    with pytest.raises(ValueError, match=reason):
+        Columns(chat="messages").messages({"messages": messages})
+
+
+def test_answers_that_the_template_shows_otherwise_later_are_samples_of_their_own(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    messages = [
+        *question("a"),
+        {"role": "assistant", "content": "first"},
+        *question("b"),
+        {"role": "assistant", "content": "second"},
+        *question("c"),
+        {"role": "assistant", "content": "third"},
+    ]
+    every = {"eos_token_id": 1, "every": True}
+    (row,) = encode_rows(tokenizer, [Chat("row", messages)], **every)
+    (joined,) = row.samples
+    apart = [encode_chats(tokenizer, [("row", messages[:end])], eos_token_id=1)[0] for end in (2, 4, 6)]
+    assert replace(joined, earlier=()) == apart[-1] and [len(one.tokens) for one in apart[:2]] == [
+        stop for _, stop in joined.earlier
+    ]
+    # a template that, as of thinking models, drops what earlier answers hold
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ message['content'] }}<|endoftext|>",
+        "{% if loop.last %}{{ message['content'] }}{% endif %}<|endoftext|>",
+    )
+    (row,) = encode_rows(tokenizer, [Chat("row", messages)], **every)
+    assert len(row.samples) == 3 and not any(sample.earlier for sample in row.samples)
+    assert [decode_text(tokenizer, sample.response) for sample in row.samples] == ["first", "second", "third"]

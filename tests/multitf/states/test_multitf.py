@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -32,7 +33,7 @@ from mbd_core.multitf.states.sample import (
     self_denoised,
     without_unseen,
 )
-from mbd_core.multitf.step.loss import multitf_loss
+from mbd_core.multitf.step.loss import denominator, multitf_loss
 
 MASK, EOS, B = 0, 1, 4
 
@@ -284,3 +285,50 @@ def test_a_malformed_sample_is_refused() -> None:
 
 def test_overlong_example_is_not_cut() -> None:
     assert encode_example([2] * 60, [3] * 4, eos_token_id=EOS, block_size=B, max_length=64) is None
+
+
+CONVERSATION = {"eos_token_id": EOS, "block_size": B, "max_length": 64}
+
+
+def conversation_of(rng: random.Random) -> tuple[Example, list[Example]]:
+    """Three answers as one sample, and as a sample each; turns end anywhere in blocks."""
+    tokens = [rng.randrange(2, 30) for _ in range(43)]
+    spans = [(5, 12), (18, 19), (30, 43)]
+    alone = [encode_example(tokens[:start], tokens[start:stop], **CONVERSATION) for start, stop in spans]
+    assert all(example is not None for example in alone)
+    return replace(alone[-1], earlier=tuple(alone[:-1])), alone
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("weighting", ["masked_mean", "block_ratio", "self_normalised", "ratio_mean"])
+@pytest.mark.parametrize("span", ["content", "response"])
+def test_a_conversation_of_several_answers_has_the_losses_of_a_sample_for_each(
+    model: Decoder, span: str, weighting: str, shift: bool
+) -> None:
+    config = StateConfig(
+        block_size=B, max_group=3, num_random=1, span=span, weighting=weighting, rounding="ceil", self_denoising="half"
+    )
+    whole, alone = conversation_of(random.Random(3))
+    shared = build_batch([whole], config, mask_token_id=MASK, rngs=[random.Random(7)], shift=shift)
+    rng = random.Random(7)  # its draws, answer by answer
+    each = build_batch(alone, config, mask_token_id=MASK, rngs=[rng] * 3, shift=shift)
+    assert shared.num_tokens < each.num_tokens
+    losses, gradients = [], []
+    for batch in (shared, each):
+        model.zero_grad()
+        loss, measures = multitf_loss(model, batch, denominator(batch, weighting))
+        loss.backward()
+        losses.append(torch.cat([loss.detach()[None], measures]))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    model.zero_grad()
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+    masked = shared.labels != IGNORE
+    assert set(shared.positions[masked].tolist()) <= {*range(5, 16), *range(18, 20), *range(30, 44)}
+
+
+def test_conversations_of_several_answers_have_no_d2f_sequence() -> None:
+    whole, _ = conversation_of(random.Random(3))
+    config = StateConfig(block_size=B, layouts="d2f", weighting="ratio_mean")
+    with pytest.raises(ValueError, match="no clean stream"):
+        build_batch([whole], config, mask_token_id=MASK, rngs=[random.Random(0)])
