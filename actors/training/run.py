@@ -1,7 +1,7 @@
 """A training run: a recipe, the folder that the run lies in, and the model folder that it writes."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from cluster.storage import Folder, fetch_model
 from cluster.topology import Device
 from mbd_core.checkpoint.saving import MODEL_KIND
 from mbd_core.checkpoint.shipped import named_model
-from mbd_core.multitf.config import Precision, ShardingChoice, check_workers
+from mbd_core.multitf.config import Precision, ShardingChoice, ValidationOptions, check_workers
 from mbd_core.multitf.data.prepared import PreparedData, named_data
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, as_recorded, other_settings
 
@@ -25,6 +25,7 @@ class TrainingRun:
     the last one; the run survives `max_failures` lost workers. `device`: what the workers compute on; by default a GPU
     each, if the cluster has any. `sharding`: how weights, gradients and optimizer states lie on them. `log_targets`:
     where its numbers go besides its folder's `losses.jsonl`; `None` is TensorBoard where the first worker has it.
+    `validation` names held-out data by an absolute path or a URL (`validation_at`).
     """
 
     recipe: TrainingRecipe
@@ -38,6 +39,7 @@ class TrainingRun:
     checkpoint_every: int = 100
     max_failures: int = 3
     log_targets: tuple[str, ...] | None = None
+    validation: ValidationOptions = ValidationOptions()
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.checkpoint_every < 1 or self.max_failures < 0:
@@ -75,6 +77,13 @@ def prepared_data_at(data: str) -> PreparedData:
     """Prepared data as recipes name them, by an absolute path or a URL; `ValueError` for a folder that holds none."""
     location = Folder.at(data).location
     return named_data(Path(fetch_model(location)), location)
+
+
+def validation_at(options: ValidationOptions) -> ValidationOptions:
+    """The options with the absolute path or URL of the data; `ValueError` for a folder that holds none."""
+    if options.validation is None:
+        return options
+    return replace(options, validation=prepared_data_at(options.validation).path)
 
 
 def check_run(run: TrainingRun, *, resume: bool) -> None:

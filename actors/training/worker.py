@@ -111,8 +111,17 @@ def train_on_ray(config: dict[str, Any]) -> int:
     if workers.is_first:
         run.out.check_writable()  # from this node, which is not the job's
         record_recipe(run, start.recipe)  # every worker has read the record when the precision is settled
+    held_out = run.validation
+    if held_out.validation is not None:
+        held_out = replace(held_out, validation=fetch_model(held_out.validation))
     worker_run = train_worker(
-        start, workers, run.sharding, checkpoints, every=run.checkpoint_every, log_targets=run.log_targets
+        start,
+        workers,
+        run.sharding,
+        checkpoints,
+        every=run.checkpoint_every,
+        log_targets=run.log_targets,
+        validation=held_out,
     )
     if not workers.is_first:
         worker_run.write(None)

@@ -5,7 +5,9 @@ Values alone, without PyTorch, so that a command shows its options at once.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from mbd_core.options import DATA, OUTPUT, Option, check
 
 Precision = Literal["auto", "float32", "bfloat16"]
 OptimizerName = Literal["muon", "adamw"]
@@ -129,3 +131,23 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
     if config.batch_size % groups:
         kind = "workers" if config.tensor_parallel == 1 else f"groups of {config.tensor_parallel} workers"
         raise ValueError(f"batch_size={config.batch_size} does not divide over {groups} {kind}")
+
+
+Metric = Literal["validation_loss", "validation_accuracy", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions:
+    """What a run measures besides its updates, and which checkpoint it keeps for that."""
+
+    validation: Annotated[
+        str | None,
+        Option("Held-out data that jobs/prepare_data.py wrote, whose losses are logged.", DATA, metavar="DIR"),
+    ] = None
+    validate_every: Annotated[int, Option("Updates between two validations.", DATA, at_least=1)] = 100
+    keep_best: Annotated[
+        Metric, Option("The number by which the best checkpoint is kept beside the newest two.", OUTPUT)
+    ] = "validation_loss"
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -106,7 +106,10 @@ def _turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
     content = turn.get("content", turn.get("value"))
     if role not in ROLES or (calls and ROLES[role] != "assistant"):
         raise ValueError(f"its message {number} needs a role ({', '.join(sorted(ROLES))}); only an assistant calls")
-    message = {"role": ROLES[role], "content": _text("" if content is None and calls else content, number)}
+    message: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": _text("" if content is None and calls else content, number),
+    }
     if calls:
         message["tool_calls"] = [_call(call, number) for call in calls]
     if turn.get("tool_call_id") is not None and message["role"] == "tool":
@@ -154,7 +157,9 @@ def _in_order_of_calls(messages: Messages) -> Messages:
             own = places[message["tool_call_id"]]
             at = len(ordered)
             while (
-                at and ordered[at - 1]["role"] == "tool" and places.get(ordered[at - 1].get("tool_call_id"), -1) > own
+                at
+                and ordered[at - 1]["role"] == "tool"
+                and places.get(ordered[at - 1].get("tool_call_id", ""), -1) > own
             ):
                 at -= 1
             ordered.insert(at, message)

@@ -137,7 +137,7 @@ def encode_chats(
     eos_token_id: int,
 ) -> list[EncodedChat]:
     """The last answers of named conversations; a `ValueError` names the first in which something is wrong."""
-    encoded = []
+    encoded: list[EncodedChat] = []
     rows = encode_rows(tokenizer, [Chat(*chat) for chat in chats], eos_token_id=eos_token_id)
     for (name, _), row in zip(chats, rows, strict=True):
         if row.error:

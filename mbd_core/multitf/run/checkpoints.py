@@ -63,6 +63,15 @@ class CheckpointRecord:
     base: str | None = None
 
 
+def best_step(curve: Curve, metric: str | None) -> int | None:
+    """The updates after which a curve's metric was best, the first of equals; `None` where it has none."""
+    known = [point for point in curve if metric in point]
+    if metric is None or not known:
+        return None
+    sign = 1 if metric.endswith("loss") else -1
+    return int(min(known, key=lambda point: sign * point[metric])["step"]) + 1
+
+
 class Checkpoints:
     """The newest `keep` checkpoints of a run. Every worker calls every method, in the same order.
 
@@ -80,6 +89,8 @@ class Checkpoints:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.location, self.workers, self.keep = location.rstrip("/"), workers, keep
+        self.keep_best: str | None = None
+        """The number of the curve's points by which the best checkpoint is kept as well."""
         self.recipe = as_recorded(recipe)
         self.options = dict(options or {})
         self.base: str | None = None
@@ -184,12 +195,12 @@ class Checkpoints:
             self._system.rm(unfinished)
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """Write the marker, and remove the checkpoints that are older than the newest `keep`."""
+        """Write the marker, and remove the checkpoints that are older than the newest `keep`, but for the best."""
         file = f"{self._path}/{_name(record.step)}/{MARKER}"
         with self._system.open(f"{file}.partial", "w") as beside:
             json.dump(vars(record), beside)
         self._system.mv(f"{file}.partial", file)
-        kept = self._whole()[: self.keep]
+        kept = [*self._whole()[: self.keep], best_step(record.curve, self.keep_best)]
         for step in self._steps():
             if step not in kept and step < record.step and self._is_ours(step):
                 self._system.rm(f"{self._path}/{_name(step)}", recursive=True)

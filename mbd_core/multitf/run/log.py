@@ -114,6 +114,10 @@ def draw_losses(points: Points, path: Path | BinaryIO, *, title: str) -> None:
     panels = figure.subplots(2, 3).ravel()
     window = max(1, min(100, len(points) // WINDOWS))
     _raw_and_mean(panels[0], points, "loss", window)
+    steps, losses = _known(points, "validation_loss")
+    if steps:
+        panels[0].plot(steps, losses, color=COLOURS[2], linestyle="--", marker="o", label="held-out data")
+        panels[0].legend(fontsize="small")
     panels[0].set_title(f"loss, and its mean over {window} updates", fontsize="medium")
     for panel, start, what in ((panels[1], "loss_slot_", "slot"), (panels[2], "loss_ratio_", "mask ratio (%)")):
         _means(panel, points, [name for name in BUCKETS if name.startswith(start)], start, window)
@@ -213,9 +217,9 @@ class RunLog:
         """An update begins."""
         self._began = time.perf_counter()
 
-    def add(self) -> None:
-        """Log the update that was just done, the curve's last point."""
-        point, seconds = self.curve[-1], max(time.perf_counter() - self._began, 1e-9)
+    def add(self, *, beside: float = 0.0) -> None:
+        """Log the update that was just done, the curve's last point; `beside` are seconds that were no part of it."""
+        point, seconds = self.curve[-1], max(time.perf_counter() - self._began - beside, 1e-9)
         speed = {"seconds": _short(seconds), "tokens_per_second": _short(point["tokens"] / seconds)}
         share = mfu(point["tflop"] * 1e12, seconds, self.peak, self.num_workers)
         if share is not None:
@@ -286,10 +290,10 @@ class Log:
         if self.files is not None:
             self.files.begin()
 
-    def add(self) -> None:
-        """Log the update that was just done, the curve's last point."""
+    def add(self, *, beside: float = 0.0) -> None:
+        """Log the update that was just done, the curve's last point; `beside` are seconds that were no part of it."""
         if self.files is not None:
-            self.files.add()
+            self.files.add(beside=beside)
         if self._bar is not None:
             recent = self.curve[-SHOWN_STEPS:]
             means = {name: f"{_mean(recent, name):.4f}" for name in ("loss", "accuracy")}

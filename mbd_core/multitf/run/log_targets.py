@@ -72,6 +72,9 @@ def default_targets() -> tuple[tuple[str, ...], str]:
 
 def tag(name: str) -> str:
     """A number's name in groups, as dashboards show them."""
+    if name.startswith("validation_"):
+        group, _, rest = tag(name.removeprefix("validation_")).rpartition("/")
+        return f"{group.replace('train', 'validation').replace('loss_by', 'validation_loss_by')}/{rest}"
     for start, group in (("loss_slot_", "loss_by_slot"), ("loss_ratio_", "loss_by_mask_ratio")):
         if name.startswith(start):
             return f"{group}/{name.removeprefix(start)}"

@@ -5,6 +5,7 @@ Ray Train or torchrun starts the workers; a run without either has one.
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +19,8 @@ from mbd_core.checkpoint.folder import BaseFiles, model_digest, read_base
 from mbd_core.checkpoint.loading import fill_parts, load_model
 from mbd_core.checkpoint.saving import checkpoint_tensors, save_model
 from mbd_core.models.decoder import Decoder, init_weights
-from mbd_core.multitf.config import Sharding
+from mbd_core.multitf.config import Sharding, ValidationOptions
+from mbd_core.multitf.data.encoding import error_sentence
 from mbd_core.multitf.data.prepared import (
     TOKENIZER_PAIRS,
     PreparedExamples,
@@ -27,9 +29,10 @@ from mbd_core.multitf.data.prepared import (
     write_conversations,
 )
 from mbd_core.multitf.recipes.recipe import TrainingRecipe, start_line
-from mbd_core.multitf.run.checkpoints import Checkpoints, Curve
+from mbd_core.multitf.run.checkpoints import Checkpoints, Curve, best_step
 from mbd_core.multitf.run.log import Log, RunLog, say
 from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.validation import Validation, ValidationFailed
 from mbd_core.multitf.step.adapter import base_tensors, fill_adapter, merge_adapter
 from mbd_core.multitf.step.compute import device_peak
 from mbd_core.multitf.step.trainer import Trainer
@@ -45,13 +48,14 @@ def train_worker(
     *,
     every: int,
     log_targets: Sequence[str] | None = None,
+    validation: ValidationOptions | None = None,
 ) -> "Run":
     """Do all updates that are left; the first worker prints, and logs where the checkpoints lie.
 
     The precision is settled (`settle_precision`). `log_targets`: where the numbers go besides `losses.jsonl`; `None`
     is TensorBoard where the first worker has it. `Run.write` then writes the model.
     """
-    run = Run(start, workers, sharding, checkpoints)
+    run = Run(start, workers, sharding, checkpoints, validation=validation)
     if not workers.is_first:
         run.train(every=every)
         return run
@@ -101,7 +105,13 @@ class Run:
     """
 
     def __init__(
-        self, start: StartingPoint, workers: Workers, sharding: Sharding, checkpoints: Checkpoints | None = None
+        self,
+        start: StartingPoint,
+        workers: Workers,
+        sharding: Sharding,
+        checkpoints: Checkpoints | None = None,
+        *,
+        validation: ValidationOptions | None = None,
     ) -> None:
         recipe, base = start.recipe, start.base
         self.start, self.workers, self.checkpoints = start, workers, checkpoints
@@ -109,6 +119,11 @@ class Run:
         self._base_files = None if base is None or not workers.is_first else read_base(base.path)
         in_parts = sharding == "sharded" and workers.size > 1 and base is not None
         model, self.tokenizer, examples = prepare(start, workers=workers, on_meta=in_parts)
+        self.validation = None
+        if validation is not None and validation.validation is not None:
+            self.validation = Validation(validation, start, self.tokenizer)
+            if checkpoints is not None and validation.keep_best != "none":
+                checkpoints.keep_best = validation.keep_best
         self.trainer = Trainer(
             model,
             examples,
@@ -135,23 +150,48 @@ class Run:
         """The updates that were done before this start."""
 
     def train(self, *, every: int = 1, log: Log | None = None) -> None:
-        """Do the remaining updates; a checkpoint is begun every `every` steps and after the last one."""
+        """Do the remaining updates; a checkpoint is begun every `every` steps, where a validation is the best yet, and
+        after the last one."""
         trainer, checkpoints, steps = self.trainer, self.checkpoints, self.trainer.config.steps
         while trainer.step_number < steps:
             if log is not None:
                 log.begin()
             self.curve.append(self.workers.mean_metrics(trainer.step()).point())
+            seconds = self._validate(log)
             if log is not None:
-                log.add()
+                log.add(beside=seconds)
             if checkpoints is None:
                 continue
             checkpoints.poll()
-            if trainer.step_number % every == 0 or trainer.step_number == steps:
+            step = trainer.step_number
+            if step % every == 0 or step == steps or step == best_step(self.curve, checkpoints.keep_best):
                 if log is not None:
                     log.flush()
                 checkpoints.save(trainer, self.curve)
         if checkpoints is not None:
             checkpoints.wait()
+
+    def _validate(self, log: Log | None) -> float:
+        """Add a validation's numbers to the update's point, if one is due; the seconds that it took."""
+        if self.validation is None:
+            return 0.0
+        step, began = self.trainer.step_number, time.perf_counter()
+        if step % self.validation.every and step != self.trainer.config.steps:
+            return 0.0
+        try:
+            values = self.validation.measure(self.trainer, self.workers)
+        except Exception as error:  # a run does not end for it
+            if self.workers.size > 1 and not isinstance(error, ValidationFailed):
+                raise  # the others are within an exchange that this worker has left
+            if log is not None:
+                say(f"validation after step {step} failed: {error_sentence(error)}; the run goes on")
+            return time.perf_counter() - began
+        self.curve[-1] |= values
+        if log is not None:
+            numbers = (f"{name.removeprefix('validation_')} {values[name]:.4f}" for name in list(values)[:2])
+            best = best_step(self.curve, self.validation.keep_best) == step
+            say(f"validation after step {step}: {', '.join(numbers)}{' (the best yet)' * best}")
+        return time.perf_counter() - began
 
     def write(self, folder: Path | None, *, overwrite: bool = False) -> None:
         """Write the trained model (`export`); every worker calls it, and the first one names the folder."""

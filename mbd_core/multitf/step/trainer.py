@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mbd_core.models.decoder import Decoder
 from mbd_core.multitf.config import Distillation, Sharding, TrainConfig, check_workers
-from mbd_core.multitf.data.encoding import Example
+from mbd_core.multitf.data.encoding import IGNORE, Example
 from mbd_core.multitf.data.prepared import sample_lengths
 from mbd_core.multitf.states.layout import StateConfig
 from mbd_core.multitf.states.mask import TrainingAttention
@@ -157,15 +157,36 @@ class Trainer:
 
     def batch(self, step: int) -> MultiTFBatch:
         """This rank's share of the update numbered `step`, on the CPU."""
-        c, model, indices = self.config, self.model.config, self._indices(step)
+        seed, indices = self.config.seed, self._indices(step)
+        rngs = [random.Random(f"{seed}/{step}/{i}") for i in indices]
+        return self.lay_out([self.examples[i] for i in indices], rngs, self._together(step))
+
+    def lay_out(
+        self, examples: Sequence[Example], rngs: Sequence[random.Random], together: Together | None = None
+    ) -> MultiTFBatch:
+        """Samples in the run's training states, on the CPU."""
+        model = self.model.config
         return build_batch(
-            [self.examples[i] for i in indices],
+            examples,
             self.states,
             mask_token_id=model.mask_token_id,
-            rngs=[random.Random(f"{c.seed}/{step}/{i}") for i in indices],
+            rngs=rngs,
             shift=model.shift_logits,
-            together=self._together(step),
+            together=together,
         )
+
+    @torch.no_grad()
+    def measure(self, batch: MultiTFBatch) -> Tensor:
+        """Of a batch the sum of its losses, what divides it, the labels that are hit and all, then `bucket_sums`.
+
+        Nothing is learned. Workers with parts of one model call it equally often.
+        """
+        with self._autocast():
+            loss, measures = self.objective(batch.to(self.device), 1.0)
+        accuracy, sums = measures[0], measures[1:]
+        labels = (batch.labels != IGNORE).sum().to(sums)
+        divisor = denominator(batch, self.states.weighting).to(sums)
+        return torch.cat([torch.stack([loss.to(sums), divisor, accuracy * labels, labels]), sums])
 
     def _indices(self, step: int, *, of_all: bool = False) -> list[int]:
         """The samples of this rank's share, or with `of_all` the whole batch's."""

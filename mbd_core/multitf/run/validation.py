@@ -1,0 +1,87 @@
+"""Validation while training: the losses of held-out conversations on the run's weights, the same noise every time.
+
+Every `validate_every` updates all workers compute them together. They are numbers of that update's point: so they are
+in `losses.jsonl`, the plot, every log target, and in the checkpoints, from which a run that goes on knows its best.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mbd_core.multitf.config import ValidationOptions
+from mbd_core.multitf.data.encoding import error_sentence, filled_length, tokenizer_fingerprint
+from mbd_core.multitf.data.prepared import PreparedExamples, read_record
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.step.loss import BUCKETS, bucket_means
+from mbd_core.multitf.step.trainer import Trainer
+from mbd_core.multitf.step.workers import Workers
+
+
+class ValidationFailed(RuntimeError):
+    """A validation that could not be computed; the run goes on."""
+
+
+class Validation:
+    """The held-out samples of a folder, which a run's weights are measured on.
+
+    Raises `ValueError` for data of another tokenizer, or longer than the recipe and the model have room for.
+    """
+
+    def __init__(self, options: ValidationOptions, start: StartingPoint, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert options.validation is not None
+        folder, size = Path(options.validation), start.recipe.states.block_size
+        record = read_record(folder)
+        same = record["tokenizer"] == tokenizer_fingerprint(tokenizer)
+        if not same or record["mask_token_id"] != start.config.mask_token_id:
+            raise ValueError(
+                f"--validation {folder} was tokenised for another model than this run's: prepare it again with --model"
+            )
+        longest = filled_length(record["longest"], size)
+        if longest > start.sample_length:
+            raise ValueError(
+                f"--validation {folder} has samples of up to {longest} tokens with their fill, and the run has room "
+                f"for {start.sample_length}: prepare it again with --max-length {start.sample_length // size * size}"
+            )
+        self.every, self.keep_best = options.validate_every, options.keep_best
+        self.examples = PreparedExamples(
+            folder,
+            block_size=size,
+            max_length=start.sample_length,
+            trailing_fill=start.recipe.trailing_fill,
+            apart=start.recipe.states.layouts == "d2f",
+        )
+
+    def measure(self, trainer: Trainer, workers: Workers) -> dict[str, float]:
+        """Loss and accuracy on all held-out samples, by slot and mask ratio too; every worker calls it.
+
+        A sample's layouts and noise depend on its number alone. Raises `ValidationFailed`, on all workers where one
+        cannot lay out its samples; an error of one worker's forward is its own.
+        """
+        at_once = trainer.config.micro_batch or max(1, trainer.config.batch_size // trainer.world_size)
+        total = torch.zeros(4 + 2 * len(BUCKETS), dtype=torch.float64, device=workers.device)
+        order = sorted(range(len(self.examples)), key=lambda number: (self.examples.lengths[number], number))
+        trainer.objective.eval()
+        try:
+            for first in range(0, len(order), at_once * trainer.world_size):
+                numbers = order[first : first + at_once * trainer.world_size][trainer.rank :: trainer.world_size]
+                problem, batch = "", None
+                try:  # a worker without samples of its own computes the first, and counts nothing
+                    shown = numbers or order[first : first + 1]
+                    rngs = [random.Random(f"validation/{number}") for number in shown]
+                    batch = trainer.lay_out([self.examples[number] for number in shown], rngs)
+                except (ValueError, OSError) as error:
+                    problem = error_sentence(error)
+                if not workers.least(batch is not None) or batch is None:
+                    raise ValidationFailed(problem or "another worker cannot read its samples")
+                measured = trainer.measure(batch)
+                if numbers and trainer.counts:
+                    total += measured
+        finally:
+            trainer.objective.train()
+        numerator, divisor, hits, labels, *sums = (workers.mean(total) * workers.size).tolist()
+        if not labels:
+            raise ValidationFailed("no label is among the held-out samples")
+        values = {"loss": numerator / divisor, "accuracy": hits / labels} | bucket_means(sums)
+        return {f"validation_{name}": value for name, value in values.items()}

@@ -1,0 +1,131 @@
+"""Held-out losses within a run: what they are, that they change nothing, and which checkpoint they keep."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from chat_rows import chat, write_rows
+
+from mbd_core.checkpoint.folder import read_folder
+from mbd_core.multitf.config import ValidationOptions
+from mbd_core.multitf.data.conversation_rows import find_files
+from mbd_core.multitf.data.preparation import Preparation, prepare_data
+from mbd_core.multitf.data.prepared import named_data
+from mbd_core.multitf.recipes.by_name import RECIPES
+from mbd_core.multitf.recipes.recipe import shortened
+from mbd_core.multitf.run.checkpoints import Checkpoints, best_step
+from mbd_core.multitf.run.log import LOSSES, PLOT
+from mbd_core.multitf.run.log_targets import tag
+from mbd_core.multitf.run.start import StartingPoint
+from mbd_core.multitf.run.validation import Validation
+from mbd_core.multitf.run.worker import Run, train_worker
+from mbd_core.multitf.step.loss import denominator, multitf_loss
+from mbd_core.multitf.step.workers import ALONE
+
+EVERY = 2
+
+
+@pytest.fixture
+def start(tiny_model_dir: Path, tmp_path: Path) -> StartingPoint:
+    """A short run on conversations, and held-out ones beside its data."""
+    for name, first, count in (("data", 0, 12), ("held-out", 50, 7)):
+        rows = write_rows(tmp_path / f"{name}.jsonl", [chat(n) for n in range(first, first + count)])
+        preparation = Preparation(
+            files=find_files(str(rows)), model=read_folder(tiny_model_dir), max_length=64, every=True
+        )
+        prepare_data(preparation, tmp_path / name)
+    recipe = shortened(RECIPES["SDAR-8B-b4"], 5)
+    train = replace(recipe.train, batch_size=4, precision="float32", lr=1e-2, schedule="constant", warmup=1)
+    recipe = replace(recipe, base=str(tiny_model_dir), data=named_data(tmp_path / "data"), train=train)
+    return StartingPoint.read(recipe)
+
+
+def options(tmp_path: Path, **fields: object) -> ValidationOptions:
+    return ValidationOptions(validation=str(tmp_path / "held-out"), validate_every=EVERY, **fields)
+
+
+def test_the_losses_are_those_of_the_held_out_samples_laid_out_together(start: StartingPoint, tmp_path: Path) -> None:
+    run = Run(start, ALONE, "replicated", validation=options(tmp_path))
+    assert isinstance(run.validation, Validation)
+    values = run.validation.measure(run.trainer, ALONE)
+    assert values == run.validation.measure(run.trainer, ALONE)
+    examples = list(run.validation.examples)
+    batch = run.trainer.lay_out(examples, [random.Random(f"validation/{n}") for n in range(len(examples))])
+    with torch.no_grad():
+        loss, measures = multitf_loss(run.trainer.model, batch, denominator(batch, start.recipe.states.weighting))
+    assert values["validation_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert values["validation_accuracy"] == pytest.approx(measures[0].item(), rel=1e-6)
+    assert {tag(name).rpartition("/")[0] for name in values} == {
+        "validation",
+        "validation_loss_by_slot",
+        "validation_loss_by_mask_ratio",
+    }
+
+
+def test_a_run_with_validation_has_the_updates_of_one_without(
+    start: StartingPoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Run(start, ALONE, "replicated")
+    plain.train()
+    stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe)
+    run = train_worker(start, ALONE, "replicated", stored, every=100, log_targets=(), validation=options(tmp_path))
+    measured = [{k: v for k, v in point.items() if k.startswith("validation_")} for point in run.curve]
+    assert [bool(values) for values in measured] == [False, True, False, True, True]  # every 2, and the last
+    bare = [{k: v for k, v in point.items() if not k.startswith("validation_")} for point in run.curve]
+    assert bare == plain.curve
+    lines = [json.loads(line) for line in (tmp_path / "run" / LOSSES).read_text().splitlines()]
+    assert [line.get("validation_loss") for line in lines] == [m.get("validation_loss") for m in measured]
+    assert "validation after step 2: loss" in capsys.readouterr().out and (tmp_path / "run" / PLOT).is_file()
+
+
+def test_the_best_checkpoint_stays_also_when_the_run_goes_on(
+    start: StartingPoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {2: 1.0, 3: 1.5, 4: 3.0, 5: 2.0}
+
+    def measured(self: Validation, trainer: object, workers: object) -> dict[str, float]:
+        return {"validation_loss": losses[trainer.step_number], "validation_accuracy": 0.5}
+
+    monkeypatch.setattr(Validation, "measure", measured)
+
+    def go_on(steps: int) -> Run:
+        stored = Checkpoints(str(tmp_path / "run"), ALONE, recipe=start.recipe, keep=1)
+        run = Run(start, ALONE, "replicated", stored, validation=options(tmp_path))
+        run.trainer.config = replace(run.trainer.config, steps=steps)
+        run.train(every=1)
+        return run
+
+    go_on(3)
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_000002", "step_000003"]
+    run = go_on(5)
+    assert run.resumed_after == 3 and best_step(run.curve, "validation_loss") == 2
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_000002", "step_000005"]
+    assert best_step(run.curve, "validation_accuracy") == 2 and best_step(run.curve[:1], "validation_loss") is None
+
+
+def test_a_validation_that_fails_is_a_line_and_no_end(
+    start: StartingPoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> dict[str, float]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Validation, "measure", fails)
+    run = train_worker(start, ALONE, "replicated", None, every=1, validation=options(tmp_path))
+    assert len(run.curve) == 5 and run.trainer.model.training
+    assert "validation after step 2 failed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_held_out_data_that_do_not_fit_are_refused_before_the_run(start: StartingPoint, tmp_path: Path) -> None:
+    record = tmp_path / "held-out" / "data.json"
+    said = json.loads(record.read_text())
+    for changed, reason in ({"tokenizer": "x"}, "another model"), ({"longest": 10**6}, "has room for"):
+        record.write_text(json.dumps(said | changed))
+        with pytest.raises(ValueError, match=reason):
+            Run(start, ALONE, "replicated", validation=options(tmp_path))
+    with pytest.raises(ValueError, match="holds no prepared training data"):
+        Run(start, ALONE, "replicated", validation=ValidationOptions(validation=str(tmp_path)))
+    with pytest.raises(ValueError, match="validate_every=0"):
+        ValidationOptions(validate_every=0)
