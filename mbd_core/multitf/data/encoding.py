@@ -233,14 +233,13 @@ def _joined(answers: Sequence[EncodedChat]) -> list[EncodedChat]:
 
 def _answer_ends(messages: Sequence[Mapping[str, Any]], *, every: bool) -> list[int]:
     """For each answer that is trained the number of messages up to it."""
-    if not every:
-        return [len(messages)]
-    return [
+    earlier = [
         end
-        for end in range(2, len(messages) + 1)
+        for end in range(2, len(messages) if every else 0)
         if messages[end - 1]["role"] == "assistant" and messages[end - 2]["role"] in ("user", "tool")
-        if end == len(messages) or not is_empty(messages[end - 1])
+        if not is_empty(messages[end - 1])
     ]
+    return [*earlier, len(messages)]
 
 
 def is_empty(answer: Mapping[str, Any]) -> bool:

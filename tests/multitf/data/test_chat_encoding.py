@@ -186,3 +186,10 @@ def test_answers_that_the_template_shows_otherwise_later_are_samples_of_their_ow
     (row,) = encode_rows(tokenizer, [Chat("row", messages)], **every)
     assert len(row.samples) == 3 and not any(sample.earlier for sample in row.samples)
     assert [decode_text(tokenizer, sample.response) for sample in row.samples] == ["first", "second", "third"]
+
+
+def test_the_last_answer_is_trained_whatever_is_before_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Yes."}]
+    for every in (False, True):
+        (row,) = encode_rows(tokenizer, [Chat("row", messages)], eos_token_id=1, every=every)
+        assert [decode_text(tokenizer, sample.response) for sample in row.samples] == ["Yes."]
